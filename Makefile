@@ -8,7 +8,13 @@ GPU_PYTHON ?= python3
 GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT)) \
 	$(if $(BUDGET),--budget $(BUDGET)) $(if $(SMALL),--small)
 
-.PHONY: help install demo test test-long gpu lint types clean
+# what reads configurations, templates, processors, models and rows, and trains on them
+OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/test_batched.py tests/data/test_pixels.py \
+	tests/data/test_tables.py tests/models/test_processors.py tests/models/test_chat.py tests/models/test_generate.py \
+	tests/models/test_with_fp8.py tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
+	tests/train/test_run.py::test_pretraining_learns_every_token tests/train/test_lora.py::test_a_base_that_is_in_fp8_on_disk
+
+.PHONY: help install demo test test-long test-oldest docs gpu lint types clean
 
 help:             ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,6 +42,16 @@ test: lint types  ## what every change must pass, in about 6 minutes on 2 cores;
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
+
+test-oldest: install ## some tests with the lowest versions that pyproject.toml names (torch: the newest, or TORCH=2.11.0)
+	$(PYTHON) -m venv --clear build/oldest
+	$(BIN)/python tests/oldest.py $(TORCH) > build/oldest/lowest.txt
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check -r build/oldest/lowest.txt
+	build/oldest/bin/python -m pytest -q -p no:cacheprovider -m "not long and not gpu" $(OLDEST_TESTS)
+
+docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, ends it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "wrote build/site/index.html, which opens without a server"
 
 gpu:              ## on an NVIDIA GPU: tests and benchmarks in 8 minutes; all of them with PART=1, 2, 3 (ONLY= OUT= BUDGET= SMALL=1)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_WORDS)

@@ -1,7 +1,7 @@
 """Keeps the figures of a finished trial under benchmarks/results, with the machine, the versions and the commit.
 
     make demo && .venv/bin/python benchmarks/demo.py demo
-    octavo compare examples/digits_everything.yaml --jobs 2
+    octavo compare examples/digits_everything.yaml --savings --forks 3 --jobs 2
     python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
 
 Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora, rl, rl_lora or dpo) and the plots beside it,
@@ -34,8 +34,8 @@ FIGURES = (
 
 COMMANDS = {
     "demo": "make demo",
-    "savings": "octavo compare examples/digits_everything.yaml --jobs 2",
-    "lora": "octavo compare examples/digits_lora.yaml --jobs 2",
+    "savings": "octavo compare examples/digits_everything.yaml --savings --forks 3 --jobs 2",
+    "lora": "octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2",
     "rl": "octavo compare examples/digits_rl.yaml --seeds 3 --jobs 2",
     "rl_lora": "octavo compare examples/digits_rl_lora.yaml --seeds 3 --jobs 2",
     "dpo": "octavo compare examples/digits_dpo.yaml --seeds 3",

@@ -9,7 +9,8 @@ The model is `octavo tiny qwen3_vl` (1.2 M parameters) in fp32 on one thread, th
     transformers, each   one prompt at a time, its answers in one call
     transformers, one    one answer at a time; as many of them as take a while, scaled up to all
 
-The model has not learned to stop, so that every answer has all its tokens and nobody gains by a short one. Ratios are
+The token that ends answers is one that the vocabulary does not have, so that every answer has all its tokens and nobody
+gains by a short one. Ratios are
 of processor seconds, paired by round: the geometric mean and its 95 % interval over resampled rounds. Before that, the
 greedy answers of all prompts are compared token by token.
 """
@@ -17,9 +18,6 @@ greedy answers of all prompts are compared token by token.
 from __future__ import annotations
 
 import argparse
-import math
-import random
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +58,7 @@ class Peer:
         """Tokens [prompts * answers, new]."""
         how: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
         settings = GenerationConfig(
-            **how, max_new_tokens=self.new, min_new_tokens=self.new, num_return_sequences=answers, pad_token_id=0,
+            **how, max_new_tokens=self.new, num_return_sequences=answers, pad_token_id=0,
             eos_token_id=self.model.generation_config.eos_token_id,
         )  # fmt: skip
         with torch.no_grad():
@@ -86,15 +84,6 @@ def questions_of(count: int) -> list[tuple[list, list]]:
     return found
 
 
-def interval(slow: list[float], fast: list[float]) -> dict[str, float]:
-    """How many times as long, in the geometric mean of rounds, and the 95 % interval of it."""
-    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
-    draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    low, high = means[50], means[-51]
-    return {"ratio": math.exp(statistics.fmean(ratios)), "low": math.exp(low), "high": math.exp(high)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
@@ -107,7 +96,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = tiny.write("qwen3_vl", Path(folder) / "model")
         model, processor = models.load(path), models.load_processor(path)
-    model.generation_config.eos_token_id = model.config.text_config.vocab_size - 1  # padding: no answer ends by it
+    model.generation_config.eos_token_id = model.config.text_config.vocab_size  # no token: no answer ends by it
     asked = questions_of(args.prompts)
     peer = Peer(model, processor, asked, args.new, args.group)
     prompts = [prompt_of(processor, *question, number=number) for number, question in enumerate(asked)]
@@ -133,7 +122,12 @@ def main() -> None:
     for name, found in taken.items():
         seconds = [each * scale.get(name, 1) for each in found.cpu_seconds]
         rows.append(
-            {"way": name, "seconds": min(seconds), "tokens_per_s": total / min(seconds), **interval(seconds, first)}
+            {
+                "way": name,
+                "seconds": min(seconds),
+                "tokens_per_s": total / min(seconds),
+                **turns.interval(seconds, first),
+            }
         )
         row = rows[-1]
         print(

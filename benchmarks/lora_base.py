@@ -1,7 +1,7 @@
 """What the trial of LoRA goes on from: a small base model that reads handwriting, and data that ask for something new.
 
     python benchmarks/lora_base.py                                       # build/lora, about four minutes on one core
-    octavo compare examples/digits_lora.yaml --jobs 2                    # FP8 base beside BF16 base
+    octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2                    # FP8 base beside BF16 base
     python benchmarks/demo.py runs/digits_lora-compare lora              # keeps the figures
 
 The base is a tiny Qwen3-VL whose every parameter was trained to answer with numerals ("Third?" "7"). LoRA then teaches

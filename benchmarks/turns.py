@@ -6,9 +6,11 @@ calls, and those of a GPU, are timed by :mod:`octavo.fp8.measuring.timing`, whos
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Call = Callable[[], object]
@@ -43,3 +45,12 @@ def take(
                 taken[name].cpu_seconds.append(time.process_time() - worked)
             after()
     return taken
+
+
+def interval(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+    """How many times as long, in the geometric mean of rounds, and the 95 % interval of it."""
+    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    low, high = means[50], means[-51]
+    return {"ratio": math.exp(statistics.fmean(ratios)), "low": math.exp(low), "high": math.exp(high)}

@@ -21,7 +21,7 @@ __version__ = "0.4.0"
 
 def load(
     path: str | Path,
-    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     adapter: str | Path | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
@@ -35,10 +35,11 @@ def load(
     unfrozen by name, train beside them, and a forward in training in which nothing does is a ModelError.
 
     Args:
-        path: the folder: BF16 or fp32 weights, or FP8 codes (DeepSeek's blocks, compressed-tensors).
-        load_in_fp8: ``"rowwise"``, ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the language
-            model become frozen FP8 weights while they are read; a mapping says it for each of foundation, image_encoder
-            and image_projector. None: as the folder has them, codes untouched.
+        path: the folder, or a name of the Hugging Face hub (org/name): BF16 or fp32 weights, or FP8 codes (DeepSeek's
+            blocks, compressed-tensors).
+        load_in_fp8: ``"rowwise"`` (or True), ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the
+            language model become frozen FP8 weights while they are read; a mapping says it for each of foundation,
+            image_encoder and image_projector. None: as the folder has them, codes untouched.
         adapter: a PEFT folder to attach; only its adapters ask for a gradient then. None: none.
         dtype: of what is not FP8; None: BF16.
         device: where the model ends up.
@@ -51,8 +52,10 @@ def load(
     """
     import torch
 
-    from octavo import fp8, models
+    from octavo import fp8, hub, models
 
+    if hub.is_name(str(path)):
+        path = hub.model_folder(str(path), None, None, say)
     model = models.load(
         path,
         dtype=dtype or torch.bfloat16,

@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,21 @@ import octavo
 #: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
     "torch": ">=2.11,<2.14",
-    "transformers": ">=5.17",
-    "safetensors": ">=0.5",
-    "tokenizers": ">=0.22",
-    "jinja2": ">=3.1",
-    "pydantic": ">=2.7",
+    "transformers": ">=5.17,<5.24",
+    "huggingface-hub": ">=1.5",
+    "safetensors": ">=0.8",
+    "tokenizers": ">=0.23.1",
+    "jinja2": ">=3.1.6",
+    "pydantic": ">=2.12",
     "ruamel.yaml": ">=0.18",
     "pillow": ">=10.1",
+    "filelock": ">=3.12",
     "numpy": ">=1.26",
+    "pyarrow": ">=15",
+    "datasets": ">=3",
     "rich": ">=13",
     "matplotlib": ">=3.8",
-    "tensorboard": ">=2.16",
+    "tensorboard": ">=2.16.2",
     "scikit-learn": ">=1.4",
     "peft": ">=0.18",
 }
@@ -116,6 +120,17 @@ def package_problems() -> list[Problem]:
             fix = f"pip install '{package}{needed}'"
             problems.append(Problem(package, found or "not installed", needed, fix))
     return problems
+
+
+def missing_trackers(names: Sequence[str]) -> str | None:
+    """Why trackers cannot be used: the packages that are not installed, and the command that installs them."""
+    lost = [name for name in names if version(name) is None and version(f"{name}-skinny") is None]
+    if not lost:
+        return None
+    return (
+        f"run.trackers asks for {', '.join(names)}, and {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} not "
+        f"installed here: pip install {' '.join(lost)}, or leave {'it' if len(lost) == 1 else 'them'} out"
+    )
 
 
 def satisfies(found: str, needed: str) -> bool:

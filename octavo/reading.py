@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -180,6 +180,17 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
                 if number == len(lines):
                     return
                 raise
+
+
+def finite(value: Any) -> Any:
+    """The same JSON value with None for what is not finite: a number that JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 class _TooLong(Exception):

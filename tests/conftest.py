@@ -1,9 +1,10 @@
-"""Shared by all tests: one thread, no network, no colours, the same hypothesis examples at every run."""
+"""Shared by all tests: one thread, waits asleep, no network or colours, the same hypothesis examples at every run."""
 
 import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -12,6 +13,7 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported: kernels then run on the CPU, in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -23,6 +25,12 @@ settings.load_profile("octavo")
 pytest_plugins = ["tests.cpu_budget"]  # what the tests cost, and the ten dearest
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is made of data files stays out of the user's folder, in child processes too."""
+    os.environ["OCTAVO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _collect_what_is_new() -> None:
     """Objects of imported modules, half a million, are set apart: a collection then looks at those of the tests. The
@@ -30,3 +38,36 @@ def _collect_what_is_new() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter products of two tiles are exact sums, rounded once. numpy's own give a row other last
+    bits at another place of a tile; a tensor core's are not seen here. What is left to depend on rows is the kernel's
+    doing."""
+    own = np.matmul
+
+    def product(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
+        return own(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+    monkeypatch.setattr(np, "matmul", product)
+
+
+class Everything(set):
+    """Holds whatever is asked for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def row_kernels(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU rows are computed as on a GPU, by the kernels whose rows stand for themselves, in the interpreter.
+    Nothing is tried first, which there takes longer than what is asked for."""
+    from octavo.fp8 import invariance
+    from octavo.fp8.kernels import triton_backend
+    from tests import interpreter
+
+    interpreter.make_quicker()
+    monkeypatch.setitem(invariance.KERNELS, "cpu", triton_backend.rows)
+    monkeypatch.setattr(invariance.devices, "_proven", Everything())

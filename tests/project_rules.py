@@ -27,6 +27,7 @@ LEVELS = [
     {"models", "data"},
     {"fp8"},
     {"config", "environment", "atomic", "arithmetic"},
+    {"hub"},
     {"reading"},
 ]
 LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
@@ -60,6 +61,8 @@ SHARD_MODULES = tuple(
 )
 # Who imports the files of its own folder by name, when they are asked for: its edges are to all of them.
 LOADERS = {"octavo.cli.main", "octavo.bench", "octavo.fp8.kernels.triton_kernels"}
+# Who runs a user's file in a process of its own, and asks which others that has imported.
+STRANGERS = {"octavo.rl.rewards.worker"}
 BY_TEXT = {"importlib.import_module", "importlib.__import__", "importlib.util.find_spec", "sys.modules"}
 BY_TEXT |= {"__import__", "exec", "eval", "runpy.run_module", "pkgutil.resolve_name"}
 # One word that looks like a module and is none: a file that users keep.
@@ -334,10 +337,10 @@ def names_as_text(tree: Tree) -> list[str]:
 
 def loaded_by_text(tree: Tree) -> list[str]:
     """Rules 1 and 5: who imports by text, or looks among modules, names another project's, plainly; :data:`LOADERS`
-    alone import files of this one so, those of their folder."""
+    alone import files of this one so, those of their folder; :data:`STRANGERS` look among a user's."""
     return [
         f"{module}:{line} loads {text or 'a module whose name is made at run time'}; import it"
         for module, file in tree.files.items()
         for line, text in file.loads
-        if (module not in LOADERS if text is None else text.startswith(".") or "octavo" in text)
+        if (module not in LOADERS | STRANGERS if text is None else text.startswith(".") or "octavo" in text)
     ]

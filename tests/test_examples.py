@@ -80,24 +80,30 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def commands(path: Path, sets: Path, home: Path) -> list[list[str]]:
+    """The commands at the top of an example, typed in the root of the repository: `home` has its layout, and in build/
+    the sets that are there already."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    copy = home / path.relative_to(EXAMPLES.parent)
+    copy.parent.mkdir(parents=True)
+    copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    (home / "build").mkdir()
+    for made in sets.iterdir():
+        (home / "build" / made.name).symlink_to(made)
+    return [line.removeprefix("#").split()[1:] for line in lines if line.startswith("#   octavo ")]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", TINY, ids=lambda p: p.stem)
 def test_a_tiny_example_trains_as_its_comment_says(
     path: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = path.read_text(encoding="utf-8").split("\n")
-    commands = [line.removeprefix("#").split() for line in lines if line.startswith("#   octavo ")]
-    assert [words[1] for words in commands] == ["tiny", "digits", "train"]
-    # The commands are typed in the root of the repository; a folder with the same layout stands in for it.
-    copy = tmp_path / "examples" / "tiny" / path.name
-    copy.parent.mkdir(parents=True)
-    copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "digits").symlink_to(digits)
+    typed = commands(path, digits.parent, tmp_path)
+    assert [words[0] for words in typed] == ["tiny", "digits", "train"]
     monkeypatch.chdir(tmp_path)
-    for words in commands:
-        words = [str(copy) if word == f"examples/tiny/{path.name}" else word for word in words[1:]]
+    for words in typed:
         assert main(words) == 0
+    copy = tmp_path / "examples" / "tiny" / path.name
     run = tmp_path / load_config(copy).run.dir
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
     proof = json.loads((run / "proof.json").read_text())
@@ -106,3 +112,29 @@ def test_a_tiny_example_trains_as_its_comment_says(
     assert not proof["pending"] and proof["share"] > 0
     written = "hf/config.json" if load_config(copy).lora is None else "adapter/adapter_config.json"
     assert (run / written).is_file()
+
+
+PRETRAIN = sorted(EXAMPLES.glob("pretrain_*.yaml"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", PRETRAIN, ids=lambda p: p.stem)
+def test_an_example_of_pretraining_learns_from_nothing(
+    path: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands, with fewer steps and rows, and without the weights of the checkpoint that it names."""
+    *typed, train = commands(path, digits.parent, tmp_path)
+    cfg = load_config(path)
+    monkeypatch.chdir(tmp_path)
+    for words in typed:
+        assert main(words) == 0
+    for weights in (tmp_path / "build" / "tiny").rglob("*.safetensors"):
+        weights.unlink()
+    few = [f"data.train.{n}.max_samples=40" for n in range(len(cfg.data.train))]
+    assert main([*train, *few, "data.eval.0.max_samples=1", "train.steps=12", "train.warmup=1"]) == 0
+    run = tmp_path / cfg.run.dir
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
+    assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]
+    assert metrics[-1]["eval"]["loss"] < metrics[0]["loss"] and "exact_match" not in metrics[-1]["eval"]
+    assert json.loads((run / "proof.json").read_text())["share"] > 0
+    assert (run / "hf" / "model.safetensors").is_file()

@@ -8,6 +8,7 @@ from octavo.adapters.base_error import BaseErrors, base_errors
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
 from octavo.adapters.inject import (
+    DTYPES,
     adapter_parameters,
     attached,
     disabled,
@@ -19,6 +20,7 @@ from octavo.adapters.merge import merged
 from octavo.adapters.targets import targets_of
 
 __all__ = [
+    "DTYPES",
     "AdapterError",
     "BaseErrors",
     "adapter_parameters",

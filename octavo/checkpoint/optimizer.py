@@ -26,6 +26,9 @@ from octavo.fp8.weights import reshard, span
 # How the step is computed, not what it computes: these belong to the machine, not to the run.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
+#: what of the state is part of a weight: the value behind a BF16 one, whole or its lower half
+OF_WEIGHTS = ("master", "master_low")
+
 Slots = dict[tuple[str, str], torch.Tensor]
 
 

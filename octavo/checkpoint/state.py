@@ -1,7 +1,8 @@
 """Run states: save everything a run needs to go on bit for bit, and load it, on as many ranks as there are then.
 
 A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and all else as
-JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file.
+JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. One of
+weights alone has of the optimizer nothing but what is part of a weight (`optimizer.OF_WEIGHTS`).
 The optimizer's state goes by parameter *name*, so two ranks' shards load into one process and the other way round.
 
 How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
@@ -16,38 +17,26 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
-from octavo.atomic import no_room
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
+from octavo.checkpoint.contents import all_tensors, here, named, refuse_dead, same_names, tensors
 from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly, read_item
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import EachOnce, Rows
+from octavo.checkpoint.rows import EachOnce
+from octavo.checkpoint.together import Ranks, dcp_errors, shared
 
 TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
-
-
-class Ranks(Protocol):
-    """What is asked of the world (`parallel.World` is one)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
+WITHOUT_STATES = "holds weights alone (run.save_states: false)"
 
 
 @dataclass(frozen=True)
@@ -77,11 +66,14 @@ def save(
     world: Ranks,
     keep: int | None,
     trained_only: bool = False,
+    weights_only: bool = False,
 ) -> Path:
     """Write `directory`/step_N and return it; then delete all but the `keep` newest (None: delete none). A collective.
 
     trained_only: of the model, save the parameters that ask for a gradient alone (adapters), for a caller that loads
     the others again from elsewhere. Frozen FP8 weights are never saved: they are codes that came from elsewhere.
+    weights_only: of the optimizer, save nothing but what is part of a weight; state.json says so, and `load` refuses to
+    fill an optimizer from it. `load_weights` reads either.
 
     extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
     what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
@@ -93,38 +85,41 @@ def save(
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.aside(directory, step, "tmp")
-    state = _tensors(model, optimizer, trained_only)
+    state = tensors(model, optimizer, trained_only)
+    if weights_only:
+        state = {n: t for n, t in state.items() if n.startswith("model.") or n.rpartition(".")[2] in states.OF_WEIGHTS}
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
-    _all_tensors(state)
+    all_tensors(state)
     try:
-        with _shared("write", tmp, world):
-            if bad := fp8.not_finite(_here(state)):
+        with shared("write", tmp, world):
+            if bad := fp8.not_finite(here(state)):
                 raise CheckpointError(
-                    f"after step {step} {_named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
+                    f"after step {step} {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
                     "can go on from that, and no checkpoint is written of it. Those already there are untouched"
                 )
             if world.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 files.sweep(directory)
                 tmp.mkdir()
-        with _dcp("write", tmp):
+        with dcp_errors("write", tmp):
             dcp.save(state, storage_writer=SafeWriter(tmp), planner=EachOnce(), no_dist=world.size == 1)
         mine: dict[str, dict[str, int]] = {}
-        with _shared("read back", tmp, world):
+        with shared("read back", tmp, world):
             names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
             mine = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
         listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
-        with _shared("finish", tmp, world):
+        with shared("finish", tmp, world):
             if world.rank == 0:
                 document = {
                     "format": files.FORMAT,
                     "step": step,
                     "ranks": world.size,
                     "counters": dict(counters),
-                    "groups": states.groups(model, optimizer),
+                    "groups": states.groups(model, None if weights_only else optimizer),
                     "files": listed,
                     "finite": True,
                     **({"holds": TRAINED} if trained_only else {}),
+                    **({"states": False} if weights_only else {}),
                 }
                 files.write_state(tmp, document)
                 files.publish(directory, step)
@@ -189,7 +184,7 @@ def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
     for index in (index for index in ours if not index.fqn.startswith("extra.")):
         tensor = read_item(path / places[index].relative_path, places[index], index.fqn)
         if fp8.not_finite([(index.fqn, tensor)]):
-            return f"{_named(index.fqn)} holds NaN or infinity"
+            return f"{named(index.fqn)} holds NaN or infinity"
     return None
 
 
@@ -208,20 +203,14 @@ def load(
     then holds.
     """
     path = Path(path)
-    document: dict[str, Any] = {}
-    with _shared("read", path, world):
-        document = files.read_state(path)
-        listed = sorted(document["files"].items())
-        for name, entry in listed[world.rank :: world.size]:
-            if bad := files.problem(path, name, entry):
-                raise CheckpointError(bad)
-    with _shared("read", path, world):
-        if unlisted := {entry.name for entry in path.glob("*.distcp")} - set(document["files"]):
-            raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")
+    document = verified(path, world)
+    if optimizer is not None and not document.get("states", True):
+        raise CheckpointError(f"{path} {WITHOUT_STATES}: there is no optimizer state in it to go on with")
+    with shared("read", path, world):
         metadata = SafeReader(path).read_metadata()
         trained_only = document.get("holds") == TRAINED
-        state = _tensors(model, None, trained_only)
-        _same_names(state, metadata, path, trained_only, model, spare)
+        state = tensors(model, None, trained_only)
+        same_names(state, metadata, path, trained_only, model, spare)
         loaded: states.Slots = {}
         if optimizer is not None:
             loaded, slots = states.slots(model, optimizer, metadata, document, path)
@@ -232,15 +221,12 @@ def load(
             if name.startswith("extra.")
         }
         state.update(extra)
-    with _dcp("read", path):
+    with dcp_errors("read", path):
         dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
-    with _shared("read", path, world):
-        if bad := fp8.not_finite(_here(state)):
-            raise CheckpointError(
-                f"{path}: {_named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run was dead when "
-                "it was saved. Use an earlier checkpoint (run.resume=auto and commands without --step pass over such)"
-            )
+    with shared("read", path, world):
+        fix = "Use an earlier checkpoint (run.resume=auto and commands without --step pass over such)"
+        refuse_dead(state, path, fix)
     if optimizer is not None:
         states.fill(model, optimizer, loaded, document)
     return Restored(
@@ -251,116 +237,16 @@ def load(
     )
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
-    """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
-    Without frozen FP8 weights; with `trained_only` the parameters that ask for a gradient alone.
-
-    Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
-    FSDP modules; only then are the module's parameters the ones that the optimizer knows.
-    """
-    result: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if trained_only and not getattr(tensor, "requires_grad", False):
-            continue
-        if id(tensor) not in seen and not fp8.is_frozen(tensor):
-            seen.add(id(tensor))
-            result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-    if optimizer is not None:
-        result.update(states.tensors(model, optimizer))
-    return result
-
-
-def _here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What of each tensor of model and optimizer lies on this rank; extra tensors may hold what the caller likes."""
-    ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
-    return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
-
-
-def _named(entry: str) -> str:
-    """An entry for people."""
-    kind, _, name = entry.partition(".")
-    if kind == "model":
-        return name
-    parameter, _, key = name.rpartition(".")
-    return f"the optimizer's {key} of {parameter}" if kind == "optimizer" else entry
-
-
-def _all_tensors(state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        if not isinstance(value, (torch.Tensor, Rows)):
-            raise CheckpointError(
-                f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
-                "else. Make it a tensor, or a counter"
-            )
-
-
-def _same_names(
-    state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module,
-    passed: Callable[[str], bool],
-) -> None:  # fmt: skip
-    """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
-    saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
-    spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))
-    if trained_only and spare:
-        raise CheckpointError(
-            f"{path} holds trained parameters alone ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
-            f"run saves its adapters, and this model does not train {spare[0].removeprefix('model.')}. Continue it "
-            "with the `lora` section that it was trained with; adapter/ in its run directory is for all other uses"
-        )
-    frozen = {f"model.{n}" for n, p in model.named_parameters() if not p.requires_grad}
-    lacking = sorted(n for n in state if n not in saved and n not in frozen)
-    if frozen and lacking and not any(n in saved for n in state if n not in frozen):
-        raise CheckpointError(
-            f"{path} holds a whole model, and not one of the parameters that this model trains (first "
-            f"{lacking[0].removeprefix('model.')}): it is of a run without these adapters. Start a LoRA run from its "
-            "weights (hf/ in its run directory as model.path), or continue it without `lora`"
-        )
-    if spare:
-        raise CheckpointError(
-            f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "
-            "it was written by another model"
-        )
-
-
-@contextmanager
-def _shared(verb: str, path: Path, world: Ranks):
-    """What fails on one rank fails on all, with the words of the first that failed."""
-    error: Exception | None = None
-    try:
-        yield
-    except (OSError, RuntimeError, TypeError, ValueError) as caught:
-        error = caught
-    if words := [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]:
-        raise CheckpointError(words[0]) from error
-
-
-@contextmanager
-def _dcp(verb: str, path: Path):
-    """DCP's exception (a BaseException around a dictionary of ranks) as ours. DCP itself tells all ranks."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
-            yield
-    except CheckpointException as caught:
-        _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(_words(verb, path, error)) from error
-    except RuntimeError as caught:  # DCP's own collectives: a peer is gone
-        raise CheckpointError(_words(verb, path, caught)) from caught
-
-
-def _words(verb: str, path: Path, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if verb != "read" and (reason := no_room(path, error)):
-        return (
-            f"could not {verb} the checkpoint {path}: {reason}. Checkpoints already there are untouched; free some "
-            "space (run.keep says how many checkpoints stay), then continue with run.resume=auto"
-        )
-    if isinstance(error, OSError):
-        return (
-            f"could not {verb} the checkpoint {path}: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. Checkpoints already there are untouched; free space "
-            "or mend the permissions, then resume"
-        )
-    return f"could not {verb} the checkpoint {path}: {type(error).__name__}: {error}"
+def verified(path: Path, world: Ranks) -> dict[str, Any]:
+    """state.json of a checkpoint, once all of its files were found to be what it says, and no others. A collective;
+    raises CheckpointError."""
+    document: dict[str, Any] = {}
+    with shared("read", path, world):
+        document = files.read_state(path)
+        listed = sorted(document["files"].items())
+        for name, entry in listed[world.rank :: world.size]:
+            if bad := files.problem(path, name, entry):
+                raise CheckpointError(bad)
+        if unlisted := {entry.name for entry in path.glob("*.distcp")} - set(document["files"]):
+            raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")
+    return document

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from octavo import environment, hub
+from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
-from octavo.config.sections import Format, RecipeName, one_word
+from octavo.config.words import Format, RecipeName, one_word
 
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
@@ -48,6 +54,66 @@ def config(args: argparse.Namespace) -> Config:
         raise UsageError(f"the first argument is the configuration file, found {args.file!r}; put FILE.yaml before it")
     flags = args.fp8_recipe or args.fp8_format or args.fp8_param_gather  # each means the whole model
     return load_config(args.file, overrides(args), whole=bool(flags))
+
+
+def need_files(cfg: Config, file: str | None) -> Config:
+    """The configuration with folders for names of the hub. Raises UsageError with all that it names and that is not
+    there: files, and trackers' packages."""
+    cfg, lost = found(cfg, file)
+    if (why := environment.missing_trackers(cfg.run.trackers)) is not None:
+        lost.append(why)
+    if lost:
+        raise UsageError("\n".join(lost))
+    return cfg
+
+
+def found(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
+    """The configuration with folders for names of the hub, and what it names and is not there, a sentence each."""
+    if lost := missing(cfg, file):
+        return cfg, lost
+    try:
+        return hub.resolved(cfg, note), []
+    except hub.HubError as error:
+        return cfg, [str(error)]
+
+
+def missing(cfg: Config, file: str | None) -> list[str]:
+    """What a configuration names and is not there, a sentence each, names of the hub aside. Imports no torch."""
+    model = cfg.model.path
+    found = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
+    named_files = [
+        (f"data.{of}.{n}", entry) for of in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, of))
+    ]
+    for key, entry in named_files:
+        found += [] if Path(entry.path).exists() or hub.is_name(entry.path) else [(f"{key}.path", entry.path, "file")]
+        if entry.images is not None and not Path(entry.images).is_dir():
+            found.append((f"{key}.images", entry.images, "folder"))
+    lost = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in found]
+    if Path(model).is_dir() and not (Path(model) / "config.json").exists():
+        lost.insert(0, f"model.path: {model} is no model folder: it has no config.json")
+    return lost
+
+
+def _from_here(path: str, file: str | None) -> str:
+    """A hint where the path would be right seen from the working directory, while a file's are seen from the file."""
+    if file is None:
+        return ""
+    folder = Path(file).absolute().parent
+    here = Path(os.path.normpath(Path.cwd() / os.path.relpath(path, folder)))
+    if str(here) == path or not here.exists():
+        return ""
+    return f" (paths in {file} are seen from its folder; from there {here} is {os.path.relpath(here, folder)})"
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of torch and transformers: what they make stays, so that looking for garbage meanwhile finds none
+    and takes a fifth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -1,21 +1,25 @@
-"""The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data.
+"""The trial, three runs: high precision, high precision with another seed, and FP8, on the same data.
 
 Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
-3 undecided: nothing speaks against FP8, and the report says what more would decide.
+3 undecided: nothing speaks against FP8, and the report says what more would decide. More runs can be asked for later:
+those that are there are read.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
+  octavo compare run.yaml --forks 3 --savings
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
-from octavo.cli import arguments, terminal
+from octavo.cli import arguments, launch, terminal
 from octavo.config import RECIPES, Config, override
+from octavo.config.phases import BEYOND_SFT
 from octavo.config.problems import nearest
-from octavo.config.sections import one_word
+from octavo.config.words import one_word
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,32 +31,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at a time (default 1)"
     )
     parser.add_argument(
-        "--no-savings", action="store_true", help="leave out the runs that tell what each memory saving cost"
+        "--nproc", metavar="N", type=launch.processes, default=1, help="processes of each run, or auto: one a GPU"
     )
     parser.add_argument(
-        "--forks", type=arguments.natural, metavar="N",
-        help="forks of high precision at two thirds of the run, in each precision; they decide the loss "
-        "(default 3; phases rl and preference, where held-out answers decide, have none)",
+        "--savings", action="store_true", help="train also what tells what each memory saving cost, a run for each"
+    )
+    parser.add_argument(
+        "--forks", type=arguments.natural, default=0, metavar="N",
+        help="forks of high precision at two thirds of the run, in each precision, say 3: they decide the loss "
+        "(default 0; phases rl and preference, where held-out answers decide, have none)",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=arguments.positive, default=1, metavar="N",
         help="whole runs in each precision, in pairs of one seed (default 1, which makes no interval)",
     )  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)
+    if args.nproc != 1 and args.jobs > 1:
+        raise arguments.UsageError("--jobs trains runs beside each other, --nproc each over processes; give one")
     recipes = chosen(cfg, args.recipes)
+    cfg = arguments.need_files(cfg, args.file)
 
-    from octavo import report
+    from octavo.cli.train import teller
 
+    with arguments.importing():
+        from octavo import report, rl  # noqa: F401  the runs need it, and it is imported fastest here
+
+    nproc = 1 if args.nproc == 1 else launch.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
-    how = {"fresh": args.fresh, "jobs": args.jobs, "savings": not args.no_savings}
-    how |= {"forks": args.forks, "seeds": args.seeds}
+    how = {"fresh": args.fresh, "jobs": args.jobs, "savings": args.savings}
+    how |= {"forks": args.forks, "seeds": args.seeds, "nproc": nproc, "tell": teller(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **how)
-    terminal.note(f"report: {Path(directory) / 'report' / 'report.html'}")
-    return conclude(verdict, args.json)
+    code = conclude(verdict, args.json)
+    say = terminal.note if args.json else print
+    say(f"report: {Path(directory) / 'report' / 'report.html'}")
+    say(f"next: {_next(code, args, cfg)}")
+    return code
+
+
+def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
+    """The command that a person would want now."""
+    own = [*(["--out", args.out] * bool(args.out)), *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1))]
+    same = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *own])
+    if code == 0:
+        return shlex.join(["octavo", "train", args.file, *arguments.overrides(args)])
+    if code == 1:
+        return f"open the report: it says what failed; then another recipe, {same} --recipes ..."
+    if cfg.train.phase in BEYOND_SFT:
+        return f"{same} --seeds {args.seeds + 2}"
+    return f"do what each undecided claim says above, then {same} --fresh"
 
 
 def chosen(cfg: Config, text: str | None) -> list[str] | None:

@@ -20,7 +20,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo import doctor
 
     say = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
-    report = doctor.examine(say)
+    with arguments.importing():
+        report = doctor.examine(say)
     if args.json:
         terminal.show_json(report.to_json())
     else:

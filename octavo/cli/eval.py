@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def show_rows(rows: list[dict[str, Any]]) -> None:
     """Evaluations, one a row."""
-    shown = [row | {"exact_match": f"{100 * row['exact_match']:.1f} %"} for row in rows]
+    matches = "exact_match"
+    shown = [row | ({matches: f"{100 * row[matches]:.1f} %"} if matches in row else {}) for row in rows]
     names = [name.replace("_", " ") for name in shown[0]]
     right = [i for i, name in enumerate(names) if name != "base"]
     terminal.show_table(names, [[terminal.number(value) for value in row.values()] for row in shown], right=right)
@@ -83,10 +84,8 @@ def show_bases(result: dict[str, Any]) -> None:
     show_rows(result["bases"])
     gap, weights = result["gap"], result["weights"]
     sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB in the geometric mean"
-    print(
-        f"\nOver the FP8 base the loss is {gap['loss']:+.4g} nats and exact match {100 * gap['exact_match']:+.2f} "
-        "points against its high-precision weights."
-    )
+    exact = f" and exact match {100 * gap['exact_match']:+.2f} points" if "exact_match" in gap else ""
+    print(f"\nOver the FP8 base the loss is {gap['loss']:+.4g} nats{exact} against its high-precision weights.")
     print(
         f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
         f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."

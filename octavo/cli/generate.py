@@ -19,15 +19,22 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
-from octavo.config.sections import one_word
+from octavo.config.words import one_word
 
+PLACE = "<image>"  # as rows of training data write it
 FROZEN = ("rowwise", "blockwise", "tensorwise", "off")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
     more = "may be given more than once"
-    parser.add_argument("--prompt", metavar="TEXT", action="append", required=True, help=f"a question; {more}")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        required=True,
+        help=f"a question, {PLACE} where an image belongs, else images come first; {more}",
+    )
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=f"with each question; {more}")
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
     choice = parser.add_argument_group("how answers are sampled")
@@ -70,8 +77,9 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
     if not folder.exists():
         raise UsageError(f"there is no folder {folder}; name a run, a Hugging Face folder or an adapter folder")
 
-    from octavo import fp8
-    from octavo.train import finished
+    with arguments.importing():
+        from octavo import fp8
+        from octavo.train import finished
 
     found = finished.look(folder, base)
     if args.step is not None and found.kind != "run":
@@ -146,5 +154,18 @@ def _messages(system: str | None, prompt: str, images: int, sees: bool) -> list[
     if sees:
         for turn in messages:
             turn["content"] = [{"type": "text", "text": turn["content"]}]
-        messages[-1]["content"][:0] = [{"type": "image"} for _ in range(images)]
+        messages[-1]["content"] = _parts(prompt, images)
     return messages
+
+
+def _parts(prompt: str, images: int) -> list[dict[str, Any]]:
+    """The text of a question, and its images where it says so, else before it. Raises UsageError."""
+    first, *others = prompt.split(PLACE)
+    if not others:
+        return [*[{"type": "image"}] * images, {"type": "text", "text": prompt}]
+    if len(others) != images:
+        raise UsageError(f"--prompt has {len(others)} places for images ({PLACE}), and {images} images are given")
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]

@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "train": "run one training job from a YAML file",
     "plan": "show which layer would run in which recipe and why; reads no weights",
     "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
+    "report": "write the page of a run, or of several side by side",
     "eval": "evaluate a run, a model folder or an adapter on held-out data",
     "generate": "ask a trained model about an image",
     "merge": "fold an adapter into a model folder, in BF16 or FP8; measures what of it FP8 keeps",
@@ -38,6 +39,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine can run, what it cannot, and the fix",
     "tiny": "write a small checkpoint of a real architecture",
     "digits": "write the embedded dataset of handwritten digits",
+    "examples": "copy the example configurations into a folder",
+    "text": "write a dataset of plain text: source and documentation of the installed Python",
     "schema": "print the JSON schema of the configuration, for editors",
 }
 
@@ -45,6 +48,8 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``octavo ARGV...`` and returns the exit code. Never calls ``sys.exit`` itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Before torch is loaded: threads that spin while they wait cost a small model ten times its work beside others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         return _dispatch(arguments)
     except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)

@@ -16,6 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
+import shlex
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.config import load_config
 from octavo.config.phases import BEYOND_SFT
-from octavo.config.problems import named
+from octavo.config.problems import named, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.fit is None:
-        return _run(args)
     gc.disable()  # libraries and thousands of settings are many objects that stay: a tenth of the time
     try:
         return _run(args)
@@ -76,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from octavo import fp8
     from octavo.cli import plan_memory
-    from octavo.train import base, planning
+    from octavo.train import base, planning, summary
     from octavo.train.memory_plan import Card
 
     for size in (args.card, args.fit):
@@ -108,10 +110,13 @@ def _run(args: argparse.Namespace) -> int:
         more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
-        show(plan, notes, everything=args.all, why=args.why)
+        print("\n".join(summary.verdict(plan)))
         for sentence in [*steps, *([] if prediction is None else prediction.sentences())]:
             print(sentence)
-        _unless_impossible(lambda: plan_memory.show(sizes, message, args), args)
+        told = _unless_impossible(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
+        show(plan, notes, everything=args.all, why=args.why)
+        if told:
+            plan_memory.show(sizes, message, args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
         fp8.save_plan(plan, args.save)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
@@ -176,7 +181,11 @@ def _config(args: argparse.Namespace) -> Any:
             raise arguments.UsageError(
                 "name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b"
             )
-        return arguments.config(args)
+        return _of_a_file(args)
+    if args.shape not in SHAPES:
+        close = nearest(args.shape, SHAPES)
+        hint = f"did you mean {close}? " if close else ""
+        raise arguments.UsageError(f"there is no published shape {args.shape!r}; {hint}there are {', '.join(SHAPES)}")
     if args.file is not None and "=" in args.file:  # without a file the first setting stands in its place
         args.overrides.insert(0, args.file)
         args.file = None
@@ -189,6 +198,37 @@ def _config(args: argparse.Namespace) -> Any:
         return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])
+
+
+#: the names of octavo.models.shapes, which imports transformers
+SHAPES = (
+    "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen2_5_vl_7b", "internvl3_5_8b", "nvila_8b",
+    "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
+)  # fmt: skip
+
+
+def shape_of(path: str) -> str | None:
+    """The published shape that a folder of this name would hold: `.../Qwen3-VL-8B-Instruct` is qwen3_vl_8b."""
+
+    def bare(text: str) -> str:
+        return re.sub("[^a-z0-9]", "", text.lower())
+
+    last = bare("/".join(Path(path).parts[-3:]))  # a hub's cache has the name two folders up
+    return max((name for name in SHAPES if bare(name) in last), key=len, default=None)
+
+
+def _of_a_file(args: argparse.Namespace) -> Any:
+    """The configuration; data that are not there are a note, for a plan needs none unless tokens are counted."""
+    cfg, lost = arguments.found(arguments.config(args), args.file)
+    shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
+    if shape is not None:
+        words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
+        lost[0] += f"; its name is that of a published model, to be planned without it: {words}"
+    if lost and (lost[0].startswith("model.path") or (args.measure and args.tokens is None)):
+        raise arguments.UsageError("\n".join(lost))
+    for sentence in lost:
+        terminal.note(f"note: {sentence}")
+    return cfg
 
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
@@ -261,17 +301,63 @@ def _tokens(text: str) -> dict[str, int]:
 
 
 def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -> None:
-    """The table, what it adds up to, and what else a reader should know."""
+    """The layers, component by component, and what else a reader should know."""
+    from octavo.fp8 import planning
+
+    print("\n".join(layers(plan, everything)))
+    print()
+    if why:
+        for sentence in backends(plan):
+            print(sentence)
+        print("\n".join(planning.totals(plan.rows)))
+    for note in notes:
+        print(f"note: {note}")
+
+
+def backends(plan: Any) -> list[str]:
+    """Where each GEMM runs and why, and what each backend that was passed over lacks, in lines of 80 characters."""
+    alike: dict[Any, list[str]] = {}
+    for line in plan.backends():
+        key = (line.recipe, line.gemm, line.backend, line.reason, line.rejected)
+        alike.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # not to be wrapped
+    out: list[str] = []
+    for (recipe, gemm, backend, reason, rejected), shapes in alike.items():
+        told = [f"{recipe}, {gemm} on {backend}, {reason}: {', '.join(shapes)}"]
+        told += [f"  {name} is passed over: {why}" for name, why in rejected]
+        out += [part for text in told for part in textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
+    return [part.replace("\u00a0", " ") for part in out]
+
+
+_INDENT = "  "
+_NAME = 32  # characters of a layer's name beside its figures; a longer one has a line of its own
+
+
+def layers(plan: Any, everything: bool = False) -> list[str]:
+    """A plan's layers in lines of 80 characters: under each component the commonest reason and the names without what
+    they share; under a layer the reason that is its own. Layers that differ in their numbers alone are one line."""
     from octavo.fp8 import planning
 
     rows = [_line(row) for row in plan.rows] if everything else planning.lines(plan.rows)
-    terminal.show_table(planning.HEAD, rows, right=(3,))
-    print()
-    if why:
-        terminal.show_table(planning.WHY, [line.cells() for line in plan.backends()])
-        print()
-    for sentence in [*planning.totals(plan.rows), *(f"note: {note}" for note in notes)]:
-        print(sentence)
+    parts = {name: [row[1:] for row in rows if row[0] == name] for name in dict.fromkeys(row[0] for row in rows)}
+    shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 a token)"
+    widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
+    out: list[str] = []
+    for component, own in parts.items():
+        shared = os.path.commonprefix([row[0].split(".")[:-1] for row in own])
+        common = Counter(row[5] for row in own for _ in range(int(row[2]))).most_common(1)[0][0]
+        told = f"{component} ({'.'.join(shared)}): {common}" if shared else f"{component}: {common}"
+        out += ["", *textwrap.wrap(told, 80, subsequent_indent=2 * _INDENT)]
+        for name, shape, count, recipe, backend, reason in own:
+            name = ".".join(name.split(".")[len(shared) :])
+            cells = (shapes[shape].ljust(widths[0]), count.rjust(widths[1]), recipe.ljust(widths[2]), backend)
+            if len(name) > _NAME:
+                out.append(_INDENT + name)
+                name = ""
+            out.append(f"{_INDENT}{name:<{_NAME}}  {'  '.join(cells)}".rstrip())
+            more = [shape.partition(" (")[2].rstrip(")"), "" if reason == common else reason]
+            told = "; ".join(filter(None, more))
+            out += textwrap.wrap(told, 80, initial_indent=2 * _INDENT, subsequent_indent=2 * _INDENT)
+    return out[1:]
 
 
 def _line(row: Any) -> tuple[str, ...]:

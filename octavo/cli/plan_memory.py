@@ -40,6 +40,17 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     return out
 
 
+def line(sizes: Any, args: Any) -> str:
+    """In one line: how much, and whether it fits."""
+    total = sizes.of(sizes.cfg, args.ranks).total
+    where = f"each of {args.ranks} GPUs" if args.ranks > 1 else "one GPU"
+    return (
+        f"memory: {gb(total)} on {where}, predicted"
+        if not args.card
+        else fits(Card.parse(args.card), total, args.ranks)
+    )
+
+
 def show(sizes: Any, message: str, args: Any) -> None:
     """The table, whether it fits, and what switches buy."""
     one = sizes.of(sizes.cfg, 1)
@@ -58,8 +69,9 @@ def show(sizes: Any, message: str, args: Any) -> None:
             f"on the wire, to each of {args.ranks} ranks a micro-batch: {wire['weights']} of weights forward, "
             f"{wire['again']} backward, {wire['gradients']} of gradients (train.gather: {sizes.cfg.train.gather})"
         )
-    if args.card:
-        print(fits(Card.parse(args.card), last.total, args.ranks))
+    if not args.card:
+        print("what each memory switch would save, and whether it fits: --card SIZE, e.g. --card 80GB")
+        return
     listed = list(savings(sizes, args.ranks))
     if listed:
         print()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from octavo.reading import finite
 
 #: how a status is shown to a person; the word alone must do where there is no colour
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
@@ -15,15 +18,7 @@ STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", 
 
 def show_json(data: Any) -> None:
     """One JSON document on stdout; NaN and infinities, which JSON lacks, become null."""
-    print(json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    print(json.dumps(finite(data), indent=2, ensure_ascii=False, default=str))
 
 
 def show_table(
@@ -36,18 +31,34 @@ def show_table(
         print(plain_table(columns, rows, title=title, right=right))
 
 
+WIDTH = 80  # columns of a table where nobody says how wide the terminal is
+_NARROWEST = 12  # columns of text that a table leaves each cell
+
+
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> str:
-    """Aligned text, two spaces between columns, nothing cut off."""
+    """Aligned text of :data:`WIDTH` columns where words allow it, two spaces between columns, nothing cut off: the
+    widest columns of text are wrapped, at spaces."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    while (over := sum(widths) + 2 * (len(widths) - 1) - WIDTH) > 0:
+        wrapped = [i for i in range(len(widths)) if i not in right and widths[i] > _NARROWEST]
+        if not wrapped:
+            break
+        widest = max(wrapped, key=lambda i: widths[i])
+        second = max((widths[i] for i in wrapped if i != widest), default=_NARROWEST)
+        widths[widest] = max(widths[widest] - over, min(second, widths[widest] - 1), _NARROWEST)
+    cells = [[textwrap.wrap(c, w, break_long_words=False) or [""] for c, w in zip(row, widths, strict=True)]
+             for row in (columns, *rows)]  # fmt: skip
+    widths = [max(w, *(len(line) for row in cells for line in row[i])) for i, w in enumerate(widths)]
 
-    def line(cells: Sequence[str]) -> str:
-        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(parts).rstrip()
+    def line(parts: Sequence[str]) -> str:
+        padded = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(parts, widths, strict=True))]
+        return "  ".join(padded).rstrip()
 
     head = [title] if title else []
-    return "\n".join([*head, line(columns), line(["-" * w for w in widths]), *map(line, rows)])
+    shown = [[line(parts) for parts in itertools.zip_longest(*row, fillvalue="")] for row in cells]
+    return "\n".join([*head, *shown[0], line(["-" * w for w in widths]), *(text for row in shown[1:] for text in row)])
 
 
 def note(text: str) -> None:

@@ -3,7 +3,8 @@
 octavo train run.yaml
 octavo train run.yaml train.lr=3e-4 --fp8-recipe rowwise
 octavo train run.yaml run.resume=auto                          continue where the run stopped
-torchrun --nproc-per-node 2 -m octavo train run.yaml
+octavo train run.yaml --nproc 8                                on 8 GPUs of this machine (auto: on all)
+torchrun --nnodes 2 ... -m octavo train run.yaml               on several machines
 """
 
 from __future__ import annotations
@@ -11,29 +12,64 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
+from collections.abc import Callable
 from typing import Any
 
-from octavo.cli import arguments, terminal
+from octavo.cli import arguments, launch, terminal
+from octavo.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
+    parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
+    parser.add_argument(
+        "--nproc", metavar="N", type=launch.processes, default=1, help="processes on this machine, or auto: one a GPU"
+    )
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the file and run it: :mod:`octavo.train.loop`, in the phase that the file names (:mod:`octavo.rl.run`)."""
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
+    cfg = arguments.need_files(cfg, args.file)
 
-    from octavo import rl
+    if args.nproc != 1 and (count := launch.how_many(args.nproc)) > 1:
+        return launch.launch(_words(args), count)
+    with arguments.importing():
+        from octavo import rl
+        from octavo.report.live import Page
 
-    result = rl.run(cfg, console=terminal.console(stderr=args.json))
+    page, console = Page(), terminal.console(stderr=args.json)
+    result = rl.run(cfg, console=console, tell=teller(args.verbose, page.expect), watchers=[page])
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank; one of them speaks
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
         else:
             conclude(result)
+            leave(result, cfg, args)
     return int(result.exit_code)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line of one of several processes."""
+    flags = [f"--{name.replace('_', '-')}" for name in ("fp8_param_gather", "verbose", "json") if getattr(args, name)]
+    valued = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in ("fp8_recipe", "fp8_format")]
+    return ["train", args.file, *args.overrides, *flags, *(word for pair in valued if pair[1] for word in pair)]
+
+
+def teller(verbose: bool, predicted: Callable[[Any], None] = lambda found: None) -> Callable[[Any], list[str]]:
+    """What makes the lines about the plan: in short, or layer by layer. `predicted` gets the memory that they tell."""
+    from octavo import rl
+    from octavo.cli.plan import layers
+    from octavo.train.summary import in_full, summary
+
+    def tell(planned: Any) -> list[str]:
+        cfg = planned.cfg
+        more = dataclasses.replace(planned, reference=rl.reference_of(cfg), steps=rl.sentences(cfg, planned.ranks))
+        return in_full(more, layers, predicted) if verbose else summary(more, predicted)
+
+    return tell
 
 
 def conclude(result: Any) -> None:
@@ -43,11 +79,13 @@ def conclude(result: Any) -> None:
     pairs = {name: terminal.number(result.final[name]) for name in told if name in result.final}
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
-        pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
+        if "exact_match" in result.eval:
+            pairs["exact match"] = f"{100 * result.eval['exact_match']:.1f} % of {result.eval['questions']} questions"
         if "reward" in result.eval:
             pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"
         if "rewards/margins" in result.eval:
-            told = f"{100 * result.eval['rewards/accuracies']:.1f} %, " if "rewards/accuracies" in result.eval else ""
+            share = result.eval.get("rewards/accuracies")
+            told = "" if share is None else f"{100 * share:.1f} %, "
             margin = terminal.number(result.eval["rewards/margins"])
             pairs["held-out preferences"] = f"{told}margin {margin} over {result.eval['preferences']:.0f}"
     if result.gain and "failed" in result.gain:
@@ -60,3 +98,34 @@ def conclude(result: Any) -> None:
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():
         print(f"  {name:<{width}}  {value}")
+
+
+def leave(result: Any, cfg: Config, args: argparse.Namespace) -> None:
+    """What was written where, and the next command."""
+    names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
+    written = [name for name in names if (result.dir / name).exists()]
+    print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
+    print(f"next: {_next(result, cfg, args)}")
+
+
+def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
+    """The command that a person would want now."""
+    if result.status == "stopped":
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        several = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
+        goes_on = ["run.resume=auto"]
+        if not cfg.run.save_states:  # nothing continues from weights alone
+            goes_on = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
+        own = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *goes_on))
+        words = [word for word in arguments.overrides(args) if not word.startswith(own)]
+        return shlex.join(["octavo", "train", args.file, *words, *goes_on, *several])
+    run = shlex.quote(str(result.dir))
+    if cfg.data.eval and not result.eval:
+        return f"octavo eval {run}"
+    if (result.dir / "adapter").is_dir():
+        return f"octavo merge {run} {run}-merged"
+    if (result.dir / "hf").is_dir():
+        recipe = str(cfg.fp8.recipe)
+        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe == "rowwise" else "fp8-block"
+        return f"octavo export {run} {run}-{kind.partition('-')[0]} --format {kind}"
+    return f'octavo generate {run} --prompt "..."'

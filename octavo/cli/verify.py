@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 from octavo.cli import arguments, terminal
@@ -31,10 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.checkpoint.verify import verify
-
     if args.quick and args.against is not None:
         raise arguments.UsageError("--quick reads no values, and --against compares them; leave one of them out")
+    for folder in filter(None, (args.directory, args.against)):
+        if not Path(folder).is_dir():
+            raise arguments.UsageError(f"{folder} is not a folder; name a Hugging Face folder or a PEFT adapter folder")
+
+    from octavo.checkpoint.verify import verify
+
     with terminal.progress("verifying") as progress:
         verified = verify(args.directory, args.against, args.quick, progress)
     if args.json:

@@ -16,7 +16,7 @@ from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
 from octavo.config.problems import MOST_TOLD, ConfigError, Place, Problem, dotted, named, nearest
 from octavo.config.schema import Config
-from octavo.config.sections import RECIPES
+from octavo.config.words import RECIPES
 
 #: names from other trainers' files, and where they live here
 ELSEWHERE = {
@@ -27,7 +27,7 @@ ELSEWHERE = {
     "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup", "max_grad_norm": "train.clip",
     "output_dir": "run.dir", "logging_steps": "run.log_every", "save_steps": "run.save_every",
     "eval_steps": "run.eval_every", "model_name_or_path": "model.path", "gradient_checkpointing": "train.recompute",
-    "num_train_epochs": "train.steps (steps x train.global_batch = samples seen)",
+    "num_train_epochs": "train.epochs", "num_epochs": "train.epochs", "max_epochs": "train.epochs",
     "lora_rank": "lora.rank", "lora_r": "lora.rank", "r": "lora.rank", "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout", "use_rslora": "lora.rslora", "use_dora": "lora.dora",
     "target_modules": "lora.targets", "exclude_modules": "lora.exclude", "lora_target": "lora.targets",
@@ -37,7 +37,7 @@ ELSEWHERE = {
 
 #: stand-ins for what must be given, while rules over the rest are checked
 _REQUIRED: tuple[tuple[str, str, Any], ...] = (
-    ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "steps", 10**9),
+    ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "phase", "sft"),
 )  # fmt: skip
 
 
@@ -63,7 +63,10 @@ def to_config(tree: Tree) -> Config:
         bad = [tuple(detail["loc"]) for detail in details]
         config = None if more else _repaired(tree.value, bad)
     if config is not None:
+        lost = any(problem.key == "extends" for problem in problems)
         for finding in rules.check(config):
+            if lost and finding.found == rules.ABSENT:  # what is extended would have brought it
+                continue
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))
     if problems or config is None:
@@ -179,7 +182,10 @@ def _missing(path: Path) -> tuple[str, str]:
     section = _section(path)
     if section is not None:
         needed = [name for name, field in section.model_fields.items() if field.is_required()]
-        return "required, but absent", f"add `{path[-1]}:` with at least {', '.join(needed)} under it"
+        return (
+            "required, but absent",
+            f"add `{path[-1]}:` with at least {', '.join(needed) or 'steps or epochs'} under it",
+        )
     inside = f" under `{dotted(path[:-1])}`" if len(path) > 1 else ""
     return "required, but absent", f"add `{path[-1]}:`{inside} ({_field_help(path).rstrip('.')})"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from octavo.config.check import to_config
 from octavo.config.merge import Tree, apply_override, read_file, read_string
 from octavo.config.schema import Config, of_whole_model
-from octavo.config.sections import RecipeName, one_word
+from octavo.config.words import RecipeName, one_word
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
@@ -54,6 +54,7 @@ def _finish(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config
     for text in overrides:
         apply_override(tree, text)
     _let_a_plan_win(tree)
+    _let_a_length_win(tree)
     fp8 = tree.value.get("fp8")
     if whole and isinstance(fp8, dict) and fp8.get("plan") is None:
         fp8.setdefault("recipe", of_whole_model(tree.value))
@@ -69,3 +70,14 @@ def _let_a_plan_win(tree: Tree) -> None:
     later, earlier = tree.place(("fp8", "plan")).source, tree.place(("fp8", "recipe")).source
     if later in tree.overrides and earlier not in tree.overrides:
         del fp8["recipe"]
+
+
+def _let_a_length_win(tree: Tree) -> None:
+    """`train.steps=N` over a file that says epochs takes their place, as later wins, and the other way round; both in
+    one place are refused."""
+    train = tree.value.get("train")
+    if not isinstance(train, dict) or train.get("steps") is None or train.get("epochs") is None:
+        return
+    later = {key: tree.place(("train", key)).source in tree.overrides for key in ("steps", "epochs")}
+    if later["steps"] != later["epochs"]:
+        del train["epochs" if later["steps"] else "steps"]

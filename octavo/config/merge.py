@@ -16,6 +16,7 @@ from typing import Any
 from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.problems import Place, Problem, dotted, named, nearest
 from octavo.config.texts import is_reward_path, not_a_path
+from octavo.hub import is_name
 from octavo.reading import Unreadable, decode, read_bytes
 
 #: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
@@ -195,11 +196,13 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
     if isinstance(value, list):
         return [_absolute(child, (*path, index), folder) for index, child in enumerate(value)]
-    is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter")) or (
+    is_path = path in (("model", "path"), ("fp8", "plan"), ("lora", "adapter"), ("data", "cache")) or (
         len(path) == 4 and path[0] == "data" and path[1] in ("train", "eval") and path[3] in ("path", "images")
     )
     if path[:2] == ("rl", "rewards") and len(path) in (3, 4) and path[3:] in ((), ("reward",)):
         is_path = isinstance(value, str) and is_reward_path(value)
+    if path[-1:] == ("path",) and isinstance(value, str) and is_name(value, folder):
+        return value  # of the Hugging Face hub
     if is_path and isinstance(value, str) and value and not not_a_path(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
     return value

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.sections import FROM_LIST, Frozen, Section
 from octavo.config.texts import FilePath, Text
+from octavo.config.words import FROM_LIST, Frozen, Section
 
 #: phases that learn from what the model is compared with or rewarded for, not from given answers alone
 BEYOND_SFT = ("rl", "preference")
@@ -15,8 +15,10 @@ BEYOND_SFT = ("rl", "preference")
 
 Reference = Literal["auto", "base", "copy", "disk"]
 
-#: algorithms with a critic, and the keys of `rl` that are about it; tests hold them against `octavo.rl`'s own
+#: algorithms with a critic, and the keys of `rl` that are about it; those whose KL from the reference counts where
+#: `rl.kl` is absent; tests hold them against `octavo.rl`'s own
 WITH_CRITIC = ("ppo",)
+WITH_KL = ("rloo", "ppo")
 OF_CRITIC = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
 
 
@@ -47,9 +49,9 @@ class RewardSection(Section):
     arguments: dict[str, Any] | None = Field(
         default=None, description="Of a Python function: further keyword arguments, handed to it at each call."
     )
-    load_in_fp8: Frozen | None = Field(
+    load_in_fp8: Frozen = Field(
         default=None,
-        description="Of a reward model: keep its linear layers as FP8 codes, rowwise, blockwise, tensorwise.",
+        description="Of a reward model: keep its linear layers as FP8 codes, rowwise (or true), blockwise, tensorwise.",
     )
     batch: int | None = Field(
         default=None, ge=1, le=2**16, description="Of a reward model: completions that it judges at a time."
@@ -213,19 +215,21 @@ class RlSection(Section):
     invariant: bool = Field(
         default=False,
         description="Compute rollout and update so that a row's result depends on neither batch nor length: their "
-        "log-probabilities are then the same bits, and a difference stops the run. On a CPU; takes longer.",
+        "log-probabilities are then the same bits, and a difference stops the run. Takes longer; FP8 on a GPU needs "
+        "fp8.backend: triton.",
     )
     reference: Reference = Field(
         default="auto",
-        description="Who the policy is held to: base, the model without its adapters (lora); copy, its first weights, "
-        "those of FP8 layers as frozen codes, a byte a parameter; auto, base where there are adapters, else copy. disk "
+        description="Who the policy is held to: base, the model without its adapters (lora); copy, its first weights "
+        "where there are none, those of FP8 layers as frozen codes, a byte a parameter; auto, what fits of these. disk "
         "is for preferences.",
     )
     eval_prompts: int = Field(
         default=64,
         ge=0,
         le=2**20,
-        description="Held-out prompts, the first of data.eval, that each evaluation answers greedily for their reward.",
+        description="Held-out prompts, the first of data.eval, that each evaluation answers greedily for their reward; "
+        "0: none.",
     )
     show: int = Field(
         default=4, ge=0, le=2**16, description="Completions of a step that are kept in completions.jsonl."

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from octavo.config import rules_lora, rules_phases
 from octavo.config.findings import Finding, finding, glob_problem
+from octavo.config.phases import BEYOND_SFT
 from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
-from octavo.config.sections import COMPONENTS, Component, Fp8Section, Head, Rule
+from octavo.config.sections import Component, Fp8Section, Head, Rule
 from octavo.config.whole import Sections
+from octavo.config.words import COMPONENTS
+from octavo.hub import is_name
 
+ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
+_NOT_OF_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
 
 
@@ -23,6 +29,9 @@ def check(config: Sections) -> list[Finding]:
 
 
 def _model(config: Sections) -> Iterator[Finding]:
+    yield from _init(config)
+    if config.model.revision is not None and not is_name(config.model.path):
+        yield finding("model.revision", _NOT_OF_HUB, "remove it, or name a model of the hub (org/name)", "model.path")
     for index, pattern in enumerate(config.model.freeze):
         key = f"model.freeze.{index}"
         if pattern in FREEZABLE:
@@ -32,6 +41,25 @@ def _model(config: Sections) -> Iterator[Finding]:
             yield finding(key, found, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
             yield finding(key, f"unknown component {named(pattern)}", f"did you mean {close}?")
+
+
+def _init(config: Sections) -> Iterator[Finding]:
+    """What nothing but a checkpoint can be."""
+    model, phase = config.model, config.train.phase
+    if model.init != "random":
+        if model.init_std is not None:
+            found = "has no effect on the weights of a checkpoint"
+            yield finding("model.init_std", found, "remove it, or set `init: random`", "model.init")
+        return
+    beside = (
+        ("lora", config.lora is not None, "adapters are trained beside a base that has learnt, and this one has not"),
+        ("model.load_in_fp8", bool(model.load_in_fp8.kinds), "frozen codes of random numbers would never learn"),
+        ("model.freeze", bool(model.freeze), "what is frozen would keep its random numbers"),
+        ("train.phase", phase in BEYOND_SFT, f"phase {phase} begins with a model that has learnt"),
+    )
+    for key, is_there, found in beside:
+        if is_there:
+            yield finding("model.init", found, f"use `init: checkpoint`, or change {key}", key)
 
 
 def _fp8(config: Sections) -> Iterator[Finding]:
@@ -101,6 +129,12 @@ def _all_bf16(part: Fp8Section | Component | Head | Rule) -> bool:
 
 def _data(config: Sections) -> Iterator[Finding]:
     data = config.data
+    for of, entries in (("train", data.train), ("eval", data.eval)):
+        for number, entry in enumerate(entries):
+            where, local = f"data.{of}.{number}", not is_name(entry.path)
+            for key in ("revision", "split", "subset"):
+                if local and getattr(entry, key) is not None:
+                    yield finding(f"{where}.{key}", _NOT_OF_HUB, "remove it", f"{where}.path")
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         found = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
         yield finding("data.min_pixels", found, "lower it or raise data.max_pixels", "data.max_pixels")
@@ -117,7 +151,15 @@ def _train(config: Sections) -> Iterator[Finding]:
         found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"
         fix = f"use e.g. micro_batch {best} or global_batch {above}"
         yield finding("train.global_batch", found, fix, "train.micro_batch")
-    if train.warmup >= train.steps:
+    if train.steps is None and train.epochs is None:
+        yield finding("train.steps", ABSENT, "add `steps:` or `epochs:` under `train`", "train.epochs")
+    if train.steps is not None and train.epochs is not None:
+        found = f"{train.epochs:g} epochs beside {train.steps} steps, and each gives the length of the run"
+        yield finding("train.epochs", found, "leave one of them out", "train.steps")
+    if train.epochs is not None and train.phase == "rl":
+        why = "in phase rl a step takes the prompts that it needs, and an epoch has no number of steps"
+        yield finding("train.epochs", why, "give train.steps", "train.phase")
+    if train.steps is not None and train.warmup >= train.steps:
         found = f"warmup {train.warmup} leaves nothing of {train.steps} steps"
         yield finding("train.warmup", found, f"use at most {train.steps - 1}", "train.steps")
     if train.min_lr > train.lr:
@@ -201,6 +243,10 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
 
 
 def _run(config: Sections) -> Iterator[Finding]:
+    yield from _beginnings(config)
+    twice = [name for name, count in Counter(config.run.trackers).items() if count > 1]
+    if twice:
+        yield finding("run.trackers", f"{twice[0]} is named more than once", "name each tracker once")
     resume = config.run.resume
     if resume in ("never", "auto"):
         return
@@ -210,3 +256,16 @@ def _run(config: Sections) -> Iterator[Finding]:
         close = nearest(resume, ("never", "auto"))
         fix = (f"did you mean {close}? " if close else "") + f"a path has a slash: ./{resume}"
         yield finding("run.resume", f"{named(resume)} is neither never, auto nor a path", fix)
+
+
+def _beginnings(config: Sections) -> Iterator[Finding]:
+    """A run begins with one thing."""
+    run, adapter = config.run, config.lora is not None and config.lora.adapter is not None
+    beside = (
+        ("run.resume", run.resume not in ("never", "auto"), "which continues a run with all that it had"),
+        ("run.fork", run.fork is not None, "which goes on with optimizer and place in the data too"),
+        ("lora.adapter", adapter, "and adapters begin with one of them"),
+    )
+    for key, is_there, why in beside:
+        if run.start_from is not None and is_there:
+            yield finding("run.start_from", f"stands beside {key}, {why}", f"leave out one of them ({key})", key)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding, glob_problem
+from octavo.config.model import FITTING
 from octavo.config.problems import named, nearest
-from octavo.config.sections import COMPONENTS, FITTING, Component, Fp8Section
+from octavo.config.sections import Component, Fp8Section
 from octavo.config.whole import Sections
+from octavo.config.words import COMPONENTS
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, RlSection
-from octavo.config.sections import OptimizerSection, Section, TrainSection
+from octavo.config.phases import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections import OptimizerSection, TrainSection
 from octavo.config.texts import is_reward_path
 from octavo.config.whole import RunSection, Sections
+from octavo.config.words import Section
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")
@@ -34,12 +35,17 @@ def rules(config: Sections) -> Iterator[Finding]:
             yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
     if phase in BEYOND_SFT:
         yield from _beside(config)
-    if phase != "rl":
-        for where in ("train", "eval"):
-            for index, dataset in enumerate(getattr(config.data, where)):
-                if dataset.format == "prompt":
-                    found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
-                    yield finding(f"data.{where}.{index}.format", found, "use rows that hold answers", "train.phase")
+    if not config.data.join and phase != "pretrain":
+        yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
+    for where in ("train", "eval"):
+        for index, dataset in enumerate(getattr(config.data, where)):
+            key = f"data.{where}.{index}.format"
+            if dataset.format == "prompt" and phase != "rl":
+                found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
+                yield finding(key, found, "use rows that hold answers", "train.phase")
+            if dataset.format == "text" and phase != "pretrain":
+                found = f"plain text is for phase pretrain; phase {phase} learns from answers"
+                yield finding(key, found, "use `phase: pretrain`, or rows that hold answers", "train.phase")
     if config.rl is not None:
         yield from _rl(config)
     if config.preference is not None:
@@ -88,10 +94,13 @@ def _rl(config: Sections) -> Iterator[Finding]:
         found = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
         yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
     idle = {"correction": ("correction_level", "correction_low", "correction_high")} if rl.correction == "off" else {}
-    idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if rl.kl == 0 else {}
+    no_kl = rl.kl == 0 or (rl.kl is None and rl.algorithm not in WITH_KL)
+    idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if no_kl else {}
     for by, names in idle.items():
         for name in (name for name in names if _given(rl, name, RlSection)):
             found = f"has no effect, since rl.{by} is {getattr(rl, by)}"
+            if getattr(rl, by) is None:
+                found = f"has no effect, since rl.{by} is absent and {rl.algorithm} has none of its own"
             yield finding(f"rl.{name}", found, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
@@ -119,9 +128,17 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.reference == "disk":
         found = "completions are new in every step, so nothing about them can be computed before the first"
         yield finding("rl.reference", found, "use copy, or base beside adapters (lora)", "train.phase")
-    if rl.reference == "base" and config.lora is None:
+    yield from _reference("rl.reference", rl.reference, config.lora is not None)
+
+
+def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
+    """Who may be held to whom."""
+    if kind == "base" and not lora:
         fix = "use `reference: copy`, or train adapters (lora)"
-        yield finding("rl.reference", "base is the model without its adapters, and there are none", fix, "lora")
+        yield finding(where, "base is the model without its adapters, and there are none", fix, "lora")
+    if kind == "copy" and lora:
+        found = "a copy of the base, where the base without adapters is there and takes no byte"
+        yield finding(where, found, "use base, or leave it out", "lora")
 
 
 def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
@@ -155,9 +172,7 @@ def _preference(config: Sections) -> Iterator[Finding]:
             yield finding(f"preference.{name}", found, "remove it", "preference.loss")
     if preference.loss in ("orpo", "simpo") and preference.reference != "auto":
         yield finding("preference.reference", f"{preference.loss} has none", "remove it", "preference.loss")
-    if preference.reference == "base" and config.lora is None:
-        fix = "use `reference: copy`, or train adapters (lora)"
-        yield finding("preference.reference", "base is the model without its adapters, and there are none", fix, "lora")
+    yield from _reference("preference.reference", preference.reference, config.lora is not None)
     if preference.reference == "disk" and preference.loss == "kto":
         found = "kto also asks of answers to other prompts of a step, which are other ones in each epoch"
         yield finding("preference.reference", found, "use copy, or base beside adapters (lora)", "preference.loss")

@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
+from octavo.config.model import for_foundation
 from octavo.config.rules import check
-from octavo.config.sections import COMPONENTS, USUAL, FrozenName, for_foundation, one_word
 from octavo.config.whole import Sections
+from octavo.config.words import COMPONENTS, USUAL, FrozenName, frozen_word
 
 
 class Config(Sections):
@@ -65,7 +66,7 @@ def _implied(data: dict[str, Any]) -> dict[str, str]:
     """Component -> the recipe that multiplies by the codes it is loaded as."""
     model = _raw(data.get("model"))
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
-    words = {name: one_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    words = {name: frozen_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
     return {name: word for name, word in words.items() if isinstance(word, str) and word in get_args(FrozenName)}
 
 

@@ -2,122 +2,18 @@
 
 These types are the only list of options. The JSON schema for editors, the nearest-name hints and ``octavo schema`` are
 derived from them. Importing this module imports no torch, so a wrong file is answered in a fraction of a second.
-Rules that need two fields at once live in :mod:`octavo.config.rules`.
+The section of the model is :mod:`octavo.config.model`; rules that need two fields at once live in
+:mod:`octavo.config.rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer
+from pydantic import BeforeValidator, Field, field_serializer
 
 from octavo.config.texts import FilePath, Text
-
-Short = Literal["row", "block", "tensor"]
-
-
-def one_word(value: Any) -> Any:
-    """Weights that are codes and the recipe that multiplies by them have one name: ``block`` reads as ``blockwise``."""
-    return f"{value}wise" if isinstance(value, str) and value in get_args(Short) else value
-
-
-RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
-Format = Literal["e4m3", "hybrid"]
-Gemm = Literal["fp8", "bf16"]
-CandidateName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
-FrozenName = Literal["rowwise", "blockwise", "tensorwise"]
-
-Recipe = Annotated[RecipeName, BeforeValidator(one_word, json_schema_input_type=Literal[RecipeName, Short])]
-Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=Literal[CandidateName, Short])]
-Frozen = Annotated[FrozenName, BeforeValidator(one_word, json_schema_input_type=Literal[FrozenName, Short])]
-
-#: the recipes this version can run, `off` (plain high precision) first
-RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
-
-#: the recipe of what runs in FP8 without saying in which
-USUAL: RecipeName = "blockwise"
-
-#: what `model.freeze` and the `fp8` section know by name
-COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "foundation")
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-FROM_LIST = BeforeValidator(_as_tuple)
-
-
-class Section(BaseModel):
-    """Strict (no text where a number belongs), closed (no unknown key) and immutable."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-#: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
-FITTING: Mapping[str, tuple[Text, ...]] = {
-    "row": ("rowwise",),
-    "block": ("blockwise",),
-    "tensor": ("tensorwise", "delayed"),
-}
-
-
-class LoadInFp8Section(Section):
-    """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
-    128 x 128, or each tensor; absent: in high precision."""
-
-    foundation: Frozen | None = Field(default=None, description="Linear layers and experts of the language model.")
-    image_encoder: Frozen | None = Field(default=None, description="Linear layers of the vision tower.")
-    image_projector: Frozen | None = Field(default=None, description="Linear layers of the projector (merger).")
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
-        return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(self, name)) is not None}
-
-
-def for_foundation(value: Any) -> Any:
-    """One word speaks of the language model; towers stay in high precision unless they are named."""
-    return {"foundation": one_word(value)} if one_word(value) in get_args(FrozenName) else value
-
-
-_OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=Literal[FrozenName, Short] | LoadInFp8Section)
-
-
-class ModelSection(Section):
-    """The checkpoint to train."""
-
-    path: FilePath = Field(
-        min_length=1,
-        description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), "
-        "relative to the file that names it.",
-    )
-    freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
-        default=(),
-        description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
-        'names ("**.layers.0.**"). Each must match something.',
-    )
-    attention: Literal[
-        "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3"
-    ] = Field(
-        default="sdpa",
-        description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
-        "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
-        "math), of transformers (eager), or of a package. One that cannot run here is refused.",
-    )
-    load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
-        default_factory=LoadInFp8Section,
-        description="Quantize the frozen base of LoRA while it is read: rowwise, blockwise or tensorwise. One word "
-        "means the language model's linear layers; components can be named each. Embeddings, lm_head and routers stay "
-        "as they are. fp8.recipe, where nobody names it, is the one that multiplies by such codes. A checkpoint that "
-        "is in FP8 already is used as it is, without this.",
-    )
-    keep_fp8: bool = Field(
-        default=True,
-        description="Train LoRA beside the very codes of a checkpoint that is in FP8; false: beside its dequantized "
-        "values. Without LoRA its weights are dequantized in any case, since they are trained.",
-    )
+from octavo.config.words import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
 
 
 class Component(Section):
@@ -269,22 +165,45 @@ class LoraSection(Section):
 
 
 class Dataset(Section):
-    """One data set: a JSON or JSONL file of conversations."""
+    """One data set: a file or folder of conversations, or of what else the phase learns from."""
 
-    path: FilePath = Field(min_length=1, description="JSON or JSONL file, relative to the file that names it.")
+    path: FilePath = Field(
+        min_length=1,
+        description="JSON, JSONL, CSV or parquet file, a folder of such files, or one that `datasets` saved, relative "
+        "to the file that names it; or where there is none a name of the Hugging Face hub, org/name.",
+    )
+    revision: Text | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a data set of the hub. Absent: the newest, which the run writes down.",
+    )
+    split: Text | None = Field(default=None, min_length=1, description="Split of a data set of the hub. Absent: train.")
+    subset: Text | None = Field(
+        default=None, min_length=1, description="Subset (configuration) of a data set of the hub. Absent: its default."
+    )
     images: FilePath | None = Field(
         default=None,
         description="Folder that image paths in the rows are relative to (and may not leave). Absent: the data "
         "file's own folder.",
     )
+    stream: bool = Field(
+        default=False,
+        description="Read rows where they lie, parquet by row groups and JSONL and CSV by lines, and keep no copy in "
+        "the cache: for data larger than the disk. Rows, order and resume are the same; each costs more.",
+    )
     weight: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**12, description="Use the first N rows only.")
-    format: Literal["auto", "llava", "sharegpt", "messages", "prompt"] = Field(
+    columns: dict[Text, Text] | None = Field(
+        default=None,
+        description="What keys of the rows are called, ours: theirs, as in {prompt: question, answer: solution}.",
+    )
+    format: Literal["auto", "llava", "sharegpt", "messages", "alpaca", "prompt", "text"] = Field(
         default="auto",
-        description="Layout of the rows; auto looks at the first ones. prompt: rows of phase rl that are asked and no "
-        "conversation. Preferences are told by their keys.",
+        description="Layout of the rows; auto looks at the first ones. prompt: rows with prompt and, but in phase rl, "
+        "answer or completion. text: plain text of phase pretrain (`text`, with `images` in their places; or lists "
+        "`texts` and `images`). Preferences are told by their keys.",
     )
 
 
@@ -301,6 +220,12 @@ class DataSection(Section):
         default="drop",
         description="A conversation over seq_length: drop it (counted), cut it (never inside an image), or stop.",
     )
+    join: bool = Field(
+        default=True,
+        description="Phase pretrain: documents of plain text are joined, each with its end token, and cut into samples "
+        "of seq_length; false: each is a sample of its own, as on_long says. Rows with images and conversations always "
+        "are.",
+    )
     train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
     max_pixels: int | None = Field(
         default=None, ge=1, le=10**8, description="Larger images are scaled down to this many pixels."
@@ -311,8 +236,17 @@ class DataSection(Section):
     max_image_megapixels: float = Field(
         default=100.0, gt=0, le=1000, description="An image file that would decode to more megapixels is a bad sample."
     )
-    workers: int = Field(
-        default=0, ge=0, le=256, description="Processes that prepare samples; 0 = in the training process."
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        le=256,
+        description="Processes that prepare samples; 0 = in the training process. Absent: beside a GPU up to 4, as "
+        "cores allow; none on a CPU, whose cores train. Any number gives the same samples.",
+    )
+    cache: FilePath | None = Field(
+        default=None,
+        description="Folder for data files as Arrow, converted once and shared by all who read them. Absent: "
+        "OCTAVO_CACHE, or octavo in the user's cache folder.",
     )
     system: Text | None = Field(default=None, description="System message put before conversations that have none.")
 
@@ -344,7 +278,16 @@ class TrainSection(Section):
         description="What is learnt: text as it is (pretrain), answers (sft), which of two answers is better "
         "(preference), or what earns rewards (rl).",
     )
-    steps: int = Field(ge=1, le=10**9, description="Optimizer steps of the whole run.")
+    steps: int | None = Field(
+        default=None, ge=1, le=10**9, description="Optimizer steps of the whole run; this or `epochs` is required."
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="Instead of steps: passes over data.train, each of as many rows as its data sets have in all "
+        "(weights say whose come how often). The run writes the steps that follow into its config.yaml.",
+    )
     seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
     global_batch: int = Field(

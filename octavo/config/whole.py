@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from octavo.config.model import ModelSection
 from octavo.config.phases import PreferenceSection, RlSection
-from octavo.config.sections import (
-    FROM_LIST,
-    DataSection,
-    Fp8Section,
-    LoraSection,
-    ModelSection,
-    OptimizerSection,
-    Section,
-    TrainSection,
-)
+from octavo.config.sections import DataSection, Fp8Section, LoraSection, OptimizerSection, TrainSection
 from octavo.config.texts import FilePath
+from octavo.config.words import FROM_LIST, Section
+
+TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
 
 
 class RunSection(Section):
@@ -40,12 +35,29 @@ class RunSection(Section):
         description="Begin from a checkpoint of another run, with its weights, optimizer, step and place in the data; "
         "seed, FP8 and what backward keeps may differ. Absent: begin from the model.",
     )
+    start_from: FilePath | None = Field(
+        default=None,
+        min_length=1,
+        description="Begin a new training with the weights and adapters of a checkpoint (runs/first/checkpoints/"
+        "step_200, or the directory of a run: its newest); optimizer, schedule, random numbers and place in the data "
+        "are new. Absent: begin with the weights of model.path.",
+    )
     milestones: Annotated[tuple[Annotated[int, Field(ge=1, le=10**9)], ...], FROM_LIST] = Field(
         default=(), description="Steps whose checkpoints are kept for good, in milestones/ beside those of run.keep."
     )
-    save_every: int = Field(default=0, ge=0, le=10**9, description="Steps between checkpoints; 0 = only at the end.")
+    save_every: int | None = Field(
+        default=None,
+        ge=0,
+        le=10**9,
+        description="Steps between checkpoints; 0 = only at the end. Absent: a tenth of the run, and at least 50.",
+    )
     keep: int = Field(
         default=2, ge=1, le=10**9, description="Checkpoints kept; one more until a step from the newest was applied."
+    )
+    save_states: bool = Field(
+        default=True,
+        description="Checkpoints hold optimizer and random states, so that the run can be continued; false: weights "
+        "alone, a third of the bytes or less, from which run.start_from begins anew.",
     )
     eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
     log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
@@ -58,6 +70,11 @@ class RunSection(Section):
         "really brings. They train nothing and change no loss; 0 = not measured.",
     )
     tensorboard: bool = Field(default=True, description="Write TensorBoard events too.")
+    trackers: Annotated[tuple[TrackerName, ...], FROM_LIST] = Field(
+        default=(),
+        description="Trackers that get the configuration, the rows of metrics.jsonl and at the end the run's page: "
+        "wandb, trackio, mlflow, swanlab. Each is a package of its own; its environment variables say where it writes.",
+    )
     hf: bool = Field(
         default=True,
         description="Write hf/ (safetensors that from_pretrained loads) at the end; adapter/ (PEFT's) with LoRA.",

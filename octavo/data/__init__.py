@@ -8,16 +8,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from octavo.data import digits
+import torch
+
+from octavo.data import digits, text
+from octavo.data.cache import Say, files_of, quiet
 from octavo.data.collate import Meta, collate
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
+from octavo.data.documents import Document, DocumentEncoder
 from octavo.data.encode import IGNORE, Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.evalset import EvalSet
+from octavo.data.joined import Joined, join, joins
 from octavo.data.loader import Gather, Loader, micro_batches
 from octavo.data.mixture import Mixture
 from octavo.data.pairs import (
@@ -30,21 +38,37 @@ from octavo.data.pairs import (
     collate_pairs,
     labelled_batches,
 )
-from octavo.data.prompts import PromptEncoder, PromptSample, numbered, reward_columns
+from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
 from octavo.data.report import SkipReport
-from octavo.data.sources import Source, preferences, read
+from octavo.data.sources import Source, opened, preferences, read
+from octavo.hub import is_name
 
 if TYPE_CHECKING:
-    from octavo.config import Config
+    from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "BadSample", "Conversation", "DataError", "Encoder", "EvalSet", "ImageRef", "LabelledEncoder",
-    "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder", "PromptEncoder", "PromptSample",
-    "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder", "eval_set", "pair_loader",
-    "pair_set", "parse", "prompt_loader", "prompt_set", "read", "reward_columns", "train_loader",
+    "IGNORE", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder", "EvalSet", "ImageRef",
+    "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder",
+    "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder",
+    "eval_set", "files_of", "pair_loader", "pair_set", "parse", "prepare", "prompt_columns", "prompt_loader",
+    "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "text", "train_loader", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
+
+
+WORKERS = 4  # beside a GPU, where nobody asks for a number
+
+
+def workers_of(cfg: Config) -> int:
+    """Processes that prepare the samples of this rank: as asked, else beside a GPU as many of :data:`WORKERS` as the
+    cores of this machine leave each of its ranks, and none on a CPU."""
+    if cfg.data.workers is not None:
+        return cfg.data.workers
+    if not torch.cuda.is_available():
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
 
 
 def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int = 0) -> E:  # type: ignore[assignment]
@@ -65,11 +89,51 @@ def train_loader(
     start_row: int = 0,
     report_path: str | Path | None = None,
 ) -> Loader:
-    """The training stream of a configuration. Raises `DataError`."""
-    return Loader(
-        _mixture(cfg, "conversations"), encoder(cfg, processor), cfg.train.micro_batch, cfg.train.global_batch, rank,
-        world, start_row, cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+    """The training stream of a configuration: conversations, in phase pretrain documents too. Raises `DataError`."""
+    encodes, sources = _learned(cfg, processor, cfg.data.train, cfg.run.seed)
+    mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
+    loader = Loader(
+        mixture, encodes, cfg.train.micro_batch, cfg.train.global_batch, rank,
+        world, start_row, workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
     )  # fmt: skip
+    _list(sources, loader.report)
+    return loader
+
+
+def _learned(
+    cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None
+) -> tuple[Encoder, list[Source | Joined]]:
+    """The rows that SFT and pretraining learn from, and what makes them numbers."""
+    if cfg.train.phase != "pretrain":
+        return encoder(cfg, processor), [read(d, cache=_cache(cfg)) for d in datasets]
+    encodes = encoder(cfg, processor, DocumentEncoder)
+    return encodes, [_documents(cfg, d, encodes, seed) for d in datasets]
+
+
+def prepare(cfg: Config, processor: Any, say: Say) -> None:
+    """Make what is made of data files once, and say so; whoever reads them finds it. Raises `DataError`."""
+    for dataset in (*cfg.data.train, *cfg.data.eval):
+        opened(dataset, _cache(cfg), say)
+        if cfg.train.phase == "pretrain":
+            _documents(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, say)
+
+
+def _documents(
+    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Say = quiet
+) -> Source | Joined:
+    """A data set of phase pretrain, its documents joined where they are plain text. `seed`: of their order."""
+    source = read(dataset, "documents", _cache(cfg))
+    if not cfg.data.join or not joins(source):
+        return source
+    of_hub = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
+    what = json.dumps([dataset.columns, *of_hub] if of_hub else dataset.columns)
+    return join(source, encodes, cfg.data.on_bad_sample, seed, _cache(cfg), say, what)
+
+
+def _list(sources: Iterable[Source | Joined], report: SkipReport) -> None:
+    """Put what was found when documents were joined where it is told of other rows."""
+    for record in (record for source in sources if isinstance(source, Joined) for record in source.records):
+        report.add(record)
 
 
 def prompt_loader(
@@ -88,9 +152,16 @@ def prompt_loader(
     `max_new_tokens` in `train.seq_length`. Raises `DataError`."""
     encodes = encoder(cfg, processor, PromptEncoder, max_new_tokens)
     return Loader(
-        _mixture(cfg, "prompts"), encodes, prompts, prompts, rank, world, start_row, cfg.data.workers,
+        _mixture(cfg, "prompts"), encodes, prompts, prompts, rank, world, start_row, workers_of(cfg),
         cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=numbered,
     )  # fmt: skip
+
+
+def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:
+    """The columns that rewards are given of the rows of these data sets, where any of their rows has them. Raises
+    `DataError`."""
+    more = {name for dataset in datasets for name in read(dataset, "prompts", _cache(cfg)).columns()}
+    return [*COLUMNS, *sorted(more - {*COLUMNS})]
 
 
 def pair_loader(
@@ -113,13 +184,31 @@ def pair_loader(
     encodes: Encoder = encoder(cfg, processor, LabelledEncoder if labelled else PairEncoder)
     return Loader(
         _mixture(cfg, kind), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
-        cfg.data.workers, cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
     )  # fmt: skip
 
 
 def _mixture(cfg: Config, kind: str) -> Mixture:
-    return Mixture([read(d, kind) for d in cfg.data.train], [d.weight for d in cfg.data.train], cfg.run.seed)
+    sources = [read(d, kind, _cache(cfg)) for d in cfg.data.train]
+    return Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
+
+
+def _cache(cfg: Config) -> Path | None:
+    return None if cfg.data.cache is None else Path(cfg.data.cache)
+
+
+def rows_of_an_epoch(cfg: Config, processor: Callable[[], Any]) -> int:
+    """How many rows `data.train` has in all, which is a round of its mixture; of joined documents how many samples.
+    `processor` is called where that needs tokens. Raises `DataError`."""
+    sources: Sequence[Source | Joined]
+    if cfg.train.phase == "pretrain":
+        sources = _learned(cfg, processor(), cfg.data.train, cfg.run.seed)[1]
+    else:
+        of_pairs = cfg.train.phase == "preference"
+        kinds = [(preferences(d, _cache(cfg)) if of_pairs else None) or "conversations" for d in cfg.data.train]
+        sources = [read(d, kind, _cache(cfg)) for d, kind in zip(cfg.data.train, kinds, strict=True)]
+    return sum(Mixture(sources, [d.weight for d in cfg.data.train]).draws)
 
 
 def eval_set(
@@ -131,18 +220,23 @@ def eval_set(
     report_path: str | Path | None = None,
     micro_batch: int | None = None,
 ) -> EvalSet | None:
-    """The held-out data of a configuration; None where it names none. In phase rl rows may be `prompt` and `answer`; in
-    phase preference preferences, whose chosen or good answers are the right ones. Raises `DataError`."""
+    """The held-out data of a configuration; None where it names none. In phase pretrain rows may be documents; in phase
+    rl `prompt` and `answer`; in phase preference preferences, whose chosen or good answers are the right ones. Raises
+    `DataError`."""
     if not cfg.data.eval:
         return None
-    kinds = ["answered" if cfg.train.phase == "rl" else "conversations" for _ in cfg.data.eval]
-    of: type[Encoder] = Encoder
+    encodes: Encoder
+    sources: list[Source | Joined]
     if cfg.train.phase == "preference":
-        kinds, of = [preferences(d) or kind for d, kind in zip(cfg.data.eval, kinds, strict=True)], HeldOutEncoder
-    return EvalSet(
-        [read(d, kind) for d, kind in zip(cfg.data.eval, kinds, strict=True)], encoder(cfg, processor, of),
-        micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path,
-    )  # fmt: skip
+        encodes = encoder(cfg, processor, HeldOutEncoder)
+        sources = [read(d, preferences(d, _cache(cfg)) or "conversations", _cache(cfg)) for d in cfg.data.eval]
+    else:
+        encodes, sources = _learned(cfg, processor, cfg.data.eval, None)
+    found = EvalSet(
+        sources, encodes, micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path
+    )
+    _list(sources, found.report)
+    return found
 
 
 def prompt_set(
@@ -153,8 +247,8 @@ def prompt_set(
     `DataError`."""
     encodes = encoder(cfg, processor, PromptEncoder, reserve)
     return EvalSet(
-        [read(d, "prompts") for d in cfg.data.eval], encodes, 1, rank, world, cfg.data.on_bad_sample, most=prompts,
-        collate=lambda samples, pad_id: samples,
+        [read(d, "prompts", _cache(cfg)) for d in cfg.data.eval], encodes, 1, rank, world, cfg.data.on_bad_sample,
+        most=prompts, collate=lambda samples, pad_id: samples,
     )  # fmt: skip
 
 
@@ -169,7 +263,7 @@ def pair_set(
 ) -> EvalSet | None:
     """The held-out preferences of a kind, batched as `pair_loader` does; None where the held-out data are none.
     Labelled rows are crossed within their micro-batch, which has at least two. Raises `DataError`."""
-    found = [d for d in cfg.data.eval if preferences(d) == kind]
+    found = [d for d in cfg.data.eval if preferences(d, _cache(cfg)) == kind]
     if not found:
         return None
     of: type[Encoder] = PairEncoder
@@ -177,6 +271,6 @@ def pair_set(
     if kind == "labelled":
         of, size, gather = LabelledEncoder, max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)
     return EvalSet(
-        [read(d, kind) for d in found], encoder(cfg, processor, of), size, rank, world, cfg.data.on_bad_sample,
-        report_path, collate=gather,
+        [read(d, kind, _cache(cfg)) for d in found], encoder(cfg, processor, of), size, rank, world,
+        cfg.data.on_bad_sample, report_path, collate=gather,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.data.conversations import Conversation, Text, Turn
+from octavo.data.conversations import Conversation, Text
 
 
 def beginning(
@@ -36,7 +36,7 @@ def beginning(
             parts.append(part)
             if room < 0:
                 break
-        turns.append(Turn(turn.role, tuple(parts)))
+        turns.append(replace(turn, parts=tuple(parts)))
         if room < 0:
             break
     if room >= 0 and len(turns) <= tokens:

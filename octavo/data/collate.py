@@ -19,8 +19,9 @@ EMPTY_LENGTH = 2
 class Meta:
     """What the trainer wants to know of a batch and the model does not; `batch["meta"]`, taken out before the forward.
 
-    One entry a row: `files`, `rows`, `ids`, `answers` ((start, end) token spans), `images`, `lengths` (tokens without
-    padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no entries.
+    One entry a row: `files`, `rows`, `ids`, `answers` ((start, end) token spans), `images`, `patches` (that its images
+    have in the first dimension of `pixel_values`), `lengths` (tokens without padding), `loss_tokens` (labels that are
+    not -100). A batch that stands for no samples has no entries.
     """
 
     files: tuple[str, ...] = ()
@@ -28,6 +29,7 @@ class Meta:
     ids: tuple[str | None, ...] = ()
     answers: tuple[tuple[tuple[int, int], ...], ...] = ()
     images: tuple[int, ...] = ()
+    patches: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     loss_tokens: tuple[int, ...] = ()
 
@@ -76,6 +78,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
         ids=tuple(s.id for s in samples),
         answers=tuple(s.answers for s in samples),
         images=tuple(s.images for s in samples),
+        patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
     )

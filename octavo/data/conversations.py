@@ -5,28 +5,40 @@
 - `sharegpt`: the same with more roles and an `images` list (`conversations` or `messages` as the key).
 - `messages`: `{"messages": [{"role", "content"}]}` or the bare list; content is text or a list of parts
   (`{"type": "text", "text"}`, `{"type": "image", "image"|"path"|"url"}`).
+- `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?: [[question, answer], ...], "images"?}`.
 
-All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
+The first three may hold `system`, a text, where no turn has that role. An image is named by its file, or is there
+itself as {"bytes", "path"}. All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.data.errors import BadSample
-from octavo.data.images import ImageProblem, locate
+from octavo.data.errors import BadSample, RowProblem, shown
+from octavo.data.images import ImageFile, ImageProblem, Picture, locate
+from octavo.data.tools import Call, calls_of, tools_of
 
+Name = str | Picture  # of an image in a row: a file's name, or the file itself
 PLACEHOLDER = "<image>"
-FORMATS = ("llava", "sharegpt", "messages")
+FORMATS = ("llava", "sharegpt", "messages", "alpaca")
 ROLES = {
     "llava": {"human": "user", "gpt": "assistant", "system": "system"},
-    "sharegpt": {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
-    "messages": {"user": "user", "assistant": "assistant", "system": "system"},
+    "sharegpt": {
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "assistant": "assistant",
+        "system": "system",
+        "function_call": "assistant",
+        "observation": "tool",
+        "tool": "tool",
+    },
+    "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
 }
 VIDEO = "holds a video; video is not available in this version: remove the row, or set on_bad_sample: skip"
 
@@ -47,10 +59,13 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. `role` is system, user or assistant; `parts` are texts and images in reading order."""
+    """What one side says. `role` is system, user, assistant or tool; `parts` are texts and images in reading order;
+    `calls`: of tools, by an assistant; `name`: of the tool that answers, where the row says it."""
 
     role: str
     parts: tuple[Text | ImageRef, ...]
+    calls: tuple[Call, ...] = ()
+    name: str | None = None
 
     @property
     def text(self) -> str:
@@ -60,21 +75,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of a data set: its turns, the files of its images in reading order, and where it came from."""
+    """One row of a data set: its turns, the files of its images in reading order, where it came from, and the `tools`
+    that it offers."""
 
     turns: tuple[Turn, ...]
-    images: tuple[Path, ...] = ()
+    images: tuple[ImageFile, ...] = ()
     source: str = ""
     row: int = 0
     id: str | None = None
-
-
-_REPR = reprlib.Repr()  # what is shown of a value costs the same, however large the value
-_REPR.maxstring = _REPR.maxother = 80
-
-
-class RowProblem(ValueError):
-    """Why a row is no conversation. `parse` turns it into a `BadSample` with file and row."""
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
@@ -86,7 +95,7 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     with naming(raw, file, row) as identity:
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
 
 
 @contextmanager
@@ -100,22 +109,64 @@ def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
         raise BadSample(file, row, str(cause), identity) from cause
 
 
-def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
+def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
     """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
-    return _from_messages(raw) if format == "messages" else _from_values(raw, format)
+    if format == "alpaca":
+        raw = object_of(raw)
+        if "output" not in raw:
+            raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
+        images = {key: raw[key] for key in ("image", "images", "video", "videos") if key in raw}
+        answer = {"role": "assistant", "content": _worded(raw, "output")}
+        return _from_messages({**images, "messages": [*instructed(raw), answer]})
+    turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
+    return [*_system(raw, turns), *turns], names
 
 
-def find_images(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
+def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
+    """The turn that a row's `system` is, where no turn says it. Raises `RowProblem`."""
+    words = _worded(raw, "system") if isinstance(raw, dict) else ""
+    said = [turn.text for turn in turns if turn.role == "system"]
+    if words and said and said != [words]:
+        raise RowProblem(f"has the system {shown(words)}, and a turn of the system says {shown(said[0])}; keep one")
+    return [Turn("system", (Text(words),))] if words and not said else []
+
+
+def instructed(raw: dict[str, Any]) -> list[dict[str, str]]:
+    """What an alpaca row asks, as messages: its system, its history, and its instruction with the input below it.
+    Raises `RowProblem`."""
+    system, *pieces = (_worded(raw, key) for key in ("system", "instruction", "input"))
+    asked = "\n".join(filter(None, pieces))
+    if not asked.strip() and not raw.get("image") and not raw.get("images"):  # of a pair, an image may be all
+        raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
+    history = raw.get("history") or []
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair)
+        for pair in history
+    ):
+        raise RowProblem(f"has the history {shown(history)}; expected a list of [question, answer]")
+    said = [("user" if n == 0 else "assistant", words) for pair in history for n, words in enumerate(pair)]
+    turns = [("system", system)] if system else []
+    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", asked))]
+
+
+def _worded(raw: dict[str, Any], key: str) -> str:
+    words = "" if raw.get(key) is None else raw[key]
+    if not isinstance(words, str):
+        raise RowProblem(f"{key!r} is {shown(words)}; expected text")
+    return words
+
+
+def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
     """The files that names mean, each looked up once. Raises `ImageProblem`."""
-    places = {name: locate(folder, name) for name in dict.fromkeys(names)}
+    places = {name: name if isinstance(name, Picture) else locate(folder, name) for name in dict.fromkeys(names)}
     return tuple(places[name] for name in names)
 
 
-def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
-    raw = _object(raw)
-    _refuse_video(raw)
+def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
+    raw = object_of(raw)
+    refuse_video(raw)
     key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
-    names = _image_names(raw, format)
+    names = image_names(raw, format)
     left = iter(range(len(names)))
     turns, seen = [], 0
     for number, turn in enumerate(_list(raw[key], key), 1):
@@ -123,26 +174,35 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[str]]:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
         if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
+        if turn["from"] == "function_call" and format == "sharegpt":
+            turns.append(Turn("assistant", (), calls_of(turn["value"], f"turn {number}")))
+            continue
         seen += turn["value"].count(PLACEHOLDER)
-        turns.append(Turn(_role(turn["from"], format, number), _split(turn["value"], left)))
-    _match_count(seen, len(names))
+        turns.append(Turn(_role(turn["from"], format, number), split(turn["value"], left)))
+    match_count(seen, len(names))
     return turns, names
 
 
-def _from_messages(raw: Any) -> tuple[list[Turn], list[str]]:
+def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
     if isinstance(raw, list):
         raw = {"messages": raw}
-    raw = _object(raw)
-    _refuse_video(raw)
+    raw = object_of(raw)
+    refuse_video(raw)
     key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
-    listed = _image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
-    names: list[str] = [] if listed is None else listed
+    listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
+    names: list[Name] = [] if listed is None else listed
     left = iter(range(len(names)))
     turns, seen = [], 0
     for number, turn in enumerate(_list(raw[key], key), 1):
-        if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+        calls = calls_of(turn.get("tool_calls"), f"turn {number}") if isinstance(turn, dict) else ()
+        if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
-        role, content = _role(turn["role"], "messages", number), turn["content"]
+        role, content = _role(turn["role"], "messages", number), turn.get("content")
+        name = turn.get("name")
+        if (calls and role != "assistant") or not isinstance(name, str | None):
+            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and a name is text")
+        if content is None and calls:
+            content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         parts: list[Text | ImageRef] = []
@@ -150,7 +210,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[str]]:
             text, image = _part(part, number)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
-                parts.extend(_split(text, left))
+                parts.extend(split(text, left))
             elif text is not None:
                 parts.append(Text(text))
             elif image is None:  # {"type": "image"}: the next of the row's own list
@@ -161,9 +221,9 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[str]]:
             else:
                 parts.append(ImageRef(len(names)))
                 names.append(image)
-        turns.append(Turn(role, tuple(parts)))
+        turns.append(Turn(role, tuple(parts), calls, name if role == "tool" else None))
     if listed is not None or seen:
-        _match_count(seen, len(listed or ()))
+        match_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
         raise RowProblem(
             f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
@@ -172,7 +232,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[str]]:
     return turns, names
 
 
-def _part(part: Any, number: int) -> tuple[str | None, str | None]:
+def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
     """(text, None) of a text part, (None, name or None) of an image part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
@@ -180,7 +240,7 @@ def _part(part: Any, number: int) -> tuple[str | None, str | None]:
     if isinstance(kind, str) and kind.startswith("video"):
         raise RowProblem(VIDEO)
     if kind == "image":
-        given = [part[key] for key in ("image", "path", "url") if part.get(key) is not None]
+        given = [part[key] for key in ("image", "path", "url") if not no_image(part.get(key))]
     elif kind == "image_url":
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
@@ -188,12 +248,32 @@ def _part(part: Any, number: int) -> tuple[str | None, str | None]:
         raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text or image")
     if not given:
         return None, None
-    if len(given) > 1 or not isinstance(given[0], str):
+    name = image_name(given[0]) if len(given) == 1 else None
+    if name is None:
         raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
-    return None, given[0]
+    return None, name
 
 
-def _split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
+def no_image(value: Any) -> bool:
+    """Null, or what a table makes of it: {"bytes", "path"} with neither."""
+    return value is None or (
+        isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
+    )
+
+
+def image_name(value: Any) -> Name | None:
+    """An image as rows name it: a file's name, or {"bytes", "path"} as tables have it. None: neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
+        return None
+    data, path = value.get("bytes"), value.get("path")
+    if isinstance(data, bytes) and isinstance(path, str | None):
+        return Picture(data, path or "")
+    return path if data is None and isinstance(path, str) else None
+
+
+def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
     """Cut a text at its placeholders; each takes the next image number (-1 when none is left: counted later)."""
     parts: list[Text | ImageRef] = []
     for number, piece in enumerate(text.split(PLACEHOLDER)):
@@ -204,7 +284,7 @@ def _split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
     return tuple(parts)
 
 
-def _image_names(raw: dict[str, Any], format: str) -> list[str]:
+def image_names(raw: dict[str, Any], format: str) -> list[Name]:
     """The row's image list. `image` and `images` may each hold one name or a list; not both may be there."""
     given = {key: raw[key] for key in ("image", "images") if raw.get(key) not in (None, [], "")}
     if len(given) > 1:
@@ -212,10 +292,10 @@ def _image_names(raw: dict[str, Any], format: str) -> list[str]:
     if format == "llava" and "images" in given:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
     for key, value in given.items():
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        names = [image_name(one) for one in (value if isinstance(value, list) else [value])]
+        if (found := [name for name in names if name is not None]) != names:
             raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
-        return list(names)
+        return found
     return []
 
 
@@ -234,7 +314,7 @@ def _role(name: Any, format: str, number: int) -> str:
     return known[name]
 
 
-def _match_count(placeholders: int, images: int) -> None:
+def match_count(placeholders: int, images: int) -> None:
     if placeholders != images:
         raise RowProblem(
             f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); they must be as many"
@@ -251,18 +331,23 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
-        if not turn.text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in turn.text):
+        if half_character(turn.text):
             raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
-        if turn.role == "assistant" and not turn.text.strip():
+        if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
 
 
-def _refuse_video(raw: dict[str, Any]) -> None:
+def half_character(text: str) -> bool:
+    """Whether a text holds a lone surrogate, which no tokenizer takes."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def refuse_video(raw: dict[str, Any]) -> None:
     if raw.get("video") or raw.get("videos"):
         raise RowProblem(VIDEO)
 
 
-def _object(raw: Any) -> dict[str, Any]:
+def object_of(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
     return raw
@@ -272,9 +357,3 @@ def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise RowProblem(f"{name} is {shown(value)}; expected a list")
     return value
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, for an error."""
-    text = _REPR.repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -6,6 +6,8 @@
     test.json
     images/train/00000.png ...   16 x 16 grey PNG: four 8 x 8 digits, first and second above third and fourth
     train_prompts.json           the training images once for each question, with those before it and their answers
+    train_captions.json          each training image with its digits, for pretraining
+    test_captions.json
     train_text.json  the same handwriting for models without eyes: one digit a row, drawn in characters
     test_text.json
 
@@ -31,7 +33,7 @@ PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
 WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
 INK = " .+#"  # four shades, for the rows that draw a digit in characters
-LAYOUT = 4  # rises when the same settings give other files
+LAYOUT = 5  # rises when the same settings give other files
 
 CARD = """# Octavo digits
 
@@ -44,6 +46,9 @@ that asks for each by its place: first and second above third and fourth. LLaVA 
 
 `train_prompts.json` asks each question of a training image by itself, for reinforcement learning: `prompt` (the turns
 up to it), `images`, `answer`.
+
+`train_captions.json` and `test_captions.json` are the images with their digits in reading order, as captions:
+`image`, `text`.
 
 `train_text.json` and `test_text.json` hold the same samples for text-only models: one digit a row, drawn as 8 lines of
 8 characters, and the question which digit it is.
@@ -104,7 +109,7 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
         raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
     for part in ("train", "test"):
         images = len(list((directory / "images" / part).glob("*.png")))
-        kinds = ("", "_text", "_prompts") if part == "train" else ("", "_text")
+        kinds = ("", "_text", "_captions", *(("_prompts",) if part == "train" else ()))
         listed = all((directory / f"{part}{kind}.json").is_file() for kind in kinds)
         if images != settings[part] or not listed:
             raise DataError(f"{directory} is not complete ({images} of {settings[part]} {part} images); remove it")
@@ -129,6 +134,8 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 Image.fromarray(_grid(greys[four])).save(directory / name)
                 rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four], four))
             (directory / f"{part}.json").write_text(_listed(rows))
+            captions = [{"id": row["id"], "image": row["image"], "text": _said(row)} for row in rows]
+            (directory / f"{part}_captions.json").write_text(_listed(captions))
             if part == "train":
                 asked = [prompt for row in rows for prompt in _prompts(row)]
                 (directory / "train_prompts.json").write_text(_listed(asked))
@@ -152,6 +159,11 @@ def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> 
         asked = place if turns else "<image>" + place
         turns += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
     return {"id": identity, "image": image, "source": samples.tolist(), "conversations": turns}
+
+
+def _said(row: dict[str, Any]) -> str:
+    """A row's answers as one caption."""
+    return " ".join(turn["value"] for turn in row["conversations"] if turn["from"] == "gpt")
 
 
 def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 
+from octavo.data.batched import Calls, Encoding, Wanted, refused, together
 from octavo.data.bound import beginning
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, stretches
-from octavo.data.images import ImageProblem, load, size
+from octavo.data.images import ImageProblem, size
 from octavo.data.report import CONTROL
-from octavo.data.template import TemplateProblem, answer_spans, messages, rendered
+from octavo.data.template import Answers, TemplateProblem, check_tools, messages, rendered
 
 IGNORE = -100
 NOTHING_LEFT = "nothing to learn is left after the cut"
-KNOWN_OUTPUTS = {
-    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
-    "pixel_values", "image_grid_thw", "num_patches",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,13 @@ class Sample:
     def notes(self) -> list[tuple[str, str]]:
         """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
         found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        if self.control:
-            spelt = ", ".join(map(repr, self.control))
-            found.append((CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token"))
-        return found
+        return [*found, *spelling(self.control)]
+
+
+def spelling(control: Sequence[str]) -> list[tuple[str, str]]:
+    """(action, reason) of a row whose text spells control tokens; none for none."""
+    spelt = ", ".join(map(repr, control))
+    return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
 
 
 class Encoder:
@@ -99,19 +102,21 @@ class Encoder:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.seq_length, self.on_long = seq_length - reserve, on_long
         self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
+        fewer = ", keep fewer (rl.max_new_tokens, of octavo eval --max-new-tokens)" if reserve else ""
+        self.longer = f"raise train.seq_length{fewer}"
         if self.seq_length < 1:
-            raise DataError(f"{self.limit}: nothing is left for a prompt; raise train.seq_length, or keep "
-                            "fewer (rl.max_new_tokens, of octavo eval --max-new-tokens)")  # fmt: skip
+            raise DataError(f"{self.limit}: nothing is left for a prompt; {self.longer}")
         self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
-        self.multimodal = getattr(processor, "image_processor", None) is not None
-        if getattr(processor, "chat_template", None) is None and getattr(self.tokenizer, "chat_template", None) is None:
-            raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
-                            "add chat_template.jinja to the model folder")  # fmt: skip
+        self.calls = Calls(processor, max_image_megapixels)
+        self.multimodal = self.calls.multimodal
+        self._check_template()
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
         self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
+        self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last: all above
+        self._is_image[list(self.image_ids)] = True
         vocabulary = self.tokenizer.get_vocab()
         self.longest = max(map(len, vocabulary))
         # Qwen's templates write this mark themselves, before the placeholder; not every version's processor names it.
@@ -119,8 +124,15 @@ class Encoder:
         added = self.tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         self.ends = tuple(sorted(control | {str(token) for token in added}))
+        self.answers = Answers(self.ends)
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
         self.marks = self._marks() if self.multimodal else frozenset()
+
+    def _check_template(self) -> None:
+        """Raises `DataError` where conversations cannot be written."""
+        if all(getattr(one, "chat_template", None) is None for one in (self.processor, self.tokenizer)):
+            raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
+                            "add chat_template.jinja to the model folder")  # fmt: skip
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -134,34 +146,48 @@ class Encoder:
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((found for found in ids if found is not None), 0)
 
-    def encode(self, conversation: Conversation, given: int | None = 0) -> Sample:
-        """One conversation as a `Sample`, whose first `given` answers belong to the prompt and have no labels.
+    def encode(self, row: Any) -> Any:
+        """One row as what `encoding` returns. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
+        `DataError` for a row that is too long."""
+        [made] = self.encode_all([row])
+        if isinstance(made, DataError):
+            raise made
+        return made
 
-        None: all of it is a prompt, and what opens the answer (the generation prompt) is appended. Raises `BadSample`
-        (or its subclass `LongSample`), with on_long="error" `DataError` for a row that is too long."""
+    def encode_all(self, rows: Sequence[Any]) -> list[Any]:
+        """Several rows, each as `encode` makes it or as the error that it raises; the processor is called for all at
+        once."""
+        return together([self.encoding(row) for row in rows], self.calls)
+
+    def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
+        """Makes one conversation a `Sample`, whose first `given` answers belong to the prompt and have no labels. None:
+        all of it is a prompt, and what opens the answer (the generation prompt) is appended. Raises as `encode`."""
         try:
-            sample = self._encode(conversation, given)
+            sample = yield from self._encoding(conversation, given)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
         if len(sample.input_ids) <= self.seq_length:
             return sample
         return self._shorten(sample)
 
-    def _encode(self, conversation: Conversation, given: int | None) -> Sample:
+    def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
         if conversation.images and not self.multimodal:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
         conversation = self._bounded(conversation)
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
-        text = rendered(turns, self._render, given is None)
-        outputs = None if conversation.images else self._process(text, [])
+        render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
+        text = rendered(turns, render, given is None)
+        if conversation.tools or any(turn.calls for turn in conversation.turns):
+            check_tools(conversation, text, rendered(turns, self._render, given is None))
+        outputs = None if conversation.images else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
-        spans = [] if given is None else answer_spans(text, turns, self._render, self.ends, reach, given)
+        spans = [] if given is None else self.answers.spans(text, turns, render, reach, given)
         if outputs is None:
-            outputs = self._process(text, [load(path, self.max_image_megapixels) for path in conversation.images])
-        ids = _array(outputs["input_ids"][0], np.int64)
-        starts, stops = _array(outputs["offset_mapping"][0], np.int64).reshape(-1, 2).T
-        image_mask = np.isin(ids, list(self.image_ids))
+            outputs = yield Wanted(text, conversation.images)
+        ids = _array(outputs["input_ids"], np.int64)
+        starts, stops = _array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+        image_mask = self._image_mask(ids)
         shift = Expansion(text, self._image_token(), starts, stops, stretches(image_mask))
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
@@ -170,49 +196,42 @@ class Encoder:
         for start, end in answers:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
-        labels[:1] = IGNORE  # nothing predicts the first token
-        if given is not None and not (labels != IGNORE).any() and len(ids) <= self.seq_length:
+        sample = self._sample(conversation, outputs, labels, tuple(answers), control)
+        if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from")
+        return sample
+
+    def _sample(
+        self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
+        control: tuple[str, ...],
+    ) -> Sample:  # fmt: skip
+        """A row as the processor made it numbers."""
+        ids = _array(outputs["input_ids"], np.int64)
+        labels[:1] = IGNORE  # nothing predicts the first token
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
             labels,
-            None if kinds is None else _array(kinds[0], np.int64),
+            None if kinds is None else _array(kinds, np.int64),
             None if pixels is None else _array(pixels, np.float32),
             None if grid is None else _array(grid, np.int64),
-            images=len(conversation.images),
-            answers=tuple(answers),
+            images=len(row.images),
+            answers=answers,
             length=len(ids),
             control=control,
-            file=conversation.source,
-            row=conversation.row,
-            id=conversation.id,
+            file=row.source,
+            row=row.row,
+            id=row.id,
         )
 
-    def _render(self, turns: Any, add_generation_prompt: bool) -> str:
+    def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+        more = {"tools": list(tools)} if tools else {}
         return self.processor.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **more
         )
-
-    def _process(self, text: str, images: list[Any]) -> dict[str, Any]:
-        """The processor's own call on a rendered text. A template that writes the BOS itself gets no second one."""
-        bos = self.tokenizer.bos_token
-        if not self.multimodal:
-            return self._tokens(text)
-        options: dict[str, Any] = {"return_offsets_mapping": True}
-        if bos is not None and text.startswith(bos):
-            options["add_special_tokens"] = False
-        try:
-            outputs = dict(self.processor(text=[text], images=images or None, **options))
-        except Exception as cause:  # a stranger's program, as the template is; whatever it meets is this row's
-            raise _refused(cause) from cause
-        if unknown := sorted(set(outputs) - KNOWN_OUTPUTS):
-            raise DataError(f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass "
-                            "on to the model; this family is not available in this version")  # fmt: skip
-        return outputs
 
     def _image_token(self) -> str | None:
-        return self.processor.image_token if self.multimodal else None
+        return self.calls.image_token
 
     def _marks(self) -> frozenset[str]:
         """Words that models take for the place of an image: where they stand there must be one."""
@@ -220,12 +239,11 @@ class Encoder:
         named = (getattr(self.processor, name, None) for name in ("image_token", "video_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
-    def _tokens(self, text: str) -> dict[str, Any]:
-        return dict(self.tokenizer([text], add_special_tokens=False, return_offsets_mapping=True))
-
     def _control(self, conversation: Conversation) -> tuple[str, ...]:
         """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
+        called = [turn.calls for turn in conversation.turns if turn.calls]
+        texts += [json.dumps(found, ensure_ascii=False) for found in (*called, conversation.tools) if found]
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
@@ -251,7 +269,7 @@ class Encoder:
         try:
             return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
         except Exception as cause:
-            raise _refused(cause) from cause
+            raise refused(cause) from cause
 
     def _reach(self, conversation: Conversation, text: str, outputs: dict[str, Any] | None) -> int | None:
         """How many characters of a rendered text lie within seq_length, where that is not all of it.
@@ -260,7 +278,7 @@ class Encoder:
         """
         if outputs is None and len(text) <= self.seq_length:
             return None  # a short text; the images will tell
-        offsets = (outputs or self._tokens(text))["offset_mapping"][0]
+        offsets = outputs["offset_mapping"] if outputs else self.calls.tokens([text])["offset_mapping"][0]
         if len(offsets) <= self.seq_length:
             return None
         if self.on_long != "cut":
@@ -274,7 +292,7 @@ class Encoder:
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
         file = row.file if isinstance(row, Sample) else row.source
         if self.on_long == "error":
-            raise DataError(f"{file}, row {row.row}: {where}; raise train.seq_length, lower data.max_pixels, "
+            raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
                             f"or set data.on_long to {self.ways}")  # fmt: skip
         raise LongSample(file, row.row, where, row.id)
 
@@ -309,12 +327,16 @@ class Encoder:
             answers=tuple(span for span in sample.answers if span[1] <= end),  # whole ones
         )
 
+    def _image_mask(self, ids: np.ndarray) -> np.ndarray:
+        """Where tokens stand for an image: a look into a table, which np.isin is ten times slower than."""
+        return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
+
     def _image_runs(self, sample: Sample) -> list[_Run]:
         """Where each image's tokens stand, and how many rows of `pixel_values` are its own."""
         if sample.pixel_values is None:
             return []
         ids = sample.input_ids
-        image_mask = np.isin(ids, list(self.image_ids))
+        image_mask = self._image_mask(ids)
         # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
         opens = np.flatnonzero(image_mask & (ids == getattr(self.processor, "start_image_token_id", None)))
         runs = stretches(image_mask, opens)
@@ -336,10 +358,6 @@ class _Run:
     start: int
     stop: int
     pixels: int
-
-
-def _refused(cause: Exception) -> Mismatch:
-    return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
 def _image_ids(processor: Any) -> frozenset[int]:

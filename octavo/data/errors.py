@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from octavo.reading import printable
 
 MOST = 1000  # characters of a reason, and a tenth of it of an id: rows may hold megabytes
+
+
+_REPR = reprlib.Repr()  # what is shown of a value costs the same, however large the value
+_REPR.maxstring = _REPR.maxother = 80
 
 
 class DataError(ValueError):
@@ -40,6 +45,16 @@ class BadSample(DataError):
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+class RowProblem(ValueError):
+    """Why a row is not what it should be. Who knows its file and number turns it into a `BadSample`."""
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value, for an error."""
+    text = _REPR.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class LongSample(BadSample):

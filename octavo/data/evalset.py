@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.collate import collate
+from octavo.data.joined import Joined
 from octavo.data.loader import CACHE_BYTES, Encodes, Judge, Processed
 from octavo.data.report import SkipReport
 from octavo.data.sources import Source
@@ -23,7 +24,7 @@ class EvalSet:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Source | Joined],
         encoder: Encodes,
         micro_batch: int,
         rank: int = 0,
@@ -54,6 +55,8 @@ class EvalSet:
         """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
         `source` (a name, or one for each answer), else the names of its images, else the row itself."""
         rows = next(source for source in self.sources if source.name == file and row < len(source))
+        if isinstance(rows, Joined):  # a sample of several documents
+            return f"{file}:{row}"
         raw = rows.rows[row]
         named = raw.get("source") if isinstance(raw, dict) else None
         if isinstance(named, list) and answer is not None and answer < len(named):
@@ -70,5 +73,6 @@ class EvalSet:
         places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))][: self.rows]
         for turn in range(len(self)):
             first = (turn * self.world + self.rank) * self.micro_batch
-            admitted = [self._judge.admit(p, self._processed[p]) for p in places[first : first + self.micro_batch]]
+            own = places[first : first + self.micro_batch]
+            admitted = list(map(self._judge.admit, own, self._processed[own]))
             yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

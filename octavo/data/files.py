@@ -1,8 +1,8 @@
-"""Rows of a JSON or JSONL file, by number.
+"""Rows of a data file, by number: JSON and JSONL as texts, one bad row among good ones.
 
-Of a JSON file, which is one list, the text is kept; of a JSONL file, which holds one JSON value a line, nothing. Both
-keep where their rows begin (16 bytes a row), and a row becomes values when it is asked for. So what is wrong with a
-row, whatever it is, is wrong with that row alone; only a list whose form is broken is refused whole.
+All become Arrow tables (`table.py`); those of larger files lie in the cache, mapped into memory (`cache.py`). What is
+wrong with a row of JSON, whatever it is, is wrong with that row alone; only a list whose form is broken is refused
+whole.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import json
 import os
 import re
 import reprlib
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from itertools import islice
 from json.decoder import scanstring
 from pathlib import Path
-from typing import Any, Protocol
 
-from octavo.data.errors import BadSample, DataError
-from octavo.reading import Unreadable, decode, open_file, parse_json, read_bytes
+import pyarrow as pa
+
+from octavo.data import cache, tables
+from octavo.data.errors import DataError
+from octavo.data.streams import Groups, Lines, Place
+from octavo.data.table import Rows, Text, TextRows, write_texts
+from octavo.reading import decode, open_file, read_bytes
 
 ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
 _NO_LIMIT = 1 << 62
@@ -28,108 +32,98 @@ _MARK = re.compile(r'["\[\]{},]')
 _SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds where values end; a number of any length passes
 
 
-class Rows(Protocol):
-    """A sequence of decoded JSON values; one that cannot be read raises `BadSample`."""
-
-    path: Path
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> Any: ...
+EXPECTED = "a JSON, JSONL, CSV or parquet file, a folder of such files, or one that `datasets` saved"
 
 
-class JsonRows:
-    """The rows of a JSON list, whose text stays in memory."""
+def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cache.quiet, stream: bool = False) -> Rows:
+    """Open a data file: parquet and CSV by their names, JSON and JSONL by their first characters; or a folder that
+    `datasets` saved or that holds files of one of these kinds, in the order of their names. `folder`: of the cache
+    (None: the default). `stream`: rows are read where they lie, and nothing is put into the cache.
 
-    def __init__(self, path: Path, text: str) -> None:
-        self.path, self._text = path, text
-        self._starts, self._ends = array("q"), array("q")
-        for start, end in _elements(text):
-            self._starts.append(start)
-            self._ends.append(end)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, row: int) -> Any:
-        return _value(self._text[self._starts[row] : self._ends[row]], self.path, row, "its text")
-
-
-class JsonlRows:
-    """The rows of a JSONL file, found by byte offset. Blank lines are passed over; errors name the line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._handle: int | None = None
-        self._starts, self._lines = array("q"), array("q")
-        for number, start, self._size, line in _numbered_lines(path):
-            if line.strip():
-                self._starts.append(start)
-                self._lines.append(number)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def line(self, row: int) -> int:
-        """The line number (from 1) that holds a row."""
-        return self._lines[row]
-
-    def __getitem__(self, row: int) -> Any:
-        if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        start, line = self._starts[row], f"line {self.line(row)}"
-        size = (self._starts[row + 1] if row + 1 < len(self._starts) else self._size) - start
-        if size > ROW_BYTES:
-            raise BadSample(
-                self.path, row, f"{line} has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
-            )
-        # pread carries its own position, so forked workers can share the descriptor.
-        raw = os.pread(self._handle, size, start)
-        if len(raw) != size:
-            raise DataError(f"{self.path} is shorter than when it was opened ({line} is gone); leave it as it is")
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as cause:
-            raise BadSample(
-                self.path, row, f"{line} is not UTF-8 (its byte {cause.start}); save it as UTF-8, for example with "
-                "`iconv -f ENCODING -t UTF-8`"
-            ) from cause  # fmt: skip
-        return _value(text, self.path, row, line)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None}
-
-    def __del__(self) -> None:
-        handle: int | None = getattr(self, "_handle", None)
-        if handle is not None:
-            os.close(handle)
-
-
-def open_rows(path: str | Path) -> Rows:
-    """Open a JSON or JSONL file; which of the two it is follows from its first characters, not from its name.
-
-    Raises `DataError` where the file is missing, no regular file, empty, or holds no list of rows; of a JSON list also
-    where it is not UTF-8 or its form is broken.
+    Raises `DataError` where the file is missing, no regular file, empty, or holds no rows; of a JSON list also where it
+    is not UTF-8 or its form is broken; of tables as :mod:`octavo.data.tables` does; and as `cache.kept` does.
     """
     path = Path(path)
+    rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)
+    if len(rows) == 0:
+        raise DataError(f"{path} holds no rows; expected a JSON list of rows, one JSON object a line, or a table")
+    return rows
+
+
+def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if stream:
+            raise DataError(f"{path}: what `datasets` saved is read where it lies in any case; leave `stream` out")
+        return tables.open_saved(path)
+    files = [file for file in cache.files_of(path) if file.suffix.lower() in cache.SHARDS]
+    kinds = sorted({file.suffix.lower() for file in files})
+    if len(kinds) != 1:
+        held = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
+        raise DataError(
+            f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
+        )
+    return tables.Shards(path, files, partial(_open_file, folder=folder, say=say, stream=stream))
+
+
+def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
     try:
         with open_file(path, DataError) as file:
             size = os.fstat(file.fileno()).st_size
     except DataError as cause:
-        raise DataError(f"{cause} Check data.path in the configuration: it must name a JSON or JSONL file") from cause
+        raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
-    rows = JsonlRows(path) if _is_jsonl(path) else _read_json(path)
-    if len(rows) == 0:
-        raise DataError(f"{path} holds no rows; expected a JSON list of rows or one JSON object a line")
-    return rows
+    if stream:
+        stat = path.stat()
+        return _where_it_lies(path, stat.st_size, stat.st_mtime_ns)
+    if path.suffix.lower() == ".parquet":
+        return tables.open_parquet(path, folder, say)
+    if size < cache.SMALL:
+        sink = pa.BufferOutputStream()
+        write_texts(sink, _texts(path))
+        return TextRows(path, sink.getvalue())
+
+    def write(target: Path, progress: Callable[[float], None]) -> None:
+        write_texts(target, _texts(path), lambda done: progress(done / size))
+
+    return TextRows(path, cache.kept(folder, path, write, say))
 
 
-def _value(text: str, path: Path, row: int, where: str) -> Any:
-    try:
-        return parse_json(text, where, Unreadable, None)
-    except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
+@lru_cache(maxsize=64)
+def _where_it_lies(path: Path, size: int, changed: int) -> Rows:
+    """The rows of a file that is streamed. Several readers of one file, as it is, share what says where they are."""
+    if path.suffix.lower() == ".parquet":
+        return Groups(path)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return tables.open_csv(path)
+    if not _is_jsonl(path):
+        raise DataError(
+            f"{path}: `stream` needs rows that can be read one by one, and this is one JSON list. Save it as JSONL (an "
+            "object a line), CSV or parquet, or leave `stream` out"
+        )
+    places = (
+        Place(number, start, end, None if end - start <= ROW_BYTES else _too_long(end - start))
+        for number, start, end, line in _numbered_lines(path)
+        if line.strip()
+    )
+    return Lines(path, places)
+
+
+def _texts(path: Path) -> Iterator[Text]:
+    if path.suffix.lower() in (".csv", ".tsv"):
+        return tables.csv_texts(path)
+    if not _is_jsonl(path):
+        return _of_list(path)
+    return (
+        Text(b"", number, _too_long(end - start))
+        if end - start > ROW_BYTES else Text(line, number)
+        for number, start, end, line in _numbered_lines(path)
+        if line.strip()
+    )  # fmt: skip
+
+
+def _too_long(size: int) -> str:
+    return f"has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
@@ -159,10 +153,11 @@ def _is_jsonl(path: Path) -> bool:
         return True
 
 
-def _read_json(path: Path) -> JsonRows:
+def _of_list(path: Path) -> Iterator[Text]:
     text = decode(read_bytes(path, DataError, _NO_LIMIT), path, DataError, "utf-8-sig")
     try:
-        return JsonRows(path, text)
+        for start, end in _elements(text):
+            yield Text(text[start:end].encode("utf-8", "surrogatepass"))
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "

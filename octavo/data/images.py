@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +17,21 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file whose bytes stand in the row itself, as tables have them. `name`: what it was called, if at all."""
+
+    data: bytes
+    name: str = ""
+
+    def __str__(self) -> str:
+        """A name that tells it from others."""
+        return f"{self.name or 'image'} ({hashlib.sha256(self.data).hexdigest()[:12]})"
+
+
+ImageFile = Path | Picture
 
 
 class ImageProblem(ValueError):
@@ -34,8 +54,12 @@ def locate(root: Path, name: str) -> Path:
     if not name or "\0" in name:
         raise ImageProblem(f"image name {name!r} is not a file name")
     try:
-        root = root.resolve()
-        path = (root / name).resolve()
+        os.fsencode(name)
+        root = _resolved(root)
+        path = root / name
+        path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
+        if path.is_symlink():
+            path = path.resolve()
         there = path.is_file()
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
         raise ImageProblem(f"image {name[:80]!r} cannot be looked up ({cause})") from cause
@@ -49,8 +73,22 @@ def locate(root: Path, name: str) -> Path:
     return path
 
 
-def load(path: str | Path, max_megapixels: float = 100.0) -> Image.Image:
-    """Open an image as RGB, upright (EXIF orientation applied): of an animation or a file of pages the first.
+@lru_cache(maxsize=4096)
+def _resolved(folder: Path) -> Path:
+    """A folder of images, whose links are followed once."""
+    return folder.resolve()
+
+
+@cache
+def _known() -> list[str]:
+    """Of `FORMATS` those that this Pillow has."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
+    """Open an image file, or one in a row, as RGB, upright (EXIF orientation applied): of an animation or a file of
+    pages the first.
 
     The format is one of `FORMATS`, whatever the file is called: of all others, those that start a program (EPS) among
     them, no byte is looked at. The size is read from the header and checked before a pixel is decoded, so that a
@@ -61,22 +99,22 @@ def load(path: str | Path, max_megapixels: float = 100.0) -> Image.Image:
     with _opened(path, max_megapixels) as image:
         facts = _Facts(image)
         image.load()
-        return _rgb(ImageOps.exif_transpose(image), facts)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _rgb(image, facts)
 
 
-def size(path: str | Path, max_megapixels: float = 100.0) -> tuple[int, int]:
+def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
     """(width, height) by the header alone, as stored. Raises `ImageProblem` as `load` does."""
     with _opened(path, max_megapixels) as image:
         return image.size
 
 
 @contextmanager
-def _opened(path: str | Path, max_megapixels: float) -> Iterator[Image.Image]:
-    Image.init()
-    known = [name for name in FORMATS if name in Image.OPEN]
+def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Image]:
+    known = _known()
     with _own_bomb_limit():
         try:
-            with Image.open(path, formats=known) as image:
+            with Image.open(BytesIO(path.data) if isinstance(path, Picture) else path, formats=known) as image:
                 width, height = image.size
                 if width * height > max_megapixels * 1e6:
                     raise ImageProblem(
@@ -136,7 +174,7 @@ def _rgb(image: Image.Image, facts: _Facts) -> Image.Image:
     if facts.key is not None and image.mode in ("1", "L", "RGB"):
         image.info["transparency"] = facts.key
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     if image.mode == "La":  # Pillow knows this way alone
         image = image.convert("LA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")

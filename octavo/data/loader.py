@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from octavo.data.mixture import Mixture
 from octavo.data.report import SkipReport
 
 CACHE_BYTES = 512 << 20
+AT_ONCE = 8  # rows that are made in one call of the processor: it costs them less, and they wait for each other
+AHEAD = 8  # rows that a worker has ready, or two calls' worth
 POLL = 5.0  # seconds between looks at workers, as torch takes where it is given no timeout
 WAITS = 0.75  # of the timeout a row may take: its worker is named before other ranks say that this one does not come
 
@@ -52,9 +54,10 @@ class Encodes(Protocol):
     @property
     def pad_id(self) -> int: ...
 
-    def encode(self, row: Any, /) -> Encoded: ...
+    def encode_all(self, rows: Sequence[Any], /) -> Sequence[Encoded | DataError]: ...
 
 
+Place = tuple[int, int]  # (source, row)
 Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
 Gather = Callable[..., list[Any]]
 
@@ -66,7 +69,7 @@ def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[...,
 
 
 class Processed(Dataset):
-    """Rows by (source, row), read and encoded; a bad row comes back as its error instead of raising it.
+    """Rows by (source, row), read and encoded together; a bad row comes back as its error instead of raising it.
 
     Keeps what it made in memory up to `cache_bytes`, the least recently used first to go: epochs after the first
     decode no image.
@@ -77,22 +80,24 @@ class Processed(Dataset):
         self._kept: OrderedDict[tuple[int, int], Encoded | DataError] = OrderedDict()
         self._bytes = 0
 
-    def __getitem__(self, place: tuple[int, int]) -> Encoded | DataError:
-        found = self._kept.get(place)
-        if found is not None:
-            self._kept.move_to_end(place)
-            return found
-        source, row = place
-        try:
-            made: Encoded | DataError = self.encoder.encode(self.sources[source][row])
-        except DataError as bad:
-            # Its causes hold the row and its pixels, in fields and in frames; the sentence has what they say.
-            bad.__cause__ = bad.__context__ = None
-            made = bad.with_traceback(None)
-        self._keep(place, made)
-        return made
+    def __getitem__(self, places: Sequence[Place]) -> list[Encoded | DataError]:
+        found = {place: self._kept[place] for place in places if place in self._kept}
+        read: dict[Place, Any] = {}
+        for source, row in dict.fromkeys(place for place in places if place not in found):
+            try:
+                read[source, row] = self.sources[source][row]
+            except DataError as bad:
+                found[source, row] = _bare(bad)
+        for place, made in zip(read, self.encoder.encode_all(list(read.values())), strict=True):
+            found[place] = _bare(made) if isinstance(made, DataError) else made
+        for place in dict.fromkeys(places):
+            self._keep(place, found[place])
+        return [found[place] for place in places]
 
-    def _keep(self, place: tuple[int, int], made: Encoded | DataError) -> None:
+    def _keep(self, place: Place, made: Encoded | DataError) -> None:
+        if place in self._kept:
+            self._kept.move_to_end(place)
+            return
         size = _size(made)
         if size > self.cache_bytes:
             return
@@ -101,6 +106,13 @@ class Processed(Dataset):
         while self._bytes > self.cache_bytes:
             _, old = self._kept.popitem(last=False)
             self._bytes -= _size(old)
+
+
+def _bare(bad: DataError) -> DataError:
+    """An error without its causes, which hold the row and its pixels, in fields and in frames; the sentence has what
+    they say."""
+    bad.__cause__ = bad.__context__ = None
+    return bad.with_traceback(None)
 
 
 def _size(made: Encoded | DataError) -> int:
@@ -151,7 +163,7 @@ class Loader:
     batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
     file that lists the rows left out; `report.counts` counts them. `gather(rows, micro_batch, pad_id)` is given the
     (number in the stream, sample or None) of a step's rows; with `neighbours` and several ranks also `before=`, the
-    sample (or None) of the row before them in the step, whose last row comes before its first.
+    nearest sample before them in the step, whose last row comes before its first (None: other ranks have none).
     """
 
     def __init__(
@@ -181,9 +193,9 @@ class Loader:
         self.mixture, self.encoder = mixture, encoder
         self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
         self.workers, self.rows, self.timeout, self.gather = workers, start_row, timeout, gather
-        self.neighbours = neighbours and world > 1
+        self.others = global_batch - global_batch // world if neighbours else 0  # rows that `before` may be one of
         self._judge = Judge(mixture.sources, on_bad, report_path)
-        self._processed = Processed(mixture.sources, encoder, cache_bytes if workers == 0 else 0)
+        self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
         self._steps: Iterator[list[Any]] | None = None
 
     @property
@@ -202,7 +214,7 @@ class Loader:
 
     def at(self, number: int) -> Any:
         """What is made of a row of the stream, by its number. Raises its error."""
-        made = self._processed[self.mixture.row(number)]
+        [made] = self._processed[[self.mixture.row(number)]]
         if isinstance(made, DataError):
             raise made
         return made
@@ -216,57 +228,79 @@ class Loader:
     def _stream(self) -> Iterator[list[Any]]:
         mine = self.global_batch // self.world
         first = self.rank * mine
-        numbers = [*range(first, first + mine), *([(first - 1) % self.global_batch] if self.neighbours else [])]
+        others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # the nearest one before first
+        numbers = [*range(first, first + mine), *others[:1]]
         places = _Places(self.mixture, self.rows, numbers, self.global_batch)
+        chunks = _Chunks(places, len(numbers))
         if self.workers:
-            made = _by_workers(self._processed, places, self.workers, self.timeout)
+            made = _by_workers(self._processed, chunks, self.workers, self.timeout)
         else:
-            made = ((place, self._processed[place]) for place in places)
+            made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
+        rows = itertools.chain.from_iterable(made)
         try:
             while True:
-                taken = [(self.rows + n, self._judge.admit(*next(made))) for n in numbers]
-                more = {"before": taken.pop()[1]} if self.neighbours else {}
+                taken = [(self.rows + n, self._judge.admit(*next(rows))) for n in numbers]
+                more = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
                 gathered = self.gather(taken, self.micro_batch, self.encoder.pad_id, **more)
                 self.rows += self.global_batch
                 yield gathered
         finally:
             made.close()
 
+    def _nearest(self, numbers: Sequence[int]) -> Any:
+        """The first of these rows of the step that is not left out; it is rare that one is asked for, and read here."""
+        places = (self.mixture.row(self.rows + n) for n in numbers)
+        return next(filter(None, (self._judge.admit(place, *self._processed[[place]]) for place in places)), None)
+
 
 class _Places:
     """The (source, row) of each row that a rank consumes, without end: of steps of `stride` rows, from the row `start`
-    on, those with `numbers`. The sampler of the worker processes too."""
+    on, those with `numbers`."""
 
     def __init__(self, mixture: Mixture, start: int, numbers: Sequence[int], stride: int) -> None:
         self.mixture, self.start, self.numbers, self.stride = mixture, start, numbers, stride
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Place]:
         for step in itertools.count(self.start, self.stride):
             for n in self.numbers:
                 yield self.mixture.row(step + n)
 
 
-class _WithPlace(Dataset):
+class _Chunks:
+    """Places in pieces that are made together, each of up to `AT_ONCE` rows of one step of `step` rows. The sampler of
+    the worker processes too."""
+
+    def __init__(self, places: Iterable[Place], step: int) -> None:
+        self.places, self.step = places, step
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        places = iter(self.places)
+        while rows := list(itertools.islice(places, self.step)):
+            yield from (rows[first : first + AT_ONCE] for first in range(0, len(rows), AT_ONCE))
+
+
+class _WithPlaces(Dataset):
     def __init__(self, processed: Processed) -> None:
         self.processed = processed
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple[tuple[int, int], Encoded | DataError]:
-        return place, self.processed[place]
+    def __getitem__(self, places: list[Place]) -> list[tuple[Place, Encoded | DataError]]:
+        return list(zip(places, self.processed[places], strict=True))
 
 
 def _by_workers(
-    processed: Processed, places: _Places, workers: int, timeout: float = math.inf
-) -> Generator[tuple[tuple[int, int], Encoded | DataError], None, None]:
-    """Rows in order, made by worker processes. A worker that dies, or has not brought the next row within `timeout`
+    processed: Processed, chunks: _Chunks, workers: int, timeout: float = math.inf
+) -> Generator[list[tuple[Place, Encoded | DataError]], None, None]:
+    """Rows in order, made by worker processes. A worker that dies, or has not brought its next rows within `timeout`
     seconds, ends the run with its name and the fix."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
-            _WithPlace(processed),
+            _WithPlaces(processed),
             batch_size=None,
-            sampler=places,
+            sampler=chunks,
             num_workers=workers,
-            prefetch_factor=8,
+            collate_fn=list,
+            prefetch_factor=max(2, AHEAD // min(AT_ONCE, chunks.step)),
             timeout=min(POLL, timeout / 4),
             worker_init_fn=_begin_worker,
             # Its own generator: the loader must not draw from the run's, or the number of workers would change it.
@@ -289,7 +323,7 @@ def _by_workers(
                     if "timed out" not in str(cause):
                         raise _explain(cause, processes) from cause
                     if time.monotonic() > patience:
-                        raise _hangs(processed, places, number, processes, timeout) from cause
+                        raise _hangs(processed, chunks, number, processes, timeout) from cause
             yield item
     finally:
         shut = getattr(stream, "_shutdown_workers", None)
@@ -334,14 +368,17 @@ def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     )
 
 
-def _hangs(processed: Processed, places: _Places, number: int, processes: list[Any], timeout: float) -> WorkerDied:
-    """The error of the `number`-th row, which does not come: workers take rows in turns. That one is ended."""
+def _hangs(processed: Processed, chunks: _Chunks, number: int, processes: list[Any], timeout: float) -> WorkerDied:
+    """The error of the `number`-th rows, which do not come: workers take turns. That one is ended."""
     worker = number % len(processes)
-    source, row = next(itertools.islice(iter(places), number, None))
+    rows: dict[int, list[int]] = {}
+    for source, row in next(itertools.islice(iter(chunks), number, None)):
+        rows.setdefault(source, []).append(row)
+    named = ", ".join(f"{', '.join(map(str, found))} of {processed.sources[n].name}" for n, found in rows.items())
     processes[worker].kill()
     return WorkerDied(
-        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {row} of "
-        f"{processed.sources[source].name} in {WAITS * timeout:g} s (run.timeout: {timeout:g} s). Look at that row "
+        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {named} "
+        f"in {WAITS * timeout:g} s (run.timeout: {timeout:g} s). Look at what is named "
         "and its images (on a file system that answers?), or raise run.timeout"
     )
 

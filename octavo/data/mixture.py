@@ -50,14 +50,14 @@ class Mixture:
         """For each place of a round: the data set, and how many draws from it the round had before."""
         which = np.repeat(np.arange(len(self.draws), dtype=np.int32), self.draws)
         if len(self.draws) > 1:
-            which = which[_shuffled(self._round, self.seed, 1, turn)]
+            which = which[shuffled(self._round, self.seed, 1, turn)]
         nth = np.empty(self._round, dtype=np.int64)
         for source, draws in enumerate(self.draws):
             nth[which == source] = np.arange(draws)
         return which, nth
 
     def _make_order(self, source: int, epoch: int) -> np.ndarray:
-        return _shuffled(self.sizes[source], self.seed, 2, source, epoch)
+        return shuffled(self.sizes[source], self.seed, 2, source, epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_places", "_order")}
@@ -68,7 +68,8 @@ class Mixture:
         self._order = lru_cache(maxsize=2 * len(self.sources))(self._make_order)
 
 
-def _shuffled(size: int, *key: int) -> np.ndarray:
+def shuffled(size: int, *key: int) -> np.ndarray:
+    """The numbers below `size` in an order that `key` alone decides, on any machine."""
     words = np.random.PCG64(np.random.SeedSequence([abs(k) for k in key])).random_raw(size)
     return np.argsort(words, kind="stable")
 

@@ -11,7 +11,8 @@ An ANSWER is a text, an assistant turn or a list of turns; turns have role/conte
 `rejected` are whole conversations, what they share at the beginning is the prompt, and a `prompt` beside them repeats
 it. `images` as in `prompts.py`.
 
-Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`.
+Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`; as
+LLaMA-Factory writes them `instruction`, `input`, `output`, and `kto_tag` for `label`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.data.batched import Encoding
 from octavo.data.collate import EMPTY_LENGTH, collate
-from octavo.data.conversations import Conversation, ImageRef, RowProblem, Turn, check_turns, find_images, naming, shown
+from octavo.data.conversations import (
+    Conversation,
+    ImageRef,
+    Name,
+    RowProblem,
+    Turn,
+    check_turns,
+    find_images,
+    instructed,
+    naming,
+    shown,
+)
 from octavo.data.encode import IGNORE, Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.images import ImageFile
 from octavo.data.loader import micro_batches
 from octavo.data.prompts import as_messages, asked
+from octavo.data.tools import tools_of
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
 EXPECTED = "expected 'prompt' or turns in 'messages' or 'conversations', with answers in 'chosen' and 'rejected'"
-Told = tuple[Sequence[Turn], Sequence[str]]  # what a conversation says, and the names of its images
+WRITTEN = {"true": True, "false": False, "1": True, "0": False}
+Told = tuple[Sequence[Turn], Sequence[Name]]  # what a conversation says, and the names of its images
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class PairRow:
     given: int = 0
 
     @property
-    def images(self) -> tuple[Path, ...]:
+    def images(self) -> tuple[ImageFile, ...]:
         return self.chosen.images
 
 
@@ -86,7 +102,7 @@ class LabelledRow:
     label: bool
 
     @property
-    def images(self) -> tuple[Path, ...]:
+    def images(self) -> tuple[ImageFile, ...]:
         return self.conversation.images
 
 
@@ -107,9 +123,10 @@ class _AnswersOnly(Encoder):
 class PairEncoder(_AnswersOnly):
     """Encodes pairs. A pair is left out where one of its two is; so is one whose difference lies behind the cut."""
 
-    def encode(self, row: PairRow) -> Pair:  # type: ignore[override]
+    def encoding(self, row: PairRow) -> Encoding[Pair]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        chosen, rejected = (super(PairEncoder, self).encode(side, row.given) for side in (row.chosen, row.rejected))
+        chosen = yield from super().encoding(row.chosen, row.given)
+        rejected = yield from super().encoding(row.rejected, row.given)
         if np.array_equal(chosen.input_ids, rejected.input_ids):
             why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
             if chosen.cut:
@@ -122,22 +139,23 @@ class PairEncoder(_AnswersOnly):
 class LabelledEncoder(_AnswersOnly):
     """Encodes labelled conversations."""
 
-    def encode(self, row: LabelledRow) -> LabelledSample:  # type: ignore[override]
+    def encoding(self, row: LabelledRow) -> Encoding[LabelledSample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        return LabelledSample(**vars(super().encode(row.conversation, row.given)), label=row.label)
+        sample = yield from super().encoding(row.conversation, row.given)
+        return LabelledSample(**vars(sample), label=row.label)
 
 
 class HeldOutEncoder(_AnswersOnly):
     """Encodes rows of preferences, and conversations, by the answers that they hold to be right: of a pair the chosen
     one; a labelled answer that is bad has no labels."""
 
-    def encode(self, row: PairRow | LabelledRow | Conversation) -> Sample:  # type: ignore[override]
+    def encoding(self, row: PairRow | LabelledRow | Conversation) -> Encoding[Sample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
         if isinstance(row, PairRow):
-            return super().encode(row.chosen, row.given)
+            return (yield from super().encoding(row.chosen, row.given))
         if isinstance(row, Conversation):
-            return super().encode(row)
-        sample = super().encode(row.conversation, row.given)
+            return (yield from super().encoding(row))
+        sample = yield from super().encoding(row.conversation, row.given)
         return sample if row.label else replace(sample, labels=np.full_like(sample.labels, IGNORE), answers=())
 
 
@@ -146,7 +164,13 @@ def told_by(raw: Any) -> str | None:
     keys = raw.keys() if isinstance(raw, dict) else ()
     if "chosen" in keys and "rejected" in keys:
         return "pairs"
-    return "labelled" if isinstance(raw, dict) and isinstance(raw.get("label", raw.get("kto_tag")), bool) else None
+    return "labelled" if isinstance(raw, dict) and isinstance(_label(raw), bool) else None
+
+
+def _label(raw: dict[str, Any]) -> Any:
+    """What a row says of its answer: true or false, which a table of texts (CSV) writes as words or as 1 and 0."""
+    label = raw.get("label", raw.get("kto_tag"))
+    return WRITTEN.get(label.strip().lower(), label) if isinstance(label, str) else label
 
 
 def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PairRow:
@@ -163,7 +187,7 @@ def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Pat
             check_turns(turns)
         given = _given(*made.values())
         chosen, rejected = (
-            Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+            Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
             for turns, names in made.values()
         )
         return PairRow(chosen, rejected, given)
@@ -172,11 +196,12 @@ def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Pat
 def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> LabelledRow:
     """One decoded row as a `LabelledRow`; `format` is not asked. Raises `BadSample`."""
     with naming(raw, file, row) as identity:
-        label = raw.get("label", raw.get("kto_tag")) if isinstance(raw, dict) else None
+        label = _label(raw) if isinstance(raw, dict) else None
         if not isinstance(label, bool):
             found = f"the label {shown(label)}" if label is not None else _keys(raw)
             raise RowProblem(f"has {found}; expected 'label', true or false, beside 'prompt' and 'completion' or turns")
-        said = as_messages(raw["completion"], "assistant") if "completion" in raw else []
+        answer = "output" if "instruction" in raw and "completion" not in raw else "completion"
+        said = as_messages(raw[answer], "assistant") if answer in raw else []
         turns, names = asked(raw, said if _begins_whole(said) else _prompt(raw) + said)
         check_turns(turns)
         if turns[-1].role != "assistant":
@@ -184,7 +209,7 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         if any(isinstance(part, ImageRef) for part in turns[-1].parts):
             raise RowProblem("has an image in the answer that is labelled, and answers are text; remove it")
         given = sum(turn.role == "assistant" for turn in turns) - 1
-        conversation = Conversation(tuple(turns), find_images(names, images), str(file), row, identity)
+        conversation = Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
         return LabelledRow(conversation, given, label)
 
 
@@ -203,9 +228,10 @@ def labelled_batches(
     """What a step of labelled rows is to a `Loader`: batches of B conversations with `desirable` [B] bool, and under
     `crossed` a batch of as many with the same prompts and answers to other ones.
 
-    KTO estimates its KL term by the crossed ones. The answer is that of the row before it in the step; of this rank's
-    first one that is `before`, what another rank has (None: it has none, and this rank's last row stands in). Tokens
-    over `longest` are cut. A row that is alone has nothing crossed to it: an answer without labels.
+    KTO estimates its KL term by the crossed ones. The answer is that of the row before it in the step, whose last row
+    comes before its first, of those that are not left out: however many ranks share it. Of this rank's first one that
+    is `before` (None: no other rank has one, and it is this rank's last). Tokens over `longest` are cut. A row that is
+    alone in the step has nothing crossed to it: an answer without labels.
     """
     mine = [sample for _, sample in rows if sample is not None]
     others = [before or sample for sample in mine[-1:]] + mine[:-1]
@@ -258,11 +284,7 @@ def _prompt(raw: dict[str, Any]) -> list[Any]:
         raise RowProblem(f"has {found}; {EXPECTED}")
     if keys != ["instruction"]:
         return as_messages(raw[keys[0]], "user")
-    pieces = [raw["instruction"], raw.get("input") or "", raw.get("system") or ""]
-    if not all(isinstance(piece, str) for piece in pieces) or raw.get("history"):
-        raise RowProblem("has an instruction, input or system that is no text, or a history; write turns in 'messages'")
-    system = [{"role": "system", "content": pieces[2]}] if pieces[2] else []
-    return [*system, {"role": "user", "content": "\n".join(filter(None, pieces[:2]))}]
+    return instructed(raw)
 
 
 def _given(chosen: Told, rejected: Told) -> int:

@@ -3,25 +3,27 @@
     {"prompt": "What is 2 + 3?", "answer": 5, "level": "easy"}
     {"prompt": [{"role": "user", "content": "<image>Which digit?"}], "images": ["7.png"], "answer": "7"}
 
-and every row that SFT takes (`conversations.py`): its last assistant turn becomes the reference answer, all before it
-is the prompt. A row's own `answer` (text, a number, or a list of them) comes first; a row may have none. A `prompt`
-that ends with the user's turn is asked as it stands. Images of a
-row with `prompt` that places none stand before its first user turn. All other keys of a row are columns for rewards.
+(for `answer` also `completion`, a text or the assistant's turn) and every conversation (`conversations.py`): its last
+assistant turn becomes the reference answer, all before it is the prompt. A row's own `answer` (text, a number, or a
+list of them) comes first; a row may have none. A `prompt` that ends with the user's turn is asked as it stands. Images
+of a row with `prompt` that places none stand before its first user turn. All other keys are columns for rewards.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from octavo.data.batched import Encoding
 from octavo.data.conversations import (
     PLACEHOLDER,
     ROLES,
     Conversation,
     ImageRef,
+    Name,
     RowProblem,
     Text,
     Turn,
@@ -34,17 +36,21 @@ from octavo.data.conversations import (
 )
 from octavo.data.encode import Encoder, Sample
 from octavo.data.errors import DataError
+from octavo.data.images import ImageFile, Picture
+from octavo.data.tools import tools_of
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
+ALPACA = ("instruction", "input", "output", "system", "history")
 IMAGE_KEYS = ("image", "images", "video", "videos")
+COLUMNS = ("answer", "prompt", "messages", "images")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 
 
 @dataclass(frozen=True)
 class PromptRow:
     """A row that is asked. `answer`: the reference, several where any of them is right, or None; `columns`: further
-    keys of the row, as JSON has them, and `prompt` (words of the last turn), `messages` (all turns: role, content) and
-    `images` (files)."""
+    keys of the row, as JSON has them (of bytes only how many), and `prompt` (words of the last turn), `messages` (all
+    turns: role, content) and `images` (files)."""
 
     conversation: Conversation
     answer: str | list[str] | None = None
@@ -53,17 +59,20 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PromptSample(Sample):
-    """An encoded prompt: a `Sample` without labels, whose tokens end with what opens the answer. `number`: which row of
-    the data stream it is, the same for any number of ranks and after a resume."""
+    """An encoded prompt: a `Sample` without labels, whose tokens end with what opens the answer. `pictures`: its image
+    files, for who judges the answer. `number`: which row of the data stream it is, the same for any number of ranks and
+    after a resume."""
 
     answer: str | list[str] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[ImageFile, ...] = ()
     number: int = -1
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays, and about that of the columns."""
-        return super().nbytes + len(json.dumps(self.columns))
+        """Memory of the arrays, and about that of columns and files."""
+        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, Picture))
+        return super().nbytes + len(json.dumps(self.columns)) + files
 
 
 class PromptEncoder(Encoder):
@@ -78,9 +87,10 @@ class PromptEncoder(Encoder):
         if self.train_on_prompt:
             raise DataError("data.train_on_prompt is true, and completions alone are learned from; leave it out")
 
-    def encode(self, row: PromptRow) -> PromptSample:  # type: ignore[override]
+    def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        return PromptSample(**vars(super().encode(row.conversation, None)), answer=row.answer, columns=row.columns)
+        made = yield from super().encoding(row.conversation, None)
+        return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=row.conversation.images)
 
 
 def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
@@ -93,33 +103,58 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         else:
             raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
         fields = raw if isinstance(raw, dict) else {}
-        answer = _reference(fields.get("answer"))
-        explicit = isinstance(raw, dict) and "prompt" in raw and turns and turns[-1].role == "user"
-        prompt, said = _parted(turns, bool(answer is not None or (format == "prompt" and explicit)))
+        answer = _reference(_said(fields.get("completion")) if fields.get("answer") is None else fields["answer"])
+        whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
+        prompt, said = _parted(turns, answer is not None or whole)
         if answer is None and said is not None:
             answer = said.text
         if "completions" in fields:
             raise RowProblem(
                 "has a key 'completions', the name by which rewards are given what was generated; rename it"
             )
-        columns = {key: value for key, value in fields.items() if key not in (*TURN_KEYS, *IMAGE_KEYS, "answer")}
+        columns = {key: _without_bytes(fields[key]) for key in further(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        conversation = Conversation(tuple(prompt), files, str(file), row, identity)
+        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw))
         return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]})
 
 
+def _without_bytes(value: Any) -> Any:
+    """A value as JSON can say it: bytes, which tables have, become the text "<1234 bytes>"."""
+    if isinstance(value, dict):
+        return {key: _without_bytes(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_bytes(entry) for entry in value]
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else value
+
+
+def further(keys: Iterable[str], format: str) -> list[str]:
+    """Which keys of rows are columns for rewards and no more."""
+    own = (
+        *TURN_KEYS,
+        *IMAGE_KEYS,
+        "system",
+        "answer",
+        "completion",
+        "completions",
+        *(ALPACA if format == "alpaca" else ()),
+    )
+    return [key for key in keys if key not in own]
+
+
 def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
-    """A held-out row as a conversation: one with `prompt` ends with its `answer`, the first where several are right;
-    all others are read as for SFT. Raises `BadSample`."""
+    """A row as a conversation: one with `prompt` ends with its `answer`, the first where several are right; all others
+    are read as `parse` does. Raises `BadSample`."""
     if format != "prompt":
         return parse(raw, format, file=file, row=row, images=images)
     found = parse_prompt(raw, format, file=file, row=row, images=images)
     answer = found.answer[0] if isinstance(found.answer, list) else found.answer
     if answer is None:
         with naming(raw, file, row):
-            raise RowProblem("has no answer to be held against; give it one, or leave it out of data.eval")
+            raise RowProblem(
+                "has a prompt and no answer to learn from or to be held against; give it one, or remove it"
+            )
     asked = found.conversation
     return replace(asked, turns=(*asked.turns, Turn("assistant", (Text(answer),))))
 
@@ -131,7 +166,7 @@ def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> 
 
 def reward_columns(samples: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
     """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
-    `messages`, `images` and all that any row has beside them (None for rows without)."""
+    `messages`, `images` and all that any of these rows has beside them (None for rows without)."""
     rows = [{**sample.columns, "answer": sample.answer} for sample in samples for _ in range(group)]
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
@@ -141,18 +176,21 @@ def as_messages(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     turns = value if isinstance(value, list) else [value]
-    return [
-        {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"]}
-        if isinstance(turn, dict) and "role" not in turn and "from" in turn and "value" in turn
-        else turn
-        for turn in turns
-    ]
+    return [_with_role(turn) if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in turns]
 
 
-def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[str]]:
+def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
+    if "role" in turn:
+        return turn
+    if turn["from"] == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": turn["value"]}
+    return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+
+
+def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
     """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
     any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
-    listed = {key: raw[key] for key in IMAGE_KEYS if key in raw}
+    listed = {key: raw[key] for key in (*IMAGE_KEYS, "system") if key in raw}
     if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
         count = len(names) if isinstance(names, list) else 1
@@ -185,12 +223,22 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     prompt = list(turns[: spoken[-1]] if cut else turns)
     said = turns[spoken[-1]] if cut else None
     check_turns([*prompt, said] if said else prompt, answered=False)
+    if said is not None and said.calls:
+        raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
     if said is not None and any(isinstance(part, ImageRef) for part in said.parts):
         raise RowProblem("has an image in its last answer, and completions are text; name the reference in 'answer'")
-    if not prompt or prompt[-1].role != "user":
+    if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
-        raise RowProblem(f"has a prompt that {ends}; it must end with the user's")
+        raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
     return prompt, said
+
+
+def _said(completion: Any) -> Any:
+    """The words of a completion: a text, or the one turn of the assistant that it is."""
+    turns = completion if isinstance(completion, list) else [completion]
+    if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
+        return turns[0].get("content")
+    return completion
 
 
 def _reference(answer: Any) -> str | list[str] | None:

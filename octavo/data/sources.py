@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.data.conversations import parse, shown
-from octavo.data.errors import BadSample, DataError
-from octavo.data.files import Rows, open_rows
+from octavo.data.cache import Say, default_folder, quiet
+from octavo.data.conversations import ROLES, no_image
+from octavo.data.documents import is_document, parse_document
+from octavo.data.errors import BadSample, DataError, shown
+from octavo.data.files import open_rows
+from octavo.data.named import open_named, stream_named
 from octavo.data.pairs import parse_labelled, parse_pair, told_by
-from octavo.data.prompts import parse_answered, parse_prompt
+from octavo.data.prompts import IMAGE_KEYS, further, parse_answered, parse_prompt
+from octavo.data.table import Rows
+from octavo.hub import is_name
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
 
 # Rows looked at to recognise a format. A text-only row says nothing about where images are listed.
 LOOKED_AT = 200
+SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # whose roles say what a row is
 # What a row is taken for; each reads it as its file says.
 KINDS: dict[str, Callable[..., Any]] = {
-    "conversations": parse, "prompts": parse_prompt, "answered": parse_answered, "pairs": parse_pair,
-    "labelled": parse_labelled,
+    "conversations": parse_answered, "prompts": parse_prompt, "pairs": parse_pair, "labelled": parse_labelled,
+    "documents": parse_document,
 }  # fmt: skip
 
 
@@ -41,15 +47,88 @@ class Source:
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
-        return KINDS[self.kind](self.rows[row], self.format, file=self.rows.path, row=row, images=self.images)
+        return KINDS[self.kind](present(self.rows[row]), self.format, file=self.rows.path, row=row, images=self.images)
+
+    def columns(self) -> list[str]:
+        """What any row of the file has for rewards, beside what every prompt has."""
+        return further(self.rows.keys(), self.format)
 
 
-def read(dataset: Dataset, kind: str = "conversations") -> Source:
+def present(raw: Any) -> Any:
+    """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. An image
+    with neither bytes nor path is null too."""
+    if not isinstance(raw, dict):
+        return raw
+    return {key: value for key, value in raw.items()
+            if value is not None and not (key in IMAGE_KEYS and no_image(value))}  # fmt: skip
+
+
+class Renamed:
+    """Rows in which what `columns` names (our key -> theirs) has our names; a key that gives way is gone."""
+
+    def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
+        self.path, self._rows, self._columns = rows.path, rows, columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Any:
+        raw = self._rows[row]
+        return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
+
+    def keys(self) -> set[str]:
+        return {*self._ours(self._rows.keys())}
+
+    def _ours(self, keys: Iterable[str]) -> dict[str, str]:
+        """Our name of each key that stays -> the key."""
+        gone = {*self._columns, *self._columns.values()}
+        there = [*keys]
+        renamed = {ours: key for ours, key in self._columns.items() if key in there}
+        return {key: key for key in there if key not in gone} | renamed
+
+
+def opened(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+    """The rows of a data set of the configuration, by our names; `cache` as `open_rows` has it. Raises `DataError`,
+    also where none of the first rows has a column that the data set names."""
+    rows: Rows
+    if is_name(dataset.path):
+        opens = stream_named if dataset.stream else open_named
+        rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
+    else:
+        rows = open_rows(dataset.path, cache, say, dataset.stream)
+    if not dataset.columns:
+        return rows
+    first = list(_first(rows))
+    keys = {key for raw in first if isinstance(raw, dict) for key in raw}
+    if missing := [f"{ours}: {theirs}" for ours, theirs in dataset.columns.items() if first and theirs not in keys]:
+        raise DataError(
+            f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
+            f"have {shown(sorted(map(str, keys)))}"
+        )
+    return Renamed(rows, dataset.columns)
+
+
+def _first(rows: Rows) -> Iterator[Any]:
+    """The first rows that can be read."""
+    for row in range(min(len(rows), LOOKED_AT)):
+        try:
+            yield present(rows[row])
+        except BadSample:  # it is reported when its turn comes
+            continue
+
+
+def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = None) -> Source:
     """Open a data set of the configuration, its rows as one of `KINDS`. `max_samples` takes the first rows in file
-    order; image names are relative to `images`, or to the folder of the data file where that is not given. Raises
-    `DataError`."""
-    rows = open_rows(dataset.path)
-    images = Path(dataset.images) if dataset.images is not None else rows.path.parent
+    order; image names are relative to `images`, or to the data file's folder (the data folder) where that is not given.
+    Raises `DataError`."""
+    rows = opened(dataset, cache)
+    if dataset.images is not None:
+        images = Path(dataset.images)
+    elif is_name(dataset.path):
+        images = default_folder()
+        images.mkdir(parents=True, exist_ok=True)  # names of files mean nothing there: images stand in the rows
+    else:
+        images = rows.path if rows.path.is_dir() else rows.path.parent
     if not images.is_dir():
         raise DataError(f"{images}: no such folder; check `images` of {rows.path} in the configuration")
     format: str = dataset.format
@@ -57,30 +136,24 @@ def read(dataset: Dataset, kind: str = "conversations") -> Source:
         if format != "auto":
             raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
     elif format == "auto":
-        format = recognise(rows, kind in ("prompts", "answered"))
+        format = recognise(rows, kind == "prompts", kind == "documents")
     return Source(rows, format, images, dataset.max_samples, kind)
 
 
-def preferences(dataset: Dataset) -> str | None:
+def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, which the first rows of a data set are that can be read; None: neither. Raises
     `DataError`."""
-    rows = open_rows(dataset.path)
-    for row in range(min(len(rows), LOOKED_AT)):
-        try:
-            return told_by(rows[row])
-        except BadSample:
-            continue
-    return None
+    return next(map(told_by, _first(opened(dataset, cache))), None)
 
 
-def recognise(rows: Rows, prompts: bool = False) -> str:
-    """Tell the format from the structure of the first rows; with `prompts` rows may be prompts alone. Raises
-    `DataError` where they disagree or say nothing."""
+def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
+    """Tell the format from the structure of the first rows; with `prompts` rows may be prompts alone, with `documents`
+    plain text. Raises `DataError` where they disagree or say nothing."""
     evidence: dict[str, int] = {}
     plain: int | None = None
     for row in range(min(len(rows), LOOKED_AT)):
         try:
-            style = _style_of(rows[row], prompts)
+            style = _style_of(present(rows[row]), prompts, documents)
         except BadSample:
             continue  # a broken line; it is reported when its turn comes
         if style == "both":
@@ -92,7 +165,7 @@ def recognise(rows: Rows, prompts: bool = False) -> str:
             plain = row if plain is None else plain
         elif style is not None:
             evidence.setdefault(style, row)
-    if plain is not None and "messages" in evidence:
+    if plain is not None and evidence.keys() & {"messages", "text"}:
         evidence.setdefault("llava", plain)
     if len(evidence) > 1:
         rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
@@ -103,14 +176,14 @@ def recognise(rows: Rows, prompts: bool = False) -> str:
         return "llava"  # text only so far: llava and sharegpt read such rows alike
     raise DataError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
-        f"('conversations' with from/value), ShareGPT, or 'messages' with role/content"
-        f"{', or prompt with answer' if prompts else ''}"
+        "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
+        f"prompt with answer or completion{_plain(rows, documents)}"
     )
 
 
-def _style_of(raw: Any, prompts: bool) -> str | None:
-    """llava, sharegpt or messages where a row proves it; "from/value" where it could be either of the first two,
-    "both" where its turns are mixed, "prompt" where that may be and is there, None where it is no conversation."""
+def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
+    """A format where a row proves it; "from/value" where it could be llava or sharegpt, "both" where its turns are
+    mixed, "prompt" and "text" where they may be and are there, None where it is no conversation."""
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"
     if isinstance(raw, list):
@@ -118,6 +191,10 @@ def _style_of(raw: Any, prompts: bool) -> str | None:
     if not isinstance(raw, dict):
         return None
     keys = [key for key in ("conversations", "messages", "conversation") if isinstance(raw.get(key), list)]
+    if not keys and "prompt" in raw and {"answer", "completion"} & raw.keys():
+        return "prompt"
+    if not keys and "instruction" in raw and "output" in raw:
+        return "alpaca"
     turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
     spoken = any("from" in turn and "value" in turn for turn in turns)
     chatted = any("role" in turn and "content" in turn for turn in turns)
@@ -126,12 +203,22 @@ def _style_of(raw: Any, prompts: bool) -> str | None:
     if chatted:
         return "messages"
     if not spoken:
-        return None
-    if raw.get("images") or "messages" in keys or any(turn.get("from") in ("user", "assistant") for turn in turns):
+        return "text" if documents and is_document(raw) else None
+    if raw.get("images") or "messages" in keys or any(turn.get("from") in SHAREGPT for turn in turns):
         return "sharegpt"
     if raw.get("image"):
         return "llava"
     return "from/value"
+
+
+def _plain(rows: Rows, documents: bool) -> str:
+    """What is to be said of plain text where rows are no conversations."""
+    if documents:
+        return ", or plain text ('text', or 'texts' with 'images')"
+    try:
+        return "; plain text is for `train.phase: pretrain`" if is_document(present(rows[0])) else ""
+    except BadSample:
+        return ""
 
 
 def _keys(rows: Rows) -> str:

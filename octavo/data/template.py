@@ -4,17 +4,25 @@ A chat template is a program; nobody marks in its output what is prompt and what
 rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
 (that is exactly what a model is given when it generates), and the messages up to the answer end where it ends.
 Both must be prefixes of the whole rendering; a template for which they are not gives a `TemplateProblem`.
+
+That is two renderings an answer. Most templates write texts as they are, between words that follow from the roles:
+`Answers` learns these from a conversation of placeholders of the same roles, and where they and a row's texts give the
+whole rendering, character by character, its answers stand where those of the placeholders do. So are answers found that
+prefixes do not tell, because they begin like what follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from octavo.data.conversations import Conversation, ImageRef, Turn
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
+SHAPES = 1024  # sequences of roles that are remembered
 
 
 class TemplateProblem(ValueError):
@@ -34,12 +42,23 @@ def messages(conversation: Conversation, *, parts: bool, system: str | None = No
 
 
 def _message(turn: Turn, parts: bool) -> Message:
-    if not parts:
-        return {"role": turn.role, "content": turn.text}
     content = [
         {"type": "image"} if isinstance(part, ImageRef) else {"type": "text", "text": part.text} for part in turn.parts
     ]
-    return {"role": turn.role, "content": content}
+    more = {"tool_calls": list(turn.calls)} if turn.calls else {}
+    if turn.name is not None:
+        more["name"] = turn.name
+    return {"role": turn.role, "content": content if parts else turn.text, **more}
+
+
+def check_tools(conversation: Conversation, whole: str, without: str) -> None:
+    """That a conversation rendered as `whole`, and `without` its tools, says its tools and calls: a template may pass
+    over both in silence. Raises `TemplateProblem`."""
+    if conversation.tools and whole == without:
+        raise TemplateProblem("the chat template has no place for tools, and the row offers some")
+    for name in (call["function"]["name"] for turn in conversation.turns for call in turn.calls):
+        if name not in whole:
+            raise TemplateProblem(f"the chat template has no place for calls of tools, and an assistant calls {name!r}")
 
 
 def rendered(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
@@ -82,6 +101,105 @@ def answer_spans(
     return spans
 
 
+class Answers:
+    """Answers of conversations of one template; `ends` as `answer_spans` has them."""
+
+    def __init__(self, ends: Sequence[str]) -> None:
+        self.ends = tuple(ends)
+        self._shapes: dict[Hashable, _Shape | None] = {}
+
+    def spans(
+        self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, given: int = 0
+    ) -> list[tuple[int, int]]:
+        """What `answer_spans` returns, or raises."""
+        shape, texts = self._shape(messages, render), _texts(messages)
+        # An answer of no words has no place of its own: prefixes say where it ends.
+        found = shape.spans(whole, texts) if shape is not None and all(map(str.strip, texts)) else None
+        if found is None:
+            return answer_spans(whole, messages, render, self.ends, reach, given)
+        return [(start, end) for start, end in found[given:] if reach is None or start < reach]
+
+    def _shape(self, messages: Sequence[Message], render: Render) -> _Shape | None:
+        """That of messages of these roles, learned when they come a second time."""
+        if any(message.keys() != {"role", "content"} for message in messages):
+            return None
+        kinds = tuple((message["role"], _kinds(message["content"])) for message in messages)
+        if kinds not in self._shapes:
+            if len(self._shapes) < SHAPES:
+                self._shapes[kinds] = None
+            return None
+        shape = self._shapes[kinds]
+        if shape is None:
+            shape = self._shapes[kinds] = _learned(messages, render, self.ends)
+        return shape
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a template writes around the texts of messages: `glue` before each and behind the last. Edges of answers are
+    (number of the glue, characters into it)."""
+
+    glue: tuple[str, ...] = ()
+    answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+
+    def spans(self, whole: str, texts: Sequence[str]) -> list[tuple[int, int]] | None:
+        """The answers in a rendering of `texts`; None where it is another."""
+        if len(texts) + 1 != len(self.glue):
+            return None
+        if "".join(itertools.chain(*zip(self.glue, (*texts, ""), strict=True))) != whole:
+            return None
+        at = [0]
+        for glue, text in zip(self.glue, texts, strict=False):
+            at.append(at[-1] + len(glue) + len(text))
+        return [(at[first] + start, at[last] + end) for (first, start), (last, end) in self.answers]
+
+
+def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str]) -> _Shape:
+    """The shape of messages; one that nothing fits where the template does not write texts as they are."""
+    marks = iter(f"text{number:06}" for number in itertools.count())
+    given = [{"role": message["role"], "content": _marked(message["content"], marks)} for message in messages]
+    texts = _texts(given)
+    try:
+        whole = rendered(given, render)
+        answers = answer_spans(whole, given, render, ends)
+    except TemplateProblem:
+        return _Shape()
+    # Each text once and in order; and an end-of-turn token behind each answer, or a text's own last words might be one.
+    places = [whole.find(text) for text in texts]
+    ended = all(whole[start:end].endswith(tuple(ends)) for start, end in answers)
+    if not ended or -1 in places or places != sorted(places) or any(whole.count(text) > 1 for text in texts):
+        return _Shape()
+    starts = [0, *(place + len(text) for place, text in zip(places, texts, strict=True))]  # of each glue
+    stops = [*places, len(whole)]
+
+    def edge(position: int) -> tuple[int, int]:
+        number = next(n for n, stop in enumerate(stops) if position <= stop)
+        return number, position - starts[number]
+
+    edges = tuple((edge(start), edge(end)) for start, end in answers)
+    if any(into < 0 for pair in edges for _, into in pair):
+        return _Shape()
+    return _Shape(tuple(whole[start:stop] for start, stop in zip(starts, stops, strict=True)), edges)
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    found = []
+    for message in messages:
+        content = message["content"]
+        found += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+    return found
+
+
+def _kinds(content: Any) -> Hashable:
+    return None if isinstance(content, str) else tuple("text" in part for part in content)
+
+
+def _marked(content: Any, marks: Iterator[str]) -> Any:
+    if isinstance(content, str):
+        return next(marks)
+    return [{**part, "text": next(marks)} if "text" in part else part for part in content]
+
+
 def _end(whole: str, until: str, start: int, message: Message) -> int | None:
     """Where the answer that begins at `start` ends in `whole`.
 
@@ -90,6 +208,10 @@ def _end(whole: str, until: str, start: int, message: Message) -> int | None:
     """
     if whole.startswith(until):
         return len(until)
+    if message.get("tool_calls"):  # written by the template: what `until` ends with and `whole` goes on with
+        same = (at for at in range(start, len(until)) if whole.startswith(until[at:], start))
+        at = next(same, len(until))
+        return start + len(until) - at if at < len(until) else None
     content = message["content"]
     words = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     for answer in (words, words.strip()):  # templates write it as it is, or stripped

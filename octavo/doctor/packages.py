@@ -38,7 +38,7 @@ REQUIRED = (
         "transformers",
         "from transformers import Qwen3VLForConditionalGeneration, AutoTokenizer",
         "no model can be loaded",
-        "pip install --upgrade 'transformers>=5.17' tokenizers safetensors",
+        "pip install --upgrade 'transformers>=5.17,<5.24' tokenizers safetensors",
         required=True,
     ),
     Package(
@@ -85,14 +85,15 @@ OPTIONAL = (
     Package(
         "torchvision",
         "import torchvision",
-        "stock AutoProcessor cannot load image processors; Octavo's own loader does not need it",
+        "images become pixels by Pillow, which resizes a little differently from AutoProcessor's torchvision",
         "pip install torchvision from the index that torch came from; PyPI's build fails beside a CPU torch",
     ),
 )
 
 
 _SCRIPT = f"""
-import os, sys
+import gc, os, sys
+gc.disable()  # what is imported stays
 for number, statement in enumerate(sys.argv[1:]):
     try:
         exec(statement, {{}})

@@ -1,8 +1,8 @@
 """What the decoder's layers call in place of their attention: keep the new keys and values, attend.
 
 Whole prompts attend to themselves; a batch of them stands in one row of tokens. In a decode step each sequence has one
-new token. Pages that the samples of a prompt share are read once for all of them, whose queries stand behind each
-other there; to its own pages each sequence attends alone. The softmax is over both, in fp32. On a GPU a kernel looks at
+new token. A prompt is read once for all its samples, whose queries stand behind each other there; to what followed it
+each sequence attends alone. The softmax is over both, in fp32. On a GPU a kernel looks at
 all pages of a sequence where they lie.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,29 +32,37 @@ class Prefill:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.cache.write(layer, self.where, k, v)
         count, longest = len(self.lengths), max(self.lengths)
-        inside = None
-        if min(self.lengths) < longest:  # rows of one length, padded behind: no query that counts sees the padding
-            held = torch.tensor(self.lengths, device=q.device)[:, None]
-            place = torch.arange(longest, device=q.device)[None]
-            inside = place < held
-            index = (place + (held.cumsum(0) - held)) * inside
-            q, k, v = (x[index.view(-1)] for x in (q, k, v))
+        if self._padded is not None:
+            q, k, v = (x.index_select(0, self._padded[0]) for x in (q, k, v))
         q, k, v = (x.reshape(count, longest, *x.shape[1:]).transpose(1, 2).to(self.cache.dtype) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        out = out.transpose(1, 2)
-        return out.flatten(0, 1) if inside is None else out[inside]
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out if self._padded is None else out.index_select(0, self._padded[1])
+
+    @cached_property
+    def _padded(self) -> tuple[Tensor, Tensor] | None:
+        """Which tokens stand in rows of one length, padded behind with any, and where the tokens stand there; None
+        where they are of one length. No query that counts sees the padding."""
+        lengths = np.array(self.lengths)
+        if (lengths == lengths.max()).all():
+            return None
+        inside = np.arange(lengths.max()) < lengths[:, None]
+        rows = np.where(inside, np.cumsum(inside).reshape(inside.shape) - 1, 0)
+        rows, tokens = (torch.from_numpy(x).to(self.where.device) for x in (rows.reshape(-1), np.flatnonzero(inside)))
+        return rows, tokens
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Pages that several sequences hold: G groups of at most M of the B sequences, all pages of a group full.
+    """The prompts of B sequences: G of them, each with at most M of the sequences.
 
-    `tables`: of their pages, filled up with any (`Cache.tables` of [G, n]) · `bias` [G, 1, n * page]: 0 for the group's
-    tokens, -inf behind · `members` [G * M]: which sequences, filled up with any · `place` [B]: where in `members` each
-    stands
+    `tables`: of their pages, filled up with any (`Cache.tables` of [G, n]) · `longest`: tokens of the longest ·
+    `bias` [B, 1, longest]: 0 for the tokens of a sequence's prompt, -inf behind · `members` [G * M]: which sequences,
+    filled up with any · `place` [B]: where in `members` each stands
     """
 
     tables: Tensor
+    longest: int
     bias: Tensor
     members: Tensor
     place: Tensor
@@ -68,35 +78,33 @@ class Shared:
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one new token of each of B sequences.
+    """Attention of one new token of each of B sequences, which are those of the first B runs.
 
-    `where`: its place (`Cache.places`) · `tables`: of the pages that the sequence does not share, in order, filled up
-    with any (`Cache.tables` of [B, n]) · `bias` [B, 1, n * page]: 0 for its tokens, -inf behind · `shared`: what it
-    shares, if anything
+    `where`: its place (`Cache.places`) · `run`: pages of a run · `first`, `last`: the tokens of runs among which are
+    all that follow a prompt · `bias` [B, 1, last - first]: 0 for a sequence's own, -inf for others · `shared`: prompts
     """
 
     cache: Cache
     where: Tensor
-    tables: Tensor
+    run: int
+    first: int
+    last: int
     bias: Tensor
-    shared: Shared | None = None
+    shared: Shared
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.cache.write(layer, self.where, k, v)
         count, heads, dim = q.shape
-        held = k.shape[1]
+        held, shared = k.shape[1], self.shared
         # the queries of a key's head stand together: [heads of keys, B, queries of each, dim]
         q = q.to(self.cache.dtype).float().mul(scale).view(count, held, -1, dim).transpose(0, 1).contiguous()
-        keys, values = self.cache.read(layer, self.tables)
+        keys, values = self.cache.read_runs(layer, count, self.run, self.first, self.last)
         scores = q @ keys.transpose(2, 3) + self.bias
-        if (shared := self.shared) is None:
-            out = scores.softmax(-1) @ values
-        else:
-            common_keys, common_values = self.cache.read(layer, shared.tables)
-            common = shared.spread(q) @ common_keys.transpose(2, 3) + shared.bias
-            both = torch.cat([shared.gather(common, q.shape[2]), scores], dim=-1).softmax(-1)
-            first, second = both.split([common.shape[-1], scores.shape[-1]], dim=-1)
-            out = second @ values + shared.gather(shared.spread(first) @ common_values, q.shape[2])
+        common_keys, common_values = (x[:, :, : shared.longest] for x in self.cache.read(layer, shared.tables))
+        common = shared.gather(shared.spread(q) @ common_keys.transpose(2, 3), q.shape[2]) + shared.bias
+        both = torch.cat([common, scores], dim=-1).softmax(-1)
+        first, second = both.split([common.shape[-1], scores.shape[-1]], dim=-1)
+        out = second @ values + shared.gather(shared.spread(first) @ common_values, q.shape[2])
         return out.transpose(0, 1).reshape(count, heads, dim).to(self.cache.dtype)
 
 

@@ -26,8 +26,9 @@ from octavo.generation.sampling import uniforms
 from octavo.generation.slots import Group, Slots
 from octavo.generation.stops import Stops
 
-PREFILL = 8192
-"""Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer."""
+PREFILL = 2048
+"""Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer: enough
+for a GPU, and what they make stays in a CPU's caches."""
 
 
 class Batch:
@@ -39,10 +40,9 @@ class Batch:
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
         self.given = given  # int64 [T]: tokens that are taken whatever the model would choose
-        self.page, self.pool = cache.page, Pool(cache.pages)
         longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
-        width = pages_of(longest + sampling.max_new_tokens - 1, self.page)
-        self.slots = Slots(slots, sampling.max_new_tokens, width, caller.device)
+        self.slots = Slots(slots, sampling.max_new_tokens, longest, cache.page, caller.device)
+        self.page, self.pool = cache.page, Pool(slots * self.slots.run, cache.pages)
         self.next_tokens: Callable[[np.ndarray], Tensor] = (
             Gathered(caller, cache, self.slots, sampling, given)
             if cache.kernels is None or caller.invariant
@@ -55,13 +55,11 @@ class Batch:
     def work(self) -> bool:
         """Refill and make a step; False when all is done, on every rank."""
         few = len(self.slots.active) * 8 <= len(self.slots) * 7  # slots to fill: prompts run better together
-        starts = self._next() if few and (self.open or self.waiting) else []
+        starts = self._next() if few else []
         assert starts or len(self.slots.active) or not (self.open or self.waiting), "a sequence has no room alone"
-        new = [group for group, _ in starts if not group.pages]
-        if self.caller.anyone(bool(new)):
-            self._prefill(new) if new else self.caller.idle()
-        if starts:
-            self._start(starts)
+        while self.caller.anyone(bool(starts)):
+            self._begin(starts)
+            starts = self._next() if few else []
         active = self.slots.active
         if not self.caller.anyone(bool(len(active) or self.open or self.waiting)):
             return False
@@ -71,38 +69,30 @@ class Batch:
 
     # who comes next
 
-    def _needs(self, group: Group, last: bool) -> int:
-        """Pages that a sample may take beside those that it shares: the last one writes into the prompt's own."""
-        shared = pages_of(group.tokens, self.page) if last else group.tokens // self.page
-        return pages_of(group.tokens + self.sampling.max_new_tokens - 1, self.page) - shared
-
     def _next(self) -> list[tuple[Group, int]]:
-        """Groups in order, and how many samples of each there are slots and pages for."""
-        room = self.pool.free - int(self.slots.promised.sum())
-        left, new, longest = len(self.slots.free), 0, 0
+        """Groups in order, and how many samples of each there are slots for, and pages for their prompts."""
+        room, left, new, longest = self.pool.free, len(self.slots.free), 0, 0
         starts: list[tuple[Group, int]] = []
         while left and (group := self.open or (self.waiting[-1] if self.waiting else None)):
             if group is not self.open:
                 new, longest = new + 1, max(longest, group.tokens)
-                if new > 1 and new * longest > PREFILL:  # as attention pads them
-                    break
                 room -= pages_of(group.tokens, self.page)
-            count = 0
-            while count < left and group.started + count < group.samples:
-                need = self._needs(group, group.started + count + 1 == group.samples)
-                if need > room:
+                if room < 0 or (new > 1 and new * longest > PREFILL):  # as attention pads them
                     break
-                room, count = room - need, count + 1
-            if not count:
-                break
-            if group is not self.open:
                 self.waiting.pop()
+            count = min(left, group.samples - group.started)
             starts.append((group, count))
             left -= count
             self.open = group if group.started + count < group.samples else None
-            if self.open is not None:
-                break
         return starts
+
+    def _begin(self, starts: list[tuple[Group, int]]) -> None:
+        """Run the prompts that are new, and start samples. On ranks that share the model, a forward on each."""
+        new = [group for group, _ in starts if not group.started]
+        if self.caller.anyone(bool(new)):
+            self._prefill(new) if new else self.caller.idle()
+        if starts:
+            self._start(starts)
 
     def _prefill(self, groups: list[Group]) -> None:
         """Run prompts through the model: their keys and values into pages, the logits after each kept."""
@@ -136,59 +126,55 @@ class Batch:
         return found
 
     def _start(self, starts: list[tuple[Group, int]]) -> None:
-        """Put samples into slots with their pages, and choose the first token of each."""
+        """Put samples into slots, and choose the first token of each."""
         who = [group for group, count in starts for _ in range(count)]
-        slots = self.slots.free[: len(who)]
         logits = torch.stack([group.logits for group in who])
-        samples, copies = [], []
-        for slot, group in zip(slots, who, strict=True):
-            samples.append(group.started)
-            group.started += 1
-            last, pages = group.started == group.samples, list(group.pages)
-            promised = self._needs(group, last)
-            if last:
-                group.logits = None
-            else:
-                self.pool.share(pages)
-                if group.tokens % self.page:  # it is written to next
-                    self.pool.give(pages[-1:])
-                    copies.append((pages[-1], *self.pool.take(1)))
-                    pages[-1], promised = copies[-1][1], promised - 1
-            self.slots.enter(slot, group, samples[-1], pages, promised, self.page)
-        if copies:
-            self.cache.copy(*zip(*copies, strict=True))
-        at = self._device(np.array(slots))
+        at = np.array(self.slots.free[: len(who)], dtype=np.int64)
+        samples = [self.slots.enter(slot, group) for slot, group in zip(at.tolist(), who, strict=True)]
+        self._copy_last_pages(at)
+        for group, _ in starts:
+            if group.started == group.samples:
+                full = group.tokens // self.page
+                self.pool.give(group.pages[full:])
+                group.pages, group.logits = group.pages[:full], None
+        slots = self._device(at)
         numbers = [group.prompt.number for group in who]
-        self.slots.uniforms[at] = uniforms(self.sampling, numbers, samples, self.caller.device)
-        made = torch.zeros_like(at)
-        chosen = self.slots.choose(at, made, logits, self.sampling, self.given, self.caller.invariant)
-        self._judge(np.array(slots), chosen)
+        self.slots.uniforms[slots] = uniforms(self.sampling, numbers, samples, self.caller.device)
+        made = torch.zeros_like(slots)
+        chosen = self.slots.choose(slots, made, logits, self.sampling, self.given, self.caller.invariant)
+        self._judge(at, chosen)
+
+    def _copy_last_pages(self, at: np.ndarray) -> None:
+        """Begin the runs of slots with what their prompts have beyond full pages."""
+        pairs = [
+            (group.pages[full], self.slots.pages[slot, full])
+            for slot in at.tolist()
+            if (group := self.slots.groups[slot]) is not None and group.tokens % self.page
+            for full in (group.tokens // self.page,)
+        ]
+        if pairs:
+            self.cache.copy(*np.array(pairs, dtype=np.int64).T.copy())
 
     # a token of each
 
     def _step(self, active: np.ndarray) -> None:
-        slots = self.slots
-        for slot in active[slots.held[active] % self.page == 0]:
-            slots.pages[slot, slots.held[slot] // self.page] = self.pool.take(1)[0]
-            slots.promised[slot] -= 1
         chosen = self.next_tokens(active)
-        slots.held[active] += 1
-        slots.position[active] += 1
+        self.slots.held[active] += 1
+        self.slots.position[active] += 1
         self._judge(active, chosen)
 
     def _judge(self, active: np.ndarray, chosen: Tensor) -> None:
         """Look at the tokens that sequences got (`Slots.choose`); those that end leave."""
-        slots = self.slots
+        slots, tokens = self.slots, chosen.cpu().numpy()  # the one wait for the device in a step
+        slots.told[active, slots.made[active]] = tokens
         slots.made[active] += 1
-        tokens = chosen.cpu().numpy()  # the one wait for the device in a step
         self._refuse_nan(active, tokens < 0)
         ended = self.stops.by_token(tokens)
         reasons = dict.fromkeys(active[ended].tolist(), "stop")
         if self.stops.texts:
-            going = active[~ended]
-            rows = slots.tokens[self._device(going)].tolist()
-            for slot, row in zip(going.tolist(), rows, strict=True):
-                if self.stops.by_text(row[: slots.made[slot]]):
+            for slot in active[~ended].tolist():
+                made = slots.made[slot]
+                if self.stops.by_text(slots.told[slot, max(0, made - self.stops.reach) : made].tolist()):
                     reasons[slot] = "stop_string"
         for slot in active[slots.made[active] == self.sampling.max_new_tokens].tolist():
             reasons.setdefault(slot, "length")
@@ -210,13 +196,19 @@ class Batch:
 
     def _finish(self, reasons: dict[int, str]) -> None:
         slots, at = self.slots, self._device(np.array(list(reasons)))
-        tokens, logps, entropies = (x[at].cpu().numpy() for x in (slots.tokens, slots.logps, slots.entropies))
+        logps, entropies = (x[at].cpu().numpy() for x in (slots.logps, slots.entropies))
         for row, (slot, reason) in enumerate(reasons.items()):
             group, made = slots.groups[slot], int(slots.made[slot])
             assert group is not None
-            told = (x[row, :made].copy() for x in (tokens, logps, entropies))
-            self.done.append(Completion(group.index, int(slots.samples[slot]), *told, reason))
-            self.pool.give(slots.leave(slot, self.page))
+            found = (x[:made].copy() for x in (slots.told[slot], logps[row], entropies[row]))
+            self.done.append(Completion(group.index, int(slots.samples[slot]), *found, reason))
+            slots.leave(slot)
+            if not group.running and group.started == group.samples:
+                self.pool.give(group.pages)
+        if isinstance(self.next_tokens, Gathered):  # it looks at the first slots alone
+            last, free = slots.close_up()
+            if len(free):
+                self.cache.copy(slots.runs[last].reshape(-1), slots.runs[free].reshape(-1))
 
     def _place(self, pages: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Where in the cache tokens of a sequence stand."""

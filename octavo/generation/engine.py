@@ -7,6 +7,7 @@ attention is handed over to the engine, which keeps keys and values in pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
-from octavo.generation.memory import Shape
+from octavo.generation.memory import Shape, most_that_fit
 from octavo.generation.pages import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.stops import Stops
@@ -60,6 +61,11 @@ class Engine:
         self.bytes: dict[str, int] = {}
         self._to, self._said = say, set[str]()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels read pages where they lie."""
+        return not self.caller.invariant and kernels.why_not_paged(self.caller.device) is None
+
     def release(self) -> None:
         """Give the pages back, and all else that is kept between calls."""
         self.cache, self.bytes = None, {}
@@ -99,7 +105,8 @@ class Engine:
         slots = min(self.slots, max(total, 1))
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
         shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, given=self.pages)
-        cache = self._cache(shape.pages)
+        slots = most_that_fit(slots, lambda count: replace(shape, sequences=count).takes <= shape.pages) or 1
+        cache = self._cache(replace(shape, sequences=slots).pages)
         batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given, self._say)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
@@ -141,7 +148,7 @@ class Engine:
                 f"{who} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
                 "Take the tokenizer that belongs to the model."
             )
-        need = pages_needed(count, new, group, self.page)
+        need = pages_needed(count, new, self.page)
         if self.pages is not None and need > self.pages:
             raise GenerationError(
                 f"the key-value cache has {self.pages} pages of {self.page} tokens, and one sequence of "

@@ -1,4 +1,4 @@
-"""A token of each sequence where torch reads the cache: what is gathered for it is decided on the host."""
+"""A token of each sequence where torch reads the cache: what is copied for it is decided on the host."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ from torch import Tensor
 from octavo import models
 from octavo.generation.attention import Decode, InvariantDecode, Shared
 from octavo.generation.caller import Caller
-from octavo.generation.pages import Cache
+from octavo.generation.pages import Cache, pages_of
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
 
 
 class Gathered:
-    """A forward of the sequences that are under way, and no other rows."""
+    """A forward of the sequences that are under way, which stand in the first slots, and no other rows."""
 
     def __init__(self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, given: Tensor | None) -> None:
         self.caller, self.cache, self.slots, self.page = caller, cache, slots, cache.page
         self.sampling, self.given = sampling, given
+        self._shared: tuple[int, Shared] | None = None  # as of how many changes
 
     def __call__(self, active: np.ndarray) -> Tensor:
-        """Choose the next token of the slots `active` [B], which have a page for it: int64 [B], -1 for NaN."""
-        slots, at = self.slots, self._device(active)
-        last = slots.tokens[at, self._device(slots.made[active] - 1)]
+        """Choose the next token of the slots `active` [B]: int64 [B], -1 for NaN."""
+        slots, at, made = self.slots, self._device(active), self._device(self.slots.made[active])
+        last = slots.tokens[at, made - 1]
         position = self._device(slots.position[active]).expand(self.caller.axes, -1)
         logits = self.caller.forward(last, position, self._attention(active))
-        made = self._device(slots.made[active])
         return slots.choose(at, made, logits, self.sampling, self.given, self.caller.invariant)
 
     def _attention(self, active: np.ndarray) -> models.Attend:
         slots, page = self.slots, self.page
-        held, pages, first = slots.held[active], slots.pages[active], slots.first[active]
+        held, pages, prompt = slots.held[active], slots.pages[active], slots.prompt[active]
         where = np.take_along_axis(pages, held[:, None] // page, 1)[:, 0] * page + held % page
+        places = self.cache.places(self._device(where))
         if self.caller.invariant:
             tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
-            return InvariantDecode(
-                self.cache, self.cache.places(self._device(where)), tables, self._device(held)[:, None]
-            )
-        most = int((held // page - first).max()) + 1
-        own = np.minimum(first[:, None] + np.arange(most), pages.shape[1] - 1)
-        table = np.take_along_axis(pages, own, 1)
-        bias = self._bias(held + 1 - first * page, most)
-        shared = self._shared(active) if first.any() else None
-        tables = self.cache.tables(self._device(table))
-        return Decode(self.cache, self.cache.places(self._device(where)), tables, bias, shared)
+            return InvariantDecode(self.cache, places, tables, self._device(held)[:, None])
+        begin = prompt % page  # of what is new, in a run
+        end = begin + held + 1 - prompt
+        first, last = int(begin.min()), int(end.max())
+        bias = self._bias(first, last, begin, end)
+        return Decode(self.cache, places, slots.run, first, last, bias, self._prompts(active))
 
-    def _shared(self, active: np.ndarray) -> Shared:
-        """The pages that samples of a prompt share: a line of the table for each prompt."""
+    def _prompts(self, active: np.ndarray) -> Shared:
+        if self._shared is None or self._shared[0] != self.slots.changes:
+            self._shared = self.slots.changes, self._share(active)
+        return self._shared[1]
+
+    def _share(self, active: np.ndarray) -> Shared:
+        """The pages of prompts, from the table of any sample: a line for each prompt."""
         slots = self.slots
         index = np.array([group.index for slot in active if (group := slots.groups[slot])])
         _, one, line, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)
@@ -58,15 +60,18 @@ class Gathered:
         place = line * counts.max() + nth
         members = np.zeros(len(counts) * counts.max(), dtype=np.int64)
         members[place] = np.arange(len(line))
-        first = slots.first[active[one]]
-        table = slots.pages[active[one], : first.max()]
-        bias = self._bias(first * self.page, int(first.max()))
-        return Shared(self.cache.tables(self._device(table)), bias, self._device(members), self._device(place))
+        prompt = slots.prompt[active]
+        longest = int(prompt.max())
+        table = self._device(slots.pages[active[one], : pages_of(longest, self.page)])
+        bias = self._bias(0, longest, prompt * 0, prompt)
+        return Shared(self.cache.tables(table), longest, bias, self._device(members), self._device(place))
 
-    def _bias(self, tokens: np.ndarray, pages: int) -> Tensor:
-        """fp32 [B, 1, pages * page]: 0 for the first `tokens` [B], -inf behind."""
-        inside = np.arange(pages * self.page) < tokens[:, None]
+    def _bias(self, first: int, last: int, begin: np.ndarray, end: np.ndarray) -> Tensor:
+        """fp32 [B, 1, last - first]: 0 for the tokens from `begin` [B] to `end` [B], -inf for the others from `first`
+        to `last`."""
+        token = np.arange(first, last)
+        inside = (token >= begin[:, None]) & (token < end[:, None])
         return self._device(np.where(inside, np.float32(0), np.float32(-np.inf)))[:, None]
 
     def _device(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy(x).to(self.caller.device, non_blocking=True)
+        return torch.from_numpy(x).to(self.slots.device, non_blocking=True)

@@ -3,8 +3,8 @@
     cache       layers * 2 * heads * tokens in pages * (dim * bytes of a number [+ 4 for a scale, with kv="fp8"])
     slots       of each sequence a token, a random number, a log-probability and an entropy for each new token
     workspace   the most that a decode step makes beside the model's own activations: either one layer's keys and values
-                in fp32 with the scores over them, or the logits and what is made of them to choose. On a GPU, whose
-                kernels read pages where they lie, the former is more than there is
+                in fp32 with the scores over them (where a GPU's kernels read pages in place: what these leave of each
+                chunk of tokens), or the logits and what is made of them to choose
     prefill     what prompts make that run through the model at once, inside one layer; an estimate
 
 A token of Qwen3-8B (36 layers, 8 heads of 128) is 144 KiB in BF16 and 74.25 KiB in FP8.
@@ -12,14 +12,17 @@ A token of Qwen3-8B (36 layers, 8 heads of 128) is 144 KiB in BF16 and 74.25 KiB
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from octavo import models
+from octavo.fp8 import kernels
 from octavo.generation.batch import PREFILL
-from octavo.generation.pages import PAGE, pages_of
+from octavo.generation.pages import PAGE, pages_of, run_of
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
 
@@ -41,19 +44,9 @@ class Shape:
     given: int | None = None
 
     @property
-    def whole(self) -> int:
-        """Pages of one sequence; the last token is chosen and not looked back at."""
-        return pages_of(self.prompt + self.new - 1, self.page)
-
-    @property
     def groups(self) -> int:
         """Prompts under way at a time: those that fill the slots, and as many whose last samples are not done."""
         return min(self.sequences, 2 * -(-self.sequences // self.group))
-
-    @property
-    def own(self) -> int:
-        """Pages that a sample does not share."""
-        return self.whole - (self.prompt // self.page if self.group > 1 else 0)
 
     @property
     def pages(self) -> int:
@@ -62,9 +55,9 @@ class Shape:
 
     @property
     def takes(self) -> int:
-        """Full pages of prompts once, the others for each sample, and the page that samples yet to start will copy."""
-        shared = self.groups * (self.prompt // self.page) if self.group > 1 else 0
-        return shared + self.sequences * self.own + (self.group > 1)
+        """A run for each sequence, full pages of prompts once, and the last ones of those that run through the model
+        together, until their samples have copied them."""
+        return self.sequences * run_of(self.new, self.page) + self.groups * (self.prompt // self.page) + self.together
 
     @property
     def together(self) -> int:
@@ -103,48 +96,57 @@ def bytes_of_token(config: Any, kv: str = "bf16", dtype: torch.dtype = torch.bfl
 
 
 def predict(
-    config: Any, shape: Shape, kv: str = "bf16", dtype: torch.dtype = torch.bfloat16, sampling: Sampling | None = None
-) -> Bytes:
-    """The bytes of generation with the model of a configuration that computes in `dtype`."""
+    config: Any, shape: Shape, kv: str = "bf16", dtype: torch.dtype = torch.bfloat16, sampling: Sampling | None = None,
+    in_place: bool = False,
+) -> Bytes:  # fmt: skip
+    """The bytes of generation with the model of a configuration that computes in `dtype`; `in_place`: on a GPU, whose
+    kernels read pages where they lie."""
     model = models.cache_shape(config)
+    attention = _in_place(model, shape, dtype) if in_place else _attention(model, shape, kv, dtype)
     return Bytes(
         cache_bytes(model, shape.pages, shape.page, kv, dtype),
         shape.sequences * shape.new * _OF_A_NEW_TOKEN,
-        max(_attention(model, shape, kv, dtype), _choice(model, shape, dtype, sampling or Sampling(shape.new))),
+        max(attention, _choice(model, shape, dtype, sampling or Sampling(shape.new))),
         _prefill(config, model, shape, dtype),
     )
 
 
 def sequences_that_fit(
-    budget: int, config: Any, prompt: int, new: int, group: int = 1, page: int = PAGE, kv: str = "bf16",
+    budget: int, config: Any, prompt: int, sampling: Sampling, group: int = 1, page: int = PAGE, kv: str = "bf16",
     dtype: torch.dtype = torch.bfloat16, patches: int = 0, most: int = 1 << 31, pages: int | None = None,
+    in_place: bool = False,
 ) -> int:  # fmt: skip
     """The most sequences at a time, up to `most`, whose generation takes at most `budget` bytes, in a cache of `pages`
     (None: of as many as they take); 0 where none does."""
 
     def fits(count: int) -> bool:
-        shape = Shape(count, prompt, new, group, page, patches, pages)
-        return (count == 1 or shape.takes <= shape.pages) and predict(config, shape, kv, dtype).total <= budget
+        shape = Shape(count, prompt, sampling.max_new_tokens, group, page, patches, pages)
+        found = predict(config, shape, kv, dtype, sampling, in_place)
+        return (count == 1 or shape.takes <= shape.pages) and found.total <= budget
 
-    if fits(most):
-        return most
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return most_that_fit(most, fits)
+
+
+def most_that_fit(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits, as every smaller one does; 0 where none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _attention(model: models.CacheShape, shape: Shape, kv: str, dtype: torch.dtype) -> int:
-    """One layer's pages as they are gathered and in fp32, and the scores before and after they are joined."""
-    own = shape.sequences * shape.own * shape.page
-    shared = shape.groups * (shape.prompt // shape.page) * shape.page if shape.group > 1 else 0
-    fp32 = 2 * model.heads * (own + shared) * model.dim * 4
+    """One layer's prompts as they are gathered, they and what followed them in fp32, and the scores before and after
+    they are joined."""
+    prompts, own = shape.groups * pages_of(shape.prompt, shape.page) * shape.page, shape.sequences * (shape.new - 1)
+    fp32 = 2 * model.heads * (own + prompts) * model.dim * 4
     kept = model.dim + 4 if kv == "fp8" else 0 if dtype == torch.float32 else model.dim * dtype.itemsize
-    scores = model.queries * shape.sequences * (shape.prompt + shape.new) * 4
-    return fp32 + max(2 * model.heads * max(own, shared) * kept, 2 * scores)
+    scores = model.queries * shape.sequences * (shape.prompt + shape.new - 1) * 4
+    return fp32 + max(2 * model.heads * prompts * kept, 2 * scores)
+
+
+def _in_place(model: models.CacheShape, shape: Shape, dtype: torch.dtype) -> int:
+    """What one layer's kernels give, and leave of chunks, where there are several, in fp32: a sum, and two numbers."""
+    chunks = -(-(shape.prompt + shape.new) // kernels.PAGED_CHUNK)
+    left = chunks * (model.dim + 2) * 4 if chunks > 1 else 0
+    return shape.sequences * model.queries * (model.dim * dtype.itemsize + left)
 
 
 def _prefill(config: Any, model: models.CacheShape, shape: Shape, dtype: torch.dtype) -> int:

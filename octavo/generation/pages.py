@@ -3,17 +3,22 @@
     codes    [layers, 2 * heads, pages * page, dim]   keys, then values: the compute dtype, or E4M3 with kv="fp8"
     scales   [layers, 2 * heads, pages * page]        fp32, with kv="fp8" alone: amax / 448 of a token's head
 
-A sequence is a list of page numbers. The samples of a prompt hold its full pages together; the last one, where it is
-not full, is copied for each sample but the last to start, since every sample writes its next token there. A sequence is
-only started when all pages that it may come to need are free, so that none is ever thrown out.
+A sequence is a list of page numbers: the full pages of its prompt, which all samples of that prompt hold together, and
+a run of pages of its own, as long as the longest completion. Runs lie behind each other from the first page on, one for
+each slot; the pages behind them are prompts'. Where a prompt's last page is not full, each sample begins its run with a
+copy of it, since it writes its next token there. So no sequence is ever thrown out for want of pages, and on a CPU the
+tokens of all sequences are read as one block.
 
-On a GPU kernels write the pages, with their casts, and look at them where they lie; elsewhere torch does, and gathers
-them first.
+On a GPU kernels write the pages, with their casts, and look at them where they lie; elsewhere torch does, and copies
+them first: what is copied in one sweep is read from memory twice as fast as by many small products.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -28,6 +33,7 @@ KINDS = ("bf16", "fp8")
 PAGE = 8
 """Tokens of a page: of what a sequence reads in each step half a page is behind its end."""
 
+_HUGE = 1 << 21
 _TOKEN_AND_HEAD = CastSpec("e4m3", block=(1, -1), scale="fp32")
 
 
@@ -36,40 +42,46 @@ def pages_of(tokens: int, page: int) -> int:
     return -(-tokens // page)
 
 
-def pages_needed(prompt: int, new: int, group: int, page: int = PAGE) -> int:
-    """Pages without which no sample of a prompt of so many tokens can have `new` ones: its own, since the last token is
-    not looked back at; and beside a sample that writes, the page of its prompt that other samples copy."""
-    return pages_of(prompt + new - 1, page) + (group > 1 and prompt % page > 0)
+def run_of(new: int, page: int = PAGE) -> int:
+    """Pages of a sequence's own run: what a prompt has beyond full pages, a page less a token at most, and `new`
+    tokens, the last of which is not looked back at."""
+    return pages_of(page - 1 + new - 1, page)
+
+
+def pages_needed(prompt: int, new: int, page: int = PAGE) -> int:
+    """Pages without which no sample of a prompt of so many tokens can have `new` ones: its prompt's, and its run."""
+    return pages_of(prompt, page) + run_of(new, page)
 
 
 class Pool:
-    """Which pages are free, and how many sequences hold each of the others."""
+    """The pages from `first` on that are free."""
 
-    def __init__(self, pages: int) -> None:
-        self.holders = np.zeros(pages, dtype=np.int64)
-        self._free = list(range(pages - 1, -1, -1))
+    def __init__(self, first: int, pages: int) -> None:
+        self._free = list(range(pages - 1, first - 1, -1))
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, held once; there must be as many."""
+        """So many free pages; there must be as many."""
         assert count <= self.free, (count, self.free)
-        taken = [self._free.pop() for _ in range(count)]
-        self.holders[taken] = 1
-        return taken
-
-    def share(self, pages: Sequence[int]) -> None:
-        """Hold pages once more."""
-        self.holders[list(pages)] += 1
+        return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: Sequence[int]) -> None:
-        """Hold pages once less; those that nobody holds are free."""
-        for page in pages:
-            self.holders[page] -= 1
-            if not self.holders[page]:
-                self._free.append(page)
+        self._free.extend(pages)
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in the system's huge pages, where it has them: a step touches rows in thousands of places, and
+    the processor would look up as many addresses."""
+    count = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or count < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 
 
 class Cache:
@@ -81,7 +93,7 @@ class Cache:
         self.pages, self.page, self.dtype = pages, page, dtype
         size = (shape.layers, 2 * shape.heads, pages * page, shape.dim)
         # zeros, since what lies behind a sequence is multiplied by a probability of zero
-        self.codes = torch.zeros(size, dtype=torch.float8_e4m3fn if kind == "fp8" else dtype, device=device)
+        self.codes = _zeros(size, torch.float8_e4m3fn if kind == "fp8" else dtype, device)
         self.scales = torch.zeros(size[:-1], device=device) if kind == "fp8" else None
         self._heads = torch.arange(size[1], device=device)[:, None]
         self.kernels = None if kernels.why_not_paged(device) else kernels.paged()
@@ -135,14 +147,28 @@ class Cache:
         k, v = x.chunk(2)
         return k, v
 
+    def read_runs(self, layer: int, count: int, pages: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The same [heads, count, end - begin, dim] of the first `count` runs of `pages` pages: their tokens from
+        `begin` to `end`."""
+
+        def part(x: Tensor) -> Tensor:
+            run = pages * self.page
+            return x[:, : count * run].view(len(x), count, run, *x.shape[2:])[:, :, begin:end]
+
+        x = part(self.codes[layer]).float().contiguous()
+        if self.scales is not None:
+            x.mul_(part(self.scales[layer])[..., None])
+        k, v = x.chunk(2)
+        return k, v
+
     def _gather(self, x: Tensor, tables: Tensor) -> Tensor:
         """[2 * heads, B, n * page, ...] of x [2 * heads, pages * page, ...]."""
         rows = F.embedding(tables, x.view(len(x) * self.pages, -1))  # the quickest gather of rows on a CPU
         return rows.view(*tables.shape[:2], tables.shape[2] * self.page, *x.shape[2:])
 
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages."""
-        there, here = (torch.tensor(x, dtype=torch.int64, device=self.codes.device) for x in (source, target))
+        there, here = (torch.from_numpy(x).to(self.codes.device) for x in (source, target))
         kept = (self.codes,) if self.scales is None else (self.codes.view(torch.uint8), self.scales)
         for x in kept:
             paged = x.view(*x.shape[:2], self.pages, -1)

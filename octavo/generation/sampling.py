@@ -60,13 +60,14 @@ def choose(logits: Tensor, sampling: Sampling, u: Tensor, invariant: bool = Fals
 def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.float()
     greedy = sampling.temperature == 0
-    logps = torch.log_softmax(logits if greedy else logits / sampling.temperature, dim=-1)
+    logps = torch.log_softmax(logits if greedy or sampling.temperature == 1 else logits / sampling.temperature, dim=-1)
     p = logps.exp()
     never = _indices(sampling.never, logits.device)
     if greedy:
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        cumulative = kept(_without(logps, never) if sampling.never else p, sampling).double().cumsum(-1)
+        left = _without(logps, never) if sampling.never else p
+        cumulative = kept(left, sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
@@ -87,10 +88,14 @@ def _without(logps: Tensor, never: Tensor) -> Tensor:
 
 def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:
     """The most bytes that :func:`choose` makes beside logits [count, vocabulary] of `dtype`: fp32 logits,
-    log-probabilities and probabilities, and in fp64 the latter and their sums."""
+    log-probabilities and probabilities, and in fp64 the latter and their sums. Top-p sorts what is left of them: in
+    order, their places, and in fp64 their sums, those without each one itself, and which are beyond."""
     rows = min(count, max(1, _ELEMENTS // vocabulary))
     numbers = (0 if dtype == torch.float32 else 4) + 4 + 4
-    more = 8 if sampling.temperature == 0 else 8 + 8
+    if sampling.temperature == 0:
+        return rows * vocabulary * (numbers + 8)
+    numbers += 4 * bool(sampling.never)
+    more = 4 * (0 < sampling.top_k < vocabulary) + 4 + 8 + 8 + 8 + 1 if sampling.top_p < 1 else 8 + 8
     return rows * vocabulary * (numbers + more)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.generation.pages import pages_of
+from octavo.generation.pages import run_of
 from octavo.generation.request import Prompt, Sampling
 from octavo.generation.sampling import choose
 
@@ -17,8 +17,9 @@ from octavo.generation.sampling import choose
 class Group:
     """A prompt and its samples.
 
-    `index`: of the prompt in the list given · `pages`: that hold the prompt · `logits` [V]: after it ·
-    `next_position`: of the first new token · `started`: samples that have a slot, or had one
+    `index`: of the prompt in the list given · `pages`: that hold the prompt, once all samples have started its full
+    ones · `logits` [V]: after it · `next_position`: of the first new token · `started`: samples that have a slot, or
+    had one · `running`: those that have one
     """
 
     index: int
@@ -28,6 +29,7 @@ class Group:
     logits: Tensor | None = None
     next_position: int = 0
     started: int = 0
+    running: int = 0
 
     @property
     def tokens(self) -> int:
@@ -36,18 +38,20 @@ class Group:
 
 class Slots:
     """S sequences. On the host, what is decided by (numpy [S]); on the device, what is computed with ([S, N], N the
-    most new tokens).
+        most new tokens).
 
-    `held`: tokens in the cache · `position`: of the token that comes next · `made`: tokens chosen · `pages`: of each
-    sequence [S, W] · `promised`: pages that it may still take · `first`: of its pages, those shared with the group
+        `prompt`: tokens of it · `held`: tokens in the cache · `position`: of the token that comes next · `made`: tokens
+    chosen, `told` [S, N] · `runs` [S, R]: the pages that are a slot's own · `pages` [S, W]: of each sequence, its
+    prompt's and then those · `changes`: how often others were under way, or elsewhere, than before
     """
 
-    def __init__(self, slots: int, most: int, pages: int, device: torch.device) -> None:
+    def __init__(self, slots: int, most: int, longest: int, page: int, device: torch.device) -> None:
         self.groups: list[Group | None] = [None] * slots
-        self.samples, self.held, self.position, self.made, self.promised, self.first = np.zeros(
-            (6, slots), dtype=np.int64
-        )
-        self.pages = np.zeros((slots, pages), dtype=np.int64)
+        self.samples, self.prompt, self.held, self.position, self.made = np.zeros((5, slots), dtype=np.int64)
+        self.page, self.run, self.changes = page, run_of(most, page), 0
+        self.runs = np.arange(slots * self.run).reshape(slots, self.run)
+        self.pages = np.zeros((slots, longest // page + self.run), dtype=np.int64)
+        self.told = np.zeros((slots, most), dtype=np.int64)
         self.device = device
         self.tokens = torch.zeros(slots, most, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(slots, most, dtype=torch.float64, device=device)
@@ -68,13 +72,22 @@ class Slots:
     def free(self) -> list[int]:
         return [slot for slot, group in enumerate(self.groups) if group is None]
 
-    def enter(self, slot: int, group: Group, sample: int, pages: list[int], promised: int, page: int) -> None:
-        """Put the next sample of a group into a slot, with the pages that it holds."""
+    def enter(self, slot: int, group: Group) -> int:
+        """Put the next sample of a group into a slot; gives its number."""
+        sample = group.started
+        group.started, group.running = sample + 1, group.running + 1
+        self.samples[slot], self.made[slot] = sample, 0
+        self.prompt[slot] = self.held[slot] = group.tokens
+        self.position[slot] = group.next_position
+        self._hold(slot, group)
+        return sample
+
+    def _hold(self, slot: int, group: Group) -> None:
+        full = group.tokens // self.page
         self.groups[slot] = group
-        self.samples[slot], self.promised[slot], self.made[slot] = sample, promised, 0
-        self.held[slot], self.position[slot] = group.tokens, group.next_position
-        self.first[slot] = group.tokens // page if group.samples > 1 else 0
-        self.pages[slot, : len(pages)] = pages
+        self.pages[slot, :full] = group.pages[:full]
+        self.pages[slot, full : full + self.run] = self.runs[slot]
+        self.changes += 1
 
     def choose(
         self, at: Tensor, made: Tensor, logits: Tensor, sampling: Sampling, given: Tensor | None, invariant: bool
@@ -86,7 +99,31 @@ class Slots:
         self.tokens[at, made], self.logps[at, made], self.entropies[at, made] = tokens, logps, entropies
         return tokens.masked_fill(logps.isnan(), -1)
 
-    def leave(self, slot: int, page: int) -> list[int]:
-        """Free a slot; gives the pages that it held."""
-        self.groups[slot], self.promised[slot] = None, 0
-        return self.pages[slot, : pages_of(int(self.held[slot]), page)].tolist()
+    def leave(self, slot: int) -> Group:
+        """Free a slot; gives the group whose sample it held."""
+        group = self.groups[slot]
+        assert group is not None
+        self.groups[slot] = None
+        group.running -= 1
+        self.changes += 1
+        return group
+
+    def close_up(self) -> tuple[np.ndarray, np.ndarray]:
+        """Move the last sequences into the slots before them that are free: (from where, to where). What their runs
+        hold is left to the caller."""
+        active = self.active
+        free = np.setdiff1d(np.arange(len(active)), active)
+        last = active[len(active) - len(free) :]
+        if not len(free):
+            return last, free
+        for kept in (self.samples, self.prompt, self.held, self.position, self.made, self.told):
+            kept[free] = kept[last]
+        here, there = (torch.from_numpy(x).to(self.device) for x in (free, last))
+        for values in (self.tokens, self.uniforms, self.logps, self.entropies):
+            values[here] = values[there]
+        for slot, before in zip(free.tolist(), last.tolist(), strict=True):
+            group = self.groups[before]
+            assert group is not None
+            self.groups[before] = None
+            self._hold(slot, group)
+        return last, free

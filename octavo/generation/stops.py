@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,12 @@ class Stops:
         """bool [B]: which tokens [B] end their completion."""
         return np.isin(tokens, self.ids)
 
+    @cached_property
+    def reach(self) -> int:
+        """Tokens at the end of a completion that are looked at for a text: a token is a byte at least."""
+        return max((len(text.encode()) for text in self.texts), default=0) + _SPARE
+
     def by_text(self, tokens: Sequence[int]) -> bool:
-        """Whether the end of a completion holds one of the texts. A token is a byte at least, so few need a look."""
-        longest = max(len(text.encode()) for text in self.texts)
-        tail = self.tokenizer.decode(tokens[-longest - _SPARE :], skip_special_tokens=False)
+        """Whether the last tokens of a completion, `reach` of them or all, hold one of the texts."""
+        tail = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(text in tail for text in self.texts)

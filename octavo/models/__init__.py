@@ -6,10 +6,11 @@ from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
+from octavo.models.fresh import fresh
 from octavo.models.generate import generate, ignored_settings, question
-from octavo.models.loading import load, load_split, parameter_count
+from octavo.models.loading import load, load_split, parameter_count, split
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
-from octavo.models.processors import TextProcessor, load_processor, load_tokenizer
+from octavo.models.processors import TextProcessor, load_processor, load_tokenizer, pixels_by
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
 from octavo.models.save import save_hf
@@ -39,6 +40,7 @@ __all__ = [
     "empty",
     "freeze",
     "freeze_all",
+    "fresh",
     "frozen_names",
     "generate",
     "ignored_settings",
@@ -48,6 +50,7 @@ __all__ = [
     "load_split",
     "load_tokenizer",
     "parameter_count",
+    "pixels_by",
     "positions",
     "question",
     "random_model",
@@ -55,6 +58,7 @@ __all__ = [
     "read_quantization",
     "save_hf",
     "shape_model",
+    "split",
     "stays",
     "stream",
     "tiny_config",

@@ -30,10 +30,12 @@ _QUANTIZED = ("linear", "experts")
 _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
-def asked_kinds(load_in_fp8: str | Mapping[str, str | None] | None) -> dict[str, str]:
+def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
     """component -> kind (of `fp8.FROZEN`, which the recipes that multiply by it are named after: row of rowwise); one
-    word speaks of the language model. Raises ModelError for unknown ones."""
+    word speaks of the language model, and True means its rows. Raises ModelError for unknown ones."""
     names = ", ".join(f"{kind}wise" for kind in fp8.FROZEN)
+    if isinstance(load_in_fp8, bool):
+        load_in_fp8 = "row" if load_in_fp8 else None
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
         raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
     given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
@@ -71,7 +73,9 @@ def assemble(
         say(f"{folder} offers one parameter twice: took {kept}, {kept.dtype}, not {other}, {other.dtype}")
     if asked and not keep_fp8 and quantization is not None:
         say("keep_fp8=False: codes on disk are dequantized, and what load_in_fp8 asks for is quantized anew")
-    stream = Stream(shards, model, paired.scales, quantization, kinds, _dtypes(model, dtype), device, keep_fp8=keep_fp8)
+    stream = Stream(
+        shards, model, paired.scales, quantization, kinds, dtypes_of(model, dtype), device, keep_fp8=keep_fp8
+    )
     _fill(stream, found.origins, progress)
     for note in stream.notes:
         say(note)
@@ -96,7 +100,7 @@ def checked(
 def frozen_names(
     path: str | Path,
     model: PreTrainedModel,
-    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
 ) -> dict[str, fp8.CastSpec]:
     """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers and
@@ -264,8 +268,9 @@ def _kinds(
     return kinds
 
 
-def _dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """The dtype of each parameter: that of the model on the meta device, and fp32 where its family insists on it."""
+def dtypes_of(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype of each parameter of a model on the meta device: its own, and fp32 where its family
+    insists on it."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
 

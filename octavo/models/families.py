@@ -114,6 +114,8 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         )
     if is_vision_config(config):
         family = replace(_VISION[config.model_type], image_token_id=config.image_token_id)
+        if hasattr(model_or_config, "score"):  # of a reward model
+            family = replace(family, components={**family.components, "lm_head": ("score",)})
     else:
         family = _text(model_or_config)
     _check(model_or_config, family)

@@ -65,9 +65,13 @@ def generate(
 
 
 def question(
-    processor: ProcessorMixin | TextProcessor, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()
+    processor: ProcessorMixin | TextProcessor,
+    messages: Sequence[dict[str, Any]],
+    images: Sequence[Image] = (),
+    answered: bool = False,
 ) -> BatchFeature:
     """A conversation that waits for an answer, as the model's tensors: `input_ids` [1, P] and what images add.
+    `answered`: one that ends with its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
@@ -91,9 +95,13 @@ def question(
             "the model's folder has no chat template (chat_template.jinja), so a question cannot be written for it. "
             "Add the template of its chat version; a base model has none."
         )
-    text = chat.render(processor, messages, add_generation_prompt=True)
+    text = chat.render(processor, messages, add_generation_prompt=not answered)
     # The template has written the special tokens; a tokenizer that adds its own would write <s> twice.
+    token = getattr(processor, "image_token", None)
+    places = 0 if token is None else text.count(token)
     try:
+        if places != len(images):  # transformers 5.17 does not tell
+            raise ValueError(f"the text has {places} places for {len(images)} images")
         return processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
     except ValueError as cause:
         raise ModelError(

@@ -1,9 +1,10 @@
-"""Processors of models that see images, without torchvision: text and PIL images in, the model's tensors out.
+"""Processors of models that see images: text and PIL images in, the model's tensors out.
 
-The stock processors want a video processor, which wants torchvision; without it AutoProcessor fails, or quietly
-returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
-`video_processor`, with the image processors in their PIL form. Imported when such a processor is loaded: a machine
-that only measures models needs no Pillow.
+What a stock AutoProcessor is, but for videos: its video processor wants torchvision, without which AutoProcessor fails
+or quietly returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
+`video_processor`. Image processors are those that AutoProcessor takes, which compute with torchvision; where that is
+not installed their PIL forms, which resize a little differently (`processors.pixels_by` says which). Imported when such
+a processor is loaded: a machine that only measures models needs no Pillow.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from typing import Any
 
 import torch
 from transformers import ProcessorMixin
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.utils import is_torchvision_available
 
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
+
+if is_torchvision_available():
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor as GotOcr2Images
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImages
+else:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil as GotOcr2Images
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Qwen2VLImages
 
 _MOST = 1 << 16  # tokens of a small image
 #: what the vision encoder of Qwen calls a size -> what its image processor does
@@ -62,10 +69,10 @@ class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
 
 # model_type -> (processor, image processor)
 PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
-    "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImageProcessorPil),
-    "internvl": (InternVLImageTextProcessor, GotOcr2ImageProcessorPil),
+    "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImages),
+    "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
+    "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImages),
+    "internvl": (InternVLImageTextProcessor, GotOcr2Images),
 }
 
 
@@ -90,7 +97,7 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
     stated: list[tuple[str, Any, str, Any]] = [
         ("image_token_id", raw.get("image_token_id"), "tokenizer_config.json", processor.image_token_id)
     ]
-    if isinstance(image, Qwen2VLImageProcessorPil):
+    if isinstance(image, Qwen2VLImages):
         video = folder / "video_preprocessor_config.json"
         more = read_json(video) if video.exists() else {}
         for theirs, ours in _SAME.items():
@@ -119,14 +126,14 @@ def limit(image_processor: Any, given: dict[str, int]) -> None:
     low, high = given.get("min_pixels"), given.get("max_pixels")
     if low is not None and high is not None and low > high:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
-    if isinstance(image_processor, Qwen2VLImageProcessorPil):
+    if isinstance(image_processor, Qwen2VLImages):
         unit, what = (image_processor.patch_size * image_processor.merge_size) ** 2, "token"
     else:
         unit, what = image_processor.size["height"] * image_processor.size["width"], "tile"
     for key, value in given.items():
         if value < unit:
             raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
-    if isinstance(image_processor, Qwen2VLImageProcessorPil):
+    if isinstance(image_processor, Qwen2VLImages):
         size = dict(image_processor.size)
         if high is not None:
             size |= {"longest_edge": high, "shortest_edge": min(size["shortest_edge"], high)}

@@ -11,6 +11,7 @@ A folder in high precision that stays so is loaded by transformers itself. FP8 i
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -35,7 +36,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     attn_implementation: str | None = None,
-    load_in_fp8: str | Mapping[str, str | None] | None = None,
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] | None = None,
@@ -46,10 +47,11 @@ def load(
     dtype                of all parameters; buffers such as rotary tables keep their fp32
     device               where it ends up
     attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
-    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same): linear layers
-                         and experts of the language model become frozen FP8 weights while they are read, and nothing is
-                         held in two precisions. A mapping says it for each of foundation, image_encoder,
-                         image_projector. Embeddings, the output projection, routers, norms and the patch embedding stay
+    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same, True rows):
+                         linear layers and experts of the language model become frozen FP8 weights while they are read,
+                         and nothing is held in two precisions. A mapping says it for each of foundation,
+                         image_encoder, image_projector. Embeddings, the output projection, routers, norms and the patch
+                         embedding stay
     keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
                          their values in `dtype`
     say                  gets what a person should know: which of two sets of weights was taken, what was not used
@@ -129,11 +131,16 @@ def load_split(
     ModelError as `load` does.
     """
     folder = Path(path)
-    config = read_config(folder)
+    read_config(folder)  # refuses what is no model's
     entries = [entry for header in check_weight_files(folder) for entry in header.entries]
     if read_quantization(folder) is None and not any(entry.dtype in ("F64", "F32", "F16") for entry in entries):
         return load(folder, torch.bfloat16, device, attn_implementation), {}
-    model = load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False)
+    return split(load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False), device)
+
+
+def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """An fp32 model on the host as `load_split` gives it; it is given up parameter by parameter."""
+    config = copy.deepcopy(model.config)
     lows: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():

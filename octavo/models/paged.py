@@ -44,13 +44,22 @@ class CacheShape:
 
 def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache is
-    not for: layers that are no plain attention over all earlier tokens."""
+    not for: layers that are no plain attention over all earlier tokens, and positions of a sequence that depend on the
+    longest one beside it."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention"}):
         raise ModelError(
             f"model_type {config.model_type!r} has layers of {', '.join(odd)}, and the generation engine keeps keys "
             "and values of full attention alone. Ask it with transformers' own generate."
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings", 0)
+    if rope.get("rope_type") == "longrope" and short < text.max_position_embeddings:
+        raise ModelError(
+            f"model_type {config.model_type!r} turns queries and keys by longrope: all sequences of a call by other "
+            f"angles, as soon as one of them is longer than {short} tokens (original_max_position_embeddings), so "
+            "that what is written would depend on the batch. Ask it with transformers' own generate."
         )
     heads = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads

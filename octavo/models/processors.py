@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
-from octavo.models.chat import FILES, check_template, deadline
+from octavo.models.chat import FILES, check_template, deadline, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_sizes, read_json, stock
 from octavo.models.skeleton import VISION_FAMILIES
@@ -46,7 +46,8 @@ class TextProcessor:
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """The tokenizer's chat template, under a deadline."""
         with deadline():
-            return self.tokenizer.apply_chat_template(conversation, **kwargs)
+            text = written(self.tokenizer, self.tokenizer, conversation, kwargs)
+            return self.tokenizer.apply_chat_template(conversation, **kwargs) if text is None else text
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
@@ -84,10 +85,17 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def pixels_by(processor: ProcessorMixin | TextProcessor) -> str | None:
+    """What a processor makes pixels with: `torchvision`, `pil`, or None for text-only."""
+    image_processor = processor.image_processor
+    return None if image_processor is None else image_processor.backend
+
+
 def load_processor(
     path: str | Path, max_pixels: int | None = None, min_pixels: int | None = None
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type; needs no torchvision.
+    """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives, without
+    videos; where torchvision is missing, with Pillow in its place (`pixels_by` says which).
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
@@ -116,7 +124,13 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
         return TextProcessor(tokenizer)
     from PIL import Image
 
-    from octavo.models import image_processors
+    try:
+        from octavo.models import image_processors
+    except (ImportError, RuntimeError, OSError) as cause:  # as a build of torchvision for another torch does
+        raise ModelError(
+            f"transformers' image processors cannot be imported ({type(cause).__name__}: {str(cause).strip()[:200]}). "
+            "Where torchvision is named: install the build that belongs to this torch, or remove it; Octavo needs none."
+        ) from cause
 
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():

@@ -3,11 +3,14 @@ model on the meta device."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +19,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, read_json, stock
@@ -23,6 +28,8 @@ from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+#: how architectures that give a conversation numbers end
+SCORING = "ForSequenceClassification"
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -80,12 +87,17 @@ def is_vision_config(config: PreTrainedConfig) -> bool:
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
-    """The class of a configuration that generates, or with `scores` the one that gives a text numbers. Raises
+    """The class of a configuration that generates, or with `scores` the one that gives a conversation numbers. Raises
     ModelError."""
     if scores:
-        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_vision_config(config):
+        if is_vision_config(config):
+            return _scoring(type(config))
+        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return AutoModelForSequenceClassification
-        raise ModelError(f"model_type {config.model_type!r} is no text model that transformers knows to give scores.")
+        raise ModelError(
+            f"model_type {config.model_type!r} is neither a described vision-language family "
+            f"({', '.join(VISION_FAMILIES)}) nor a text model that transformers knows to give scores."
+        )
     if is_vision_config(config):
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -94,6 +106,25 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
         f"model_type {config.model_type!r} is neither a described vision-language family "
         f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
     )
+
+
+@cache
+def _scoring(config_class: type) -> type:
+    """Sequence classification by a vision-language family, for which transformers has none: its own, as text models
+    have it (`score` over the last hidden state of the last token that is no padding, without a bias), over all that
+    the family is but its output projection. Weights have the names that vLLM and SGLang give such a model."""
+    writes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    family = next(base for base in writes.__mro__ if base.__name__.endswith("PreTrainedModel"))
+
+    class Scoring(GenericForSequenceClassification, family):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+            return cls._from_config(config, **options)
+
+    Scoring.__name__ = Scoring.__qualname__ = writes.__name__.replace("ForConditionalGeneration", SCORING)
+    if (names := get_checkpoint_conversion_mapping(writes.__name__)) is not None:  # on disk they may be others
+        register_checkpoint_conversion_mapping(Scoring.__name__, names, overwrite=True)
+    return Scoring
 
 
 def skeleton(

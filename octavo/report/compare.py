@@ -22,15 +22,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from octavo import atomic, reading
 from octavo.config import RECIPES, Config, Fp8Section, load_config, override
+from octavo.config.model import FITTING
 from octavo.config.phases import BEYOND_SFT
-from octavo.config.sections import FITTING
 from octavo.report import claims, outcomes
 from octavo.report.claims import LEAST_FORK, HeldOut
 from octavo.report.judge import Verdict, judge
@@ -50,19 +50,23 @@ def compare(
     console: Any = None,
     fresh: bool = False,
     jobs: int = 1,
+    nproc: int = 1,
     savings: bool = True,
     forks: int | None = None,
     seeds: int = 1,
     accuracy_margin: float | None = None,
+    tell: Callable[[Any], Iterable[str]] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the runs that
     tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
     (None: silent). ``jobs`` runs train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
-    one). ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none; None: 3, and none in the
-    phases rl and preference, whose losses decide nothing); ``seeds`` whole runs in each precision, of which one makes
-    no interval. ``accuracy_margin``: a share, how much lower FP8's may be (None: 0.01, in those phases 0.02).
+    one); or one after the other, each over ``nproc`` processes of this machine. ``forks`` from high precision's
+    checkpoint at two thirds, in each precision (0: none; None: 3, and none in the phases rl and preference, whose
+    losses decide nothing); ``seeds`` whole runs in each precision, of which one makes no interval. ``accuracy_margin``:
+    a share, how much lower FP8's may be (None: 0.01, in those phases 0.02). ``tell`` makes the lines about the plan,
+    told once, before the first run (None: `octavo.train.summary.summary`).
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
@@ -71,14 +75,19 @@ def compare(
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ReportError(
-            f"compare was started on {ranks} processes; it runs in one. Start it without torchrun, or train each run "
-            "with `torchrun ... -m octavo train`"
+            f"compare was started on {ranks} processes; it runs in one. Start it without torchrun; `octavo "
+            "compare FILE --nproc N` trains each run over N processes"
         )
     beyond = cfg.train.phase in BEYOND_SFT
     if forks is None:
         forks = 0 if beyond else FORKS
-    if min(jobs, seeds) < 1 or forks < 0:
-        raise ReportError(f"jobs={jobs}, seeds={seeds}, forks={forks}: jobs and seeds are at least 1, forks at least 0")
+    if jobs > 1 and nproc > 1:
+        raise ReportError(
+            f"jobs={jobs} and nproc={nproc}: runs train beside each other, or each over several processes; give one"
+        )
+    if min(jobs, seeds, nproc) < 1 or forks < 0:
+        asked = f"jobs={jobs}, nproc={nproc}, seeds={seeds}, forks={forks}"
+        raise ReportError(f"{asked}: forks are at least 0, the others at least 1")
     if beyond and forks:
         raise ReportError(
             f"forks={forks}: they hold losses against each other, and in phase {cfg.train.phase} losses decide "
@@ -88,13 +97,14 @@ def compare(
         accuracy_margin = (outcomes if beyond else claims).ACCURACY_MARGIN
     from octavo.train import base
 
-    cfg, directory = base.settled(cfg), Path(directory)
+    cfg, directory = base.counted(base.settled(cfg)), Path(directory)
     runs = runs_of(cfg, recipes, directory, savings, forks, seeds)
     if fresh:
         clear(directory)
+    plans: list[Any] = []
     for run in runs:  # refuse before the first run has cost minutes
         check_reusable(run)
-        _plannable(run)
+        plans += _planned(run)
     _same_files(cfg, directory)
     no_forks = "" if not forks else _why_no_forks(runs)
     if no_forks:
@@ -103,10 +113,15 @@ def compare(
 
     more = [(sum(run.kind == kind for run in runs), word) for kind, word in (("saving", "to tell what each memory "
             "saving costs"), ("fork", "forks of high precision"))]  # fmt: skip
-    if told := [f"{count} of them {word}" for count, word in more if count]:
-        _say(console, f"{len(runs)} runs, {', '.join(told)}")
+    told = [f"{count} of them {word}" for count, word in more if count]
+    _say(console, f"{', '.join([f'{len(runs)} runs', *told])}; they are in {directory / 'arms'}")
+    if console is not None:
+        from octavo.train.summary import summary
+
+        for line in (line for plan in plans for line in (tell or summary)(plan)):
+            _say(console, line)
     started = time.monotonic()
-    records = _trained(runs, jobs, console)
+    records = _trained(runs, jobs, console, nproc)
     held = _held_out(cfg, records, directory, console, seeds)
     trial = Trial(held, 0 if no_forks else forks, no_forks, seeds, accuracy_margin, jobs)
     verdict = judge(records, trial)
@@ -115,16 +130,16 @@ def compare(
     return verdict
 
 
-def _trained(runs: Sequence[Run], jobs: int, console: Any) -> list[tuple[Run, RunRecord]]:
+def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
     """The runs with what they left; those that are not finished are trained now."""
     records = []
     unfinished = [run for run in runs if finished(run) is None]
-    together = jobs > 1 and len(unfinished) > 1
+    together = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
     if together:
         from octavo.report.side_by_side import train_together
 
-        failures = train_together(unfinished, jobs, console)
+        failures = train_together(unfinished, jobs, console, nproc)
     for number, run in enumerate(runs, 1):
         record = None
         if run.name in failures:
@@ -196,7 +211,10 @@ def runs_of(
         raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
     plain = high_precision(cfg)
     seed, begins = cfg.run.seed, forks_begin(cfg.train.steps)
-    kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": (begins,) if forks else ()})})
+    # Kept also where no forks are asked for yet: they can then be tried without training high precision again.
+    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.steps - begins >= LEAST_FORK
+    milestones = (begins,) if forks or forkable else ()
+    kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
     reference = _run_of(kept, directory, "high-precision", HIGH, "reference", seed)
     others = range(seed + 1, seed + max(seeds, 2))
     runs = [
@@ -223,7 +241,8 @@ def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: 
     """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
     begins = reference.cfg.run.milestones[0]
     checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
-    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "fork": str(checkpoint)}
+    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}
+    bare |= {"fork": str(checkpoint), "start_from": None}
     cfg = cfg.model_copy(
         update={
             "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0, "keep": 1, "log_every": 1}),
@@ -267,8 +286,8 @@ def own_recipe(cfg: Config) -> str:
 
 
 def _run_of(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Run:
-    own = cfg.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
-    return Run(name, label, kind, cfg.model_copy(update={"run": own}))
+    own = {"dir": str(directory / "arms" / name), "resume": "auto", "save_states": True, "seed": seed}
+    return Run(name, label, kind, cfg.model_copy(update={"run": cfg.run.model_copy(update=own)}))
 
 
 def clear(directory: Path) -> None:
@@ -298,15 +317,17 @@ def check_reusable(run: Run) -> None:
         )
 
 
-def _plannable(run: Run) -> None:
-    """Raise ``PlanError`` where the model has nothing that the FP8 run could compute in FP8. A folder without a model
-    is for the first run to tell, and what is measured first is planned when that is done."""
+def _planned(run: Run) -> list[Any]:
+    """The plan of an FP8 run, where it can be made now; raises ``PlanError`` where the model has nothing that the run
+    could compute in FP8. A folder without a model is for the first run to tell, and what is measured first is planned
+    when that is done."""
     if run.kind != "fp8" or not (Path(run.cfg.model.path) / "config.json").is_file() or finished(run) is not None:
-        return
+        return []
     from octavo.train import planning
 
-    if not planning.policy_from(run.cfg).asks_auto:
-        planning.plan_for(run.cfg)
+    if planning.policy_from(run.cfg).asks_auto:
+        return []
+    return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
 
 
 def _same_files(cfg: Config, directory: Path) -> None:
@@ -328,7 +349,8 @@ def _same_files(cfg: Config, directory: Path) -> None:
 def _comparable(cfg: Config) -> dict[str, Any]:
     """What decides a run's figures: everything but where the run lies and how it is watched and saved."""
     data = cfg.model_dump(mode="json")
-    for key in ("dir", "resume", "save_every", "keep", "tensorboard", "fork", "milestones"):
+    unseen = ("dir", "resume", "save_every", "keep", "save_states", "tensorboard", "trackers", "fork", "milestones")
+    for key in unseen:
         data["run"].pop(key, None)
     return data
 
@@ -362,11 +384,12 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
         return record
     from octavo import rl, train
     from octavo.fp8 import ProofError
+    from octavo.report.live import Page
 
     _forget_peaks()
     failure = ""
     try:
-        result = rl.run(run.cfg, console=console, label=label)
+        result = rl.run(run.cfg, console=console, label=label, tell=lambda planned: (), watchers=[Page()])
     except (train.TrainError, ProofError) as error:
         if not run.may_fail:
             raise

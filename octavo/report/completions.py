@@ -27,8 +27,8 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
         asked = dict.fromkeys([*theirs[step], *ours[step]])
         rows = [
             {
-                "prompt": _text((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
-                "answer": _text(first.get("answer")),
+                "prompt": text((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
+                "answer": text(first.get("answer")),
                 "high": _shown(theirs[step].get(key)),
                 "fp8": _shown(ours[step].get(key)),
             }
@@ -48,12 +48,12 @@ def _by_step(record: RunRecord) -> dict[int, dict[tuple[str, int, int], Mapping[
 def _shown(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    return {"text": _text(row["completion"]), "reward": row["reward"], "ended": row.get("ended", "")}
+    return {"text": text(row["completion"]), "reward": row["reward"], "ended": row.get("ended", "")}
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     """A text, or several as JSON, cut at LENGTH characters."""
     if value is None:
         return ""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LENGTH else f"{text[:LENGTH]} ..."
+    whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return whole if len(whole) <= LENGTH else f"{whole[:LENGTH]} ..."

@@ -287,7 +287,11 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
             if i % 2 == 0:
                 axes.axvspan(first - 0.5, last + 0.5, color=PALETTE["band"], lw=0, zorder=0)
         axes.set_xlim(-0.5, len(layers) - 0.5)
+    widest: dict[str, tuple[int, int]] = {}
     for name, first, last in _spans([components.get(name, "") for name in layers]):
+        if name not in widest or last - first >= widest[name][1] - widest[name][0]:
+            widest[name] = first, last
+    for name, (first, last) in widest.items():  # named once: parts of towers and projectors may take turns
         centre = ((first + last) / 2, 1)
         top.annotate(name.replace("_", " "), centre, xycoords=("data", "axes fraction"), va="top",
                      xytext=(0, -4), textcoords="offset points", ha="center", fontsize=9,
@@ -337,10 +341,22 @@ def memory_figure(
 
 def save(figure: Figure, path: Path) -> str:
     """Write ``path`` (PNG) and return the same drawing as inline SVG whose colours are CSS variables."""
-    figure.savefig(path, dpi=150)
+    path.write_bytes(png(figure))
+    return svg(figure, path.stem)
+
+
+def png(figure: Figure) -> bytes:
+    """A drawing as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150, format="png")
+    return buffer.getvalue()
+
+
+def svg(figure: Figure, name: str) -> str:
+    """A drawing as an element of a page, whose colours are CSS variables."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(buffer.getvalue(), path.stem)
+    return _inline(buffer.getvalue(), re.sub(r"\W+", "-", name))
 
 
 def _inline(svg: str, prefix: str) -> str:

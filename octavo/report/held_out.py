@@ -9,6 +9,7 @@ Each is read again as long as it is of the same weights; that the data are the s
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -28,7 +29,8 @@ def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
     """The model that ``cfg`` begins with, in high precision."""
     weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
     sizes = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
-    of = {"model": cfg.model.path, "weights": sizes}
+    random = ["random", cfg.run.seed, cfg.model.init_std] if cfg.model.init == "random" else None
+    of = {"model": cfg.model.path, "weights": random or sizes}
     return _kept(directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console)
 
 
@@ -54,15 +56,18 @@ def _kept(
             return Judged(tuple(found["pieces"]), int(found["gemms"]))
     import torch
 
-    from octavo.train import finished
+    from octavo.train import base, finished
 
+    found = finished.look(target)
+    if found.kind == "folder":  # what training began with
+        found = dataclasses.replace(found, random=base.drawn(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)
     pieces: list[dict[str, Any]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(cfg.run.threads or threads)
     try:
-        result = finished.evaluate_target(finished.look(target), cfg, recipe=recipe, pieces=pieces)
+        result = finished.evaluate_target(found, cfg, recipe=recipe, pieces=pieces)
     finally:
         torch.set_num_threads(threads)
     gc.collect()

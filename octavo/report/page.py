@@ -8,44 +8,37 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 import numpy as np
-from markupsafe import Markup
 
 import octavo
 from octavo import atomic
-from octavo.report import completions, figures, learning, outcomes, savings
+from octavo.reading import finite
+from octavo.report import completions, figures, learning, outcomes, parts, savings
 from octavo.report.claims import LOSS_MARGIN
 from octavo.report.judge import CLAIMS, Verdict, accuracy, last_step
+from octavo.report.parts import (
+    KINDS,
+    TOTALS,
+    counted,
+    fixed,
+    flat,
+    memory_kinds,
+    plan_groups,
+    unit_of,
+)
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.training import Sides
 from octavo.report.trial import Run
 from octavo.report.verdict import Check, percent
-from octavo.train.metrics import finite
 
 Records = Sequence[tuple[Run, RunRecord]]
 
-#: the order and the words of the memory table; kinds that a run adds come after
-KINDS = {
-    "weights": "weights",
-    "master": "master weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer states",
-    "codes": "cached FP8 codes",
-    "activations": "saved activations",
-    "logits": "logits",
-    "workspace": "workspace",
-}
-#: totals that a run records beside the kinds. The peak of the process is not shown: all runs share one process
-TOTALS = {"peak_cuda": "peak of the GPU"}
-NOT_KINDS = (*TOTALS, "peak_rss")
 STATUSES = ("fail", "undecided", "warn", "pass")
 ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad": "dy, wgrad"}
 
@@ -140,67 +133,6 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
     return drawings, images
 
 
-def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """Kinds of memory that any run recorded, in the order of ``KINDS``; peaks are no kinds."""
-    seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
-    return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
-
-
-def unit_of(size: float) -> tuple[str, float]:
-    """KiB, MiB or GiB: the largest unit of which ``size`` bytes hold at least one."""
-    for name, unit in (("GiB", 2.0**30), ("MiB", 2.0**20)):
-        if size >= unit:
-            return name, unit
-    return "KiB", 2.0**10
-
-
-def bytes_text(size: float) -> str:
-    """Bytes for people: 12.3 MiB."""
-    name, unit = unit_of(size)
-    return f"{size / unit:.1f} {name}" if size else "0"
-
-
-def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a plan that differ only in the numbers of their names, as one line each."""
-    groups: dict[tuple, dict[str, Any]] = {}
-    for row in plan.get("rows", ()):
-        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
-        recipe = row.get("recipe")
-        name = recipe_text(recipe)
-        shape = " x ".join(map(str, row.get("shape") or ()))
-        reason = row.get("reason") or ""
-        key = (pattern, row.get("component"), row.get("kind"), shape, name, reason)
-        group = groups.setdefault(
-            key,
-            {"pattern": pattern, "component": row.get("component") or "", "kind": row.get("kind") or "", "shape": shape,
-             "recipe": name, "reason": reason, "count": 0, "share": 0.0},
-        )  # fmt: skip
-        group["count"] += 1
-        group["share"] += float(row.get("share") or 0.0)
-    return list(groups.values())
-
-
-def counted(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
-    rows = []
-    for component, gemms in (proof.get("components") or {}).items():
-        for gemm, calls in gemms.items() if isinstance(gemms, Mapping) else ():
-            fp8 = {backend: count for backend, count in calls.items() if backend != "high"}
-            share = (proof.get("shares") or {}).get(component)
-            rows.append({"component": component, "share": share, "gemm": gemm, "fp8": sum(fp8.values()),
-                         "backends": ", ".join(fp8), "high": calls.get("high", 0)})  # fmt: skip
-    return rows
-
-
-def recipe_text(recipe: Any) -> str | None:
-    """A plan row's recipe in words, GEMMs that stay in high precision named; None for high precision altogether."""
-    if not isinstance(recipe, Mapping):
-        return recipe
-    kept = [gemm for gemm in ("fwd", "dgrad", "wgrad") if recipe.get(gemm, "fp8") != "fp8"]
-    name = f"{recipe['name']} {recipe.get('format') or ''}".strip()
-    return f"{name} ({', '.join(kept)} in high precision)" if kept else name
-
-
 def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> list[dict[str, str]]:
     """The figures at the head of the page for one FP8 run."""
     if record.failure:
@@ -211,8 +143,8 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     if (panels := outcomes.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
         pairs = outcomes.pairs_of(Sides((run, record), reference, records))
         ours, theirs = (_mean([outcomes.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
-        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {_fixed(theirs, 3)}"
-        found = [{"figure": _fixed(ours, 3), "word": word}]
+        word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {fixed(theirs, 3)}"
+        found = [{"figure": fixed(ours, 3), "word": word}]
     else:
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
         found = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
@@ -256,36 +188,8 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
     )
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A nested mapping as (dotted key, text) rows for a table."""
-    rows: list[tuple[str, str]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            rows += flat(value, f"{name}.")
-        elif isinstance(value, list | tuple):
-            if value and all(isinstance(inner, Mapping) for inner in value):
-                for number, inner in enumerate(value):
-                    rows += flat(inner, f"{name}[{number}].")
-            elif value:
-                rows.append((name, ", ".join(map(str, value))))
-        elif value is not None and value != "":
-            rows.append((name, f"{value:.6g}" if isinstance(value, float) else str(value)))
-    return rows
-
-
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:
     """The page as HTML."""
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": _fixed, "short": _short}
-    environment.filters |= {"svg": Markup, "dotted": _dotted}
     shown = [(label, record.memory) for label, record in ((a.label, r) for a, r in records) if record.memory]
     fp8 = [
         {
@@ -305,13 +209,11 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     if not fp8:
         raise ReportError("a page needs at least one FP8 run")
     reference = next(r for a, r in records if a.kind == "reference")
-    return environment.get_template("page.html.jinja").render(
+    return parts.render(
+        "page.html.jinja",
         verdict=verdict,
         line=verdict.line.partition(": ")[2],
         created=created,
-        version=octavo.__version__,
-        css=(here / "page.css").read_text(encoding="utf-8"),
-        colors=figures.PALETTE,
         tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
         claims=verdict.claims,
         checks=sorted((c for c in verdict.checks if c.name not in CLAIMS), key=lambda c: STATUSES.index(c.status)),
@@ -334,20 +236,3 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         environment=flat(reference.environment),
         configs=[(run.label, record.config) for run, record in records],
     )
-
-
-def _dotted(name: str) -> Markup:
-    """A module name that may break after its dots."""
-    return Markup(".<wbr>").join(name.split("."))
-
-
-def _short(value: float) -> str:
-    """A number with four digits that tell; a dash where there is none."""
-    return f"{value:.4g}" if math.isfinite(value) else "\N{EN DASH}"
-
-
-def _fixed(value: float | None, digits: int = 2) -> str:
-    """A number with fixed digits and thousands apart; a dash where there is none."""
-    if value is None or not np.isfinite(value):
-        return "\N{EN DASH}"
-    return f"{value:,.{digits}f}"

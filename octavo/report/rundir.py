@@ -8,7 +8,7 @@ Only this file knows their layout. Arrays have one entry for each recorded step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _EVAL = {...: NUMBER}
 _HEALTH = {...: {**dict.fromkeys(ROLES, {...: NUMBER}), "dw_cosine": NUMBER, "nan_codes": COUNT}}
 _ROW = {
     "step!": COUNT, "loss": NUMBER, "tokens": NUMBER, "tokens_per_s": NUMBER, "zeroed_v": COUNT,
+    "seconds": NUMBER, "time": TEXT,
     "memory": {...: FINITE}, "health": _HEALTH, "eval": _EVAL, **dict.fromkeys(FIGURES, NUMBER),
 }  # fmt: skip
 _COMPLETION = {
@@ -51,6 +52,7 @@ _FORMS: dict[str, Any] = {
         "rollouts": {"first!": COUNT, "last!": COUNT, "stale": COUNT},
     },
     "environment.json": {},
+    "memory.json": {"bytes": {...: COUNT}},
 }
 
 
@@ -134,7 +136,7 @@ def read(directory: str | Path) -> RunRecord:
     directory = Path(directory)
     if not directory.is_dir():
         raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
-    rows = _lines(directory / "metrics.jsonl", _ROW)
+    rows = list(rows_of(directory))
     trained = [row for row in rows if "loss" in row]
     if not trained:
         raise ReportError(
@@ -145,7 +147,7 @@ def read(directory: str | Path) -> RunRecord:
     measured = [row for row in rows if row.get("health")]
     evals = [row["eval"] for row in rows if row.get("eval")]
     zeroed = [int(row["zeroed_v"]) for row in trained if "zeroed_v" in row]
-    result = _json(directory / "result.json")
+    result = json_of(directory / "result.json")
     return RunRecord(
         directory=directory,
         steps=np.array([int(row["step"]) for row in trained]),
@@ -156,12 +158,12 @@ def read(directory: str | Path) -> RunRecord:
         skipped=skipped,
         zeroed=sum(zeroed) if zeroed else None,
         memory=_memory(trained),
-        health=_health([row["health"] for row in measured if int(row["step"]) not in skipped]),
+        health=layer_health([row["health"] for row in measured if int(row["step"]) not in skipped]),
         health_steps=tuple(int(row["step"]) for row in measured),
         eval=result.get("eval") or (evals[-1] if evals else None),
-        plan=_json(directory / "plan.json"),
-        proof=_json(directory / "proof.json"),
-        environment=_json(directory / "environment.json"),
+        plan=json_of(directory / "plan.json"),
+        proof=json_of(directory / "proof.json"),
+        environment=json_of(directory / "environment.json"),
         config=_text(directory / "config.yaml"),
         finished=result.get("status") == "finished" and not trained[-1].get("skipped"),
         figures=_figures(trained),
@@ -185,7 +187,8 @@ def _text(path: Path) -> str:
     return reading.read_text(path, ReportError) if path.exists() else ""
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_of(path: Path) -> dict[str, Any]:
+    """A JSON file of a run directory, of the form that Octavo writes; empty where there is none."""
     if not path.exists():
         return {}
     value = reading.read_json(path, ReportError)
@@ -193,15 +196,18 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _lines(path: Path, form: Any) -> list[dict[str, Any]]:
+def rows_of(directory: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, one by one. Raises ReportError, with the line, for one that is none."""
+    return _lines(directory / "metrics.jsonl", _ROW)
+
+
+def _lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:
     if not path.exists():
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
-    rows = []
     for number, row in reading.json_lines(path, ReportError):
         if "step" in row:
             reading.check_form(row, form, f"{path}:{number}", ReportError)
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
@@ -232,7 +238,7 @@ def _mean(values: list[Any]) -> float:
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
-def _health(tables: list[Mapping[str, Any]]) -> tuple[LayerHealth, ...]:
+def layer_health(tables: list[Mapping[str, Any]]) -> tuple[LayerHealth, ...]:
     """Average the tables of ``fp8.health()`` over the measured steps, layer by layer in the model's order."""
     layers = list(dict.fromkeys(name for table in tables for name in table))
     found = []

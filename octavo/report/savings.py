@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.config import Config
-from octavo.config.sections import COMPONENTS, LoadInFp8Section, RecomputeSection, one_word
+from octavo.config.model import LoadInFp8Section
+from octavo.config.sections import RecomputeSection
+from octavo.config.words import COMPONENTS, one_word
 
 
 class Switch(NamedTuple):

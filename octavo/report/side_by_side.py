@@ -43,8 +43,8 @@ class _Started:
     log: Path
 
 
-def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[str, str]:
-    """Train ``runs`` to their end, at most ``jobs`` at a time.
+def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: int = 1) -> dict[str, str]:
+    """Train ``runs`` to their end, at most ``jobs`` at a time, each over ``nproc`` processes of this machine.
 
     Returns the sentence by name of the FP8 runs whose training began and failed; the others go on. Raises
     ``ReportError`` with the run's last lines where any other fails or one is stopped; the others then save and leave,
@@ -61,7 +61,7 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None) -> dict[
         while waiting or running:
             while len(running) < jobs and (ready := next((run for run in waiting if _ready(run)), None)):
                 waiting.remove(ready)
-                running.append(_start(ready, stack))
+                running.append(_start(ready, stack, nproc))
             if not running:
                 raise ReportError(f"{waiting[0].label} cannot begin: there is no {waiting[0].after}")
             time.sleep(POLL)
@@ -88,13 +88,14 @@ def _ready(run: Run) -> bool:
     return run.after is None or run.after.is_dir()
 
 
-def _start(run: Run, stack: ExitStack) -> _Started:
+def _start(run: Run, stack: ExitStack, nproc: int) -> _Started:
     directory = Path(run.cfg.run.dir)
     directory.parent.mkdir(parents=True, exist_ok=True)
     file, log = (directory.with_name(f"{directory.name}.{end}") for end in ("yaml", "log"))
     file.write_text(to_yaml(run.cfg), encoding="utf-8")
     out: IO[bytes] = stack.enter_context(log.open("wb"))
-    command = [sys.executable, "-c", COMMAND, str(os.getpid()), "train", str(file)]
+    several = ["--nproc", str(nproc)] if nproc > 1 else []
+    command = [sys.executable, "-c", COMMAND, str(os.getpid()), "train", str(file), *several]
     threads = {} if run.cfg.run.threads is None else {"OMP_NUM_THREADS": str(run.cfg.run.threads)}
     # A group of its own: Ctrl-C reaches this process first, which then asks every run to save and leave.
     process = subprocess.Popen(

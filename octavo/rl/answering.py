@@ -17,7 +17,7 @@ from octavo.rl.rolling import held_out
 from octavo.rl.settings import sampling_of
 from octavo.train.finished import Target
 from octavo.train.finished import evaluate_target as judged
-from octavo.train.finished.evaluate import Progress
+from octavo.train.finished.evaluate import Say
 from octavo.train.forward import Forward
 
 
@@ -27,7 +27,7 @@ def evaluate_target(
     *,
     answers: int,
     max_new_tokens: int | None = None,
-    progress: Progress = lambda done, total: None,
+    say: Say = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
     """What `train.finished.evaluate_target` gives, and of generated answers: `reward`, `length`,
@@ -46,10 +46,15 @@ def evaluate_target(
         asked = asked.model_copy(update={"data": whole})
         rows = data.prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
         context = generation.Context(forward.autocast)
-        engine = generation.Engine(model, processor.tokenizer, context, slots=1, kv=rl.kv, pages=rl.pages)
+        engine = generation.Engine(model, processor.tokenizer, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
         sampling = sampling_of(rl, asked.run.seed, 0, rows.encoder.places)
         with rewards_of(rl) as rewards:
+            rewards.expect(data.prompt_columns(asked, asked.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
-            return held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, World(device=forward.device))
+            world = World(device=forward.device)
+            figures = held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
+            for sentence in rewards.taken()[0]:
+                say(f"note: {sentence}")
+            return figures
 
-    return judged(found, cfg, progress=progress, more=more, **options)
+    return judged(found, cfg, say=say, more=more, **options)

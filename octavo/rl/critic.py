@@ -11,40 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import adapters
-from octavo.config import Config
-from octavo.parallel import World
 from octavo.rl.experience import Experience, Rollout, spread
 from octavo.rl.figures import Figures
-from octavo.rl.objectives import Counts
+from octavo.rl.learner import Learner
 from octavo.rl.penalties import kl
 from octavo.rl.ppo import gae_of_parts, moments, token_rewards, value_loss, whiten
 from octavo.rl.roles import watched_by_nobody
-from octavo.rl.settings import Settings
 from octavo.train import critic, losses
-from octavo.train.forward import Forward
 from octavo.train.memory import Memory
 from octavo.train.update import Loss
-
-
-class Learner(Protocol):
-    """What a critic asks of the stepper (:class:`octavo.rl.step.RlStepper`)."""
-
-    cfg: Config
-    model: nn.Module
-    world: World
-    forward: Forward
-    settings: Settings
-    counts: Counts | None
-    told: list[Figures]
-
-    def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...
-    def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Critic:

@@ -22,7 +22,7 @@ from octavo.generation import Completion, Prompt
 class Rollout:
     """The completions of P prompts, G of each, in that order.
 
-    scores      name of a reward -> [P G]
+    scores      name of a reward -> [P G]; NaN where it gave no number, which counts 0
     rewards     [P G] fp64: their weighted sum, and what a phase adds to it
     advantages  [P G] fp32, once they are known
     old         of each completion [T] fp32: log-probabilities by the trainer with the weights that wrote it, where it

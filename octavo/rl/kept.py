@@ -78,7 +78,7 @@ class Kept:
         for place, (file, row, side, mark) in enumerate(_answers(batch)):
             found = float(self.sums[file][row, side])
             if np.isnan(found) or self.prints[file][row, side] != mark:
-                what = "was left out" if np.isnan(found) else "was something else"
+                what = "was left out" if np.isnan(found) else "had other tokens or images"
                 raise TrainError(
                     f"{file}, row {row}: {what} when {self.file.name} was made, and is trained on now. Put the data "
                     f"back as it was, or delete {self.file}: it is made again, by the model of model.path"
@@ -87,7 +87,7 @@ class Kept:
         return out
 
     def take(self, found: Iterable[Sequence[Any]]) -> None:
-        """Further (file, row, side, print of its tokens, sum); the first sum of an answer stays."""
+        """Further (file, row, side, print of what it is, sum); the first sum of an answer stays."""
         for file, row, side, mark, total in found:
             if np.isnan(self.sums[file][row, side]):
                 self.sums[file][row, side], self.prints[file][row, side] = total, mark
@@ -188,11 +188,14 @@ def _asked(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Ite
 
 
 def _answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
-    """(file, row, 0 chosen or 1 rejected, print of tokens and labels) of each row of a micro-batch of pairs."""
+    """(file, row, 0 chosen or 1 rejected, print of tokens, labels and pixels) of each row of a micro-batch of pairs.
+    It is a pass over them in host memory."""
     meta, ids, labels = batch["meta"], batch["input_ids"], batch["labels"]
+    pixels = batch["pixel_values"].split(meta.patches) if meta.has_image else [ids[:0]] * meta.samples
     for place in range(meta.samples):
-        count = meta.lengths[place]
-        mark = zlib.crc32(labels[place, :count].numpy().tobytes(), zlib.crc32(ids[place, :count].numpy().tobytes()))
+        count, mark = meta.lengths[place], 0
+        for part in (ids[place, :count], labels[place, :count], pixels[place]):
+            mark = zlib.crc32(part.contiguous().numpy(), mark)
         yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), mark
 
 

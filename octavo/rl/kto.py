@@ -19,6 +19,9 @@ from torch import Tensor
 
 from octavo.rl.figures import Figures
 
+#: what a batch of both kinds has
+FIGURES = ("rewards/chosen", "logps/chosen", "rewards/rejected", "logps/rejected", "rewards/margins")
+
 
 class AnswerCounts(NamedTuple):
     """Denominators, of one part or, added up over micro-batches and ranks, of the whole batch of an update."""
@@ -47,7 +50,8 @@ def kto(
     beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Figures]:  # fmt: skip
     """Sums of log-probabilities and tokens of B answers, as :func:`octavo.rl.preference.answer_logps` gives them, sums
-    of the reference, and bool [B]: desirable. Figures under TRL's names, means over answers of a kind."""
+    of the reference, and bool [B]: desirable. Figures under TRL's names, means over answers of a kind; of a kind that
+    the whole batch has none of there is no figure, and no margin."""
     counted = tokens > 0
     good, bad = counted & desirable, counted & ~desirable
     reward = torch.where(counted, logps - ref_logps, 0.0)
@@ -59,7 +63,9 @@ def kto(
     loss = torch.where(counted, each, 0.0).sum() / max(n.desirable + n.undesirable, 1.0)
     figures: Figures = {}
     for name, of, count in (("chosen", good, n.desirable), ("rejected", bad, n.undesirable)):
-        figures[f"rewards/{name}"] = (beta * reward.detach())[of].sum() / max(count, 1.0)
-        figures[f"logps/{name}"] = logps.detach()[of].sum() / max(count, 1.0)
-    figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
+        if count:
+            figures[f"rewards/{name}"] = (beta * reward.detach())[of].sum() / count
+            figures[f"logps/{name}"] = logps.detach()[of].sum() / count
+    if n.desirable and n.undesirable:
+        figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
     return loss, figures

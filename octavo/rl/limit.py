@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import data, fp8
-from octavo.generation import Engine
-from octavo.parallel import World
 from octavo.rl.differing import first_difference, rounding
-from octavo.rl.experience import Rollout, prompt_of
+from octavo.rl.experience import prompt_of
 from octavo.rl.experience import whole as with_completion
-from octavo.rl.settings import Settings
+from octavo.rl.learner import Learner
 from octavo.train import TrainError
-from octavo.train.forward import Forward
-
-
-class Learner(Protocol):
-    """What the limit asks of the stepper (:class:`octavo.rl.step.RlStepper`)."""
-
-    number: int
-    model: nn.Module
-    world: World
-    forward: Forward
-    settings: Settings
-    engine: Engine | None
-    rollout: Rollout | None
-    pad_id: int
-
-    def rows(self) -> AbstractContextManager[object]: ...
-    def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Limit:

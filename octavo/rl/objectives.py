@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,9 +98,9 @@ class Terms(NamedTuple):
     term: Tensor
     share: Tensor  # of each token in the loss; 0 where masked
     ratio: Tensor  # of the policy to the one that wrote the completions, with a gradient
-    low: Tensor  # bool: the lower limit acts (A < 0), so that the token has no gradient
+    low: Tensor  # bool: the lower limit acts (A < 0), so that the token has no gradient, or a larger weight
     high: Tensor  # bool: the upper one does (A > 0)
-    of_sequences: bool  # ratios are of whole completions
+    limited: Literal["tokens", "completions", "weights"] = "tokens"  # that limits act on
 
 
 # --- The objectives ---------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def bnpo(b: Batch, clip: Clip, n: Counts) -> Terms:
 def gspo(b: Batch, clip: Clip, n: Counts) -> Terms:
     """GSPO (arXiv 2507.18071, eq. 5 to 7): one ratio a completion, the geometric mean of its tokens' ratios."""
     mean = _log_ratio(b).sum(dim=1, keepdim=True) / _lengths(b.mask)
-    return _clipped(b, mean.exp(), clip, by_sequence(b.mask, n), of_sequences=True)
+    return _clipped(b, mean.exp(), clip, by_sequence(b.mask, n), "completions")
 
 
 def cispo(b: Batch, clip: Clip, n: Counts) -> Terms:
@@ -157,7 +157,7 @@ def cispo(b: Batch, clip: Clip, n: Counts) -> Terms:
     term = -bounded * b.advantages * b.logps
     below = torch.zeros_like(b.mask) if clip.low is None else (ratio < 1 - clip.low) & (b.advantages < 0)
     above = (ratio > 1 + clip.high) & (b.advantages > 0)
-    return Terms(term, by_token(b.mask, n), ratio, below, above, False)
+    return Terms(term, by_token(b.mask, n), ratio, below, above, "weights")
 
 
 def rloo(b: Batch, clip: Clip, n: Counts) -> Terms:
@@ -166,7 +166,7 @@ def rloo(b: Batch, clip: Clip, n: Counts) -> Terms:
     In the first update on a rollout the ratio is 1 and the gradient REINFORCE's, with the leave-one-out baseline.
     """
     product = _log_ratio(b).sum(dim=1, keepdim=True).clamp(-LARGEST, LARGEST).exp()
-    return _clipped(b, product, clip, by_sequence(b.mask, n), of_sequences=True)
+    return _clipped(b, product, clip, by_sequence(b.mask, n), "completions")
 
 
 # --- Shares: what a token counts --------------------------------------------------------------------------------------
@@ -206,7 +206,8 @@ def policy_loss(
     weight has no tensor, and for k1 without the ratio, whose gradient has mean 0.
 
     Figures: ``policy_loss``, ``entropy`` (where known), ``kl`` (with beta), and shares of tokens, or of completions, at
-    a limit: ``clip_ratio/low_mean``, ``high_mean``, ``region_mean``, and the smallest and largest of a completion.
+    a limit: ``clip_ratio/low_mean``, ``high_mean``, ``region_mean``, and the smallest and largest of a completion; of
+    CISPO, whose tokens keep their gradient, ``cispo_clip_ratio``: the share whose weight is at a limit.
     """
     term = terms.term if b.weights is None else terms.term * b.weights
     loss = policy = _sum(term, terms.share)
@@ -234,11 +235,13 @@ def policy_loss(
 
 def _limits(b: Batch, terms: Terms, n: Counts) -> Figures:
     """Where the clip acts, under TRL's names."""
+    if terms.limited == "weights":
+        return {"cispo_clip_ratio": _sum((terms.low | terms.high).float(), by_token(b.mask, n))}
     found: Figures = {}
     lengths = b.mask.sum(dim=1)
     for name, where in (("low", terms.low), ("high", terms.high), ("region", terms.low | terms.high)):
         rows = ((where & b.mask).sum(dim=1) / lengths.clamp(min=1)).float()
-        if terms.of_sequences:
+        if terms.limited == "completions":
             found[f"clip_ratio/{name}_mean"] = rows.sum() / max(n.sequences, 1.0)
         else:
             found[f"clip_ratio/{name}_mean"] = _sum(where.float(), by_token(b.mask, n))
@@ -252,14 +255,16 @@ def _limits(b: Batch, terms: Terms, n: Counts) -> Figures:
 # --- Parts ------------------------------------------------------------------------------------------------------------
 
 
-def _clipped(b: Batch, ratio: Tensor, clip: Clip, share: Tensor, of_sequences: bool = False) -> Terms:
+def _clipped(
+    b: Batch, ratio: Tensor, clip: Clip, share: Tensor, limited: Literal["tokens", "completions"] = "tokens"
+) -> Terms:
     """The clipped surrogate: ratio [B, T], or [B, 1] of whole completions."""
     if clip.low is None:
         raise ValueError("this objective clips on both sides: a lower limit is needed, found none (rl.clip)")
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
     term = -torch.minimum(ratio * b.advantages, bounded * b.advantages)
     low, high = (ratio < 1 - clip.low) & (b.advantages < 0), (ratio > 1 + clip.high) & (b.advantages > 0)
-    return Terms(term, share, ratio, low, high, of_sequences)
+    return Terms(term, share, ratio, low, high, limited)
 
 
 def _log_ratio(b: Batch) -> Tensor:

@@ -22,10 +22,11 @@ from octavo.config.phases import OPTIONS, PreferenceSection
 from octavo.rl.algorithms import PREFERENCES, Preference
 from octavo.rl.figures import Figures, add_up, whole
 from octavo.rl.kept import Computed, Kept, kept_for
-from octavo.rl.kto import AnswerCounts, baseline, kto
+from octavo.rl.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps
 from octavo.rl.roles import kind_of, reference_for, watched_by_nobody, with_bytes
 from octavo.train import Observe, losses
+from octavo.train.evaluation import Answer
 from octavo.train.forward import log_probs
 from octavo.train.phase import Phase
 from octavo.train.rundir import PLAN
@@ -50,11 +51,11 @@ class Preferring(Phase):
         self._held = data.pair_set(cfg, processor, kind=_kind(cfg), **ranks)
         return super().evalset(cfg, processor, **share)
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """And of held-out preferences the `preference_loss`, the figures of a step, and how many there are; `loss` and
         `exact_match` are of their chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
-        found = super().evaluate(stepper, evalset)
+        found = super().evaluate(stepper, evalset, shown)
         return found if self._held is None else {**found, **stepper.on_held_out(self._held)}
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
@@ -100,7 +101,9 @@ class PreferenceStepper(Stepper):
         self.told = []
         self.z = None if self.how.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        found = whole(add_up(self.told), self.world) | ({} if self.z is None else {"kl": float(self.z)})
+        found = whole(add_up(self.told), self.world)
+        found = found if self.z is None else {**dict.fromkeys(FIGURES), **found, "kl": float(self.z)}
+        found = found if result.loss_tokens else dict.fromkeys(found)
         return replace(with_bytes(result, self.reference), figures=found)
 
     def totals(self, batches: Batches) -> Tensor:
@@ -138,7 +141,7 @@ class PreferenceStepper(Stepper):
         sums, tokens, ref = self._everywhere(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
         return baseline(sums[tokens > 0], ref[tokens > 0])
 
-    def on_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+    def on_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
         """Loss and figures of held-out preferences, taken together, and their number. A collective."""
         if self.how.paired:
             rows = self._everywhere(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
@@ -147,7 +150,7 @@ class PreferenceStepper(Stepper):
             pairs = Pairs(chosen, rejected, n, m, *refs)
             counts = PairCounts(float(pairs.whole.sum()), float(n[pairs.whole].sum()))
             loss, figures = self.how.loss(pairs, counts, **self.options)
-            count = counts.pairs
+            names, count = [*figures], counts.pairs
         else:
             rows = self._everywhere(
                 torch.cat([self._sums(b), _good(b)[:, None], self._sums(b["crossed"])], dim=1) for b in batches
@@ -156,9 +159,10 @@ class PreferenceStepper(Stepper):
             z = baseline(crossed[there > 0], of_crossed[there > 0])
             answers = AnswerCounts.of([(n, good.bool())])
             loss, figures = kto(sums, n, ref, good.bool(), z, answers, **self.options)
-            count = sum(answers)
-        named = {name: float(value) for name, value in figures.items()}
-        return {"preference_loss": float(loss), **named, "preferences": count}
+            names, count = [*dict.fromkeys([*FIGURES, *figures])], sum(answers)
+        found = {"preference_loss": loss, **figures} if count else {}
+        told = {name: float(found[name]) if name in found else None for name in ("preference_loss", *names)}
+        return {**told, "preferences": count}
 
     def _sums(self, batch: dict[str, Any]) -> Tensor:
         """Of the answers of a micro-batch, without a graph and in host memory: [B, 3] of sums of log-probabilities,

@@ -14,6 +14,7 @@ import torch
 from octavo import data, fp8, generation, reading
 from octavo.config import Config
 from octavo.config.phases import RlSection
+from octavo.rl.faults import Faults
 from octavo.rl.figures import TRL_NAMES
 from octavo.rl.proving import PROVEN
 from octavo.rl.rewards import Rewards
@@ -23,6 +24,7 @@ from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
+from octavo.train.evaluation import Answer
 from octavo.train.phase import Phase
 from octavo.train.rundir import PLAN, PROOF, read_json
 from octavo.train.step import Stepper
@@ -34,8 +36,9 @@ class Reinforcing(Phase):
     names = ("rl",)
     tensorboard = TRL_NAMES
     starved = (
-        "Where the rewards of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling "
-        "leaves nothing over: take rewards or prompts that tell completions apart. rl.mask_truncated leaves out what "
+        "Where prompts were left out for their length, lower rl.max_new_tokens or raise train.seq_length. Where the "
+        "rewards of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling leaves "
+        "nothing over: take rewards or prompts that tell completions apart. rl.mask_truncated leaves out what "
         "rl.max_new_tokens cut off: raise it"
     )
     exhausts = True
@@ -43,6 +46,7 @@ class Reinforcing(Phase):
     def __init__(self) -> None:
         self.stepper = RlStepper
         self.rewards: Rewards | None = None
+        self.faults: Faults | None = None
         self._loader: data.Loader | None = None
         self._asked: data.EvalSet | None = None
 
@@ -60,6 +64,8 @@ class Reinforcing(Phase):
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
         rl = Settings.of(cfg).section
+        assert self.rewards is not None
+        self.rewards.expect(data.prompt_columns(cfg, (*cfg.data.train, *cfg.data.eval)))
         self._loader = data.prompt_loader(cfg, processor, prompts=rl.prompts, max_new_tokens=rl.max_new_tokens, **share)
         return self._loader
 
@@ -70,9 +76,9 @@ class Reinforcing(Phase):
             self._asked = data.prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
         return super().evalset(cfg, processor, **share)
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """And the reward of greedy answers to held-out prompts, under the names that a step's figures have."""
-        figures = super().evaluate(stepper, evalset)
+        figures = super().evaluate(stepper, evalset, shown if self._asked is None else None)
         if self._asked is None:
             return figures
         assert isinstance(stepper, RlStepper) and stepper.engine is not None and self.rewards is not None
@@ -80,8 +86,10 @@ class Reinforcing(Phase):
         prompts = [prompt for batch in self._asked for prompt in batch]
         told = held_out(
             stepper.engine, self.rewards, stepper.tokenizer, prompts, sampling, section, stepper.world,
-            lambda at: stepper.doing(f"held-out answers {at}"),
+            lambda at: stepper.doing(f"held-out answers {at}"), shown,
         )  # fmt: skip
+        if self.faults is not None:
+            self.faults.tell()
         return {**figures, **told}
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
@@ -107,6 +115,7 @@ class Reinforcing(Phase):
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
         stepper.rewards, stepper.more = self.rewards, self._loader
+        stepper.faults = self.faults = Faults(self.rewards, stepper.world, say, step)
         if settings.beta:
             stepper.reference = reference_for(settings.section.reference, stepper, directory / PLAN, say)
         found = read_json(directory / PROOF) or {}
@@ -122,6 +131,8 @@ class Reinforcing(Phase):
         return {"rollouts": {**found, "stale": stepper.settings.section.stale}} if found else {}
 
     def close(self) -> None:
+        if self.faults is not None:
+            self.faults.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -134,9 +145,6 @@ def _ends(file: Path) -> str:
 
 def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section, whose paths are absolute."""
-    given = []
-    for entry in rl.rewards:
-        named = {name: value for name, value in entry.model_dump().items() if value is not None}
-        given.append({**named, **named.pop("arguments", {})})
+    given = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     return Rewards(given, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

@@ -9,7 +9,7 @@ disk   preferences, whose answers are given: the same numbers, computed before t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models, parallel
+from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import base
+from octavo.train import base, critic
 from octavo.train.forward import Forward, autocasts, keep_towers_running, log_probs, model_dtype
 from octavo.train.memory import weight_bytes
 from octavo.train.step import Stepper, StepResult
@@ -42,8 +42,8 @@ def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[
     """
     cfg = stepper.cfg
     if kind_of(asked, cfg) == "base":
-        if cfg.lora is not None and cfg.lora.adapter is not None:
-            say(f"note: the reference is the base without adapters, not with those of {cfg.lora.adapter}")
+        if cfg.lora is not None and (began := cfg.lora.adapter or cfg.run.start_from):
+            say(f"note: the reference is the base without adapters, not with those of {began}")
         return Base(stepper)
     return Copy.of(stepper, plan_file, say)
 
@@ -67,22 +67,25 @@ class Base:
         from octavo import adapters
 
         model = self.stepper.model
-        without = nullcontext() if self.stepper.cfg.lora is None else adapters.disabled(model)
-        with without, watched_by_nobody(model):
+        cfg = self.stepper.cfg
+        without = nullcontext() if cfg.lora is None else adapters.disabled(model)
+        with without, as_in_rollouts(cfg, model), watched_by_nobody(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
 class Copy:
     """A frozen model beside the policy."""
 
-    def __init__(self, forward: Forward, head: fp8.ChunkedHead | None) -> None:
-        self.forward, self.head = forward, head
+    def __init__(self, cfg: Config, forward: Forward, head: fp8.ChunkedHead | None) -> None:
+        self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
     def of(cls, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Copy:
-        """The model of `model.path` as the run began, on the policy's device and ranks."""
+        """The weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_as_it_is(cfg))
+        if cfg.run.start_from is not None:
+            checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
         model.requires_grad_(False).eval()
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
         base.into_codes(model, plan)
@@ -93,7 +96,7 @@ class Copy:
         parallel.shard(model, family, world)
         if note := fp8.reference_note(stepper.model, model):
             say(f"note: {note}")
-        return cls(forward, head if isinstance(head, fp8.ChunkedHead) else None)
+        return cls(cfg, forward, head if isinstance(head, fp8.ChunkedHead) else None)
 
     @property
     def model(self) -> nn.Module:
@@ -104,8 +107,14 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with watched_by_nobody(self.model):
+        with as_in_rollouts(self.cfg, self.model), watched_by_nobody(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
+
+
+def as_in_rollouts(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+    """Around a forward whose log-probabilities are held against a rollout's: with `rl.invariant` no row of it depends
+    on another."""
+    return fp8.invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
 def with_bytes(result: StepResult, reference: Reference | None, **more: int) -> StepResult:

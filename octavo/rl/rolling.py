@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from octavo.parallel import World
 from octavo.rl.experience import Rollout, prompt_of
 from octavo.rl.rewards import Rewards
 from octavo.rl.room import free_bytes, slots_for
+from octavo.train.evaluation import SHOWN, Answer
 
 
 def written(
@@ -28,7 +30,7 @@ def written(
     """`rl.group` completions of each prompt, and the bytes that generating them held, which are free again. A
     collective where ranks share parameters. Raises what :meth:`octavo.generation.Engine.generate` does."""
     asked = [prompt_of(p) for p in prompts]
-    engine.slots = slots_for(engine, asked, rl, free_bytes(engine.caller.device))
+    engine.slots = slots_for(engine, asked, sampling, rl, free_bytes(engine.caller.device))
     with fp8.uncounted():
         found = engine.generate(asked, sampling, rl.group, lambda done, total: doing(f"{done}/{total}"))
     held = sum(engine.bytes.values())
@@ -43,34 +45,40 @@ def scored(
     group = len(completions) // max(len(prompts), 1)
     texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
     where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
-    table = rewards.score(texts, data.reward_columns(prompts, group), where)
+    pictures = [prompt.pictures for prompt in prompts for _ in range(group)]
+    table = rewards.score(texts, data.reward_columns(prompts, group), where, pictures)
     return Rollout([*prompts], [*completions], texts, table.totals.copy(), dict(table.each))
 
 
-def means(rollout: Rollout, world: World) -> dict[str, float]:
-    """Of the completions of all ranks: how many, mean reward and length, the share that was cut off, and the mean of
-    each reward. A collective."""
+def means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | None]:
+    """Of the completions of all ranks: how many, mean reward and length, the share that was cut off, the mean of each
+    reward, and where it may count 0 for want of a number in how large a share it does; None where there are none. A
+    collective."""
     sums = {
         "reward": rollout.rewards.sum(),
         "length": float(rollout.lengths.sum()),
         "completions/clipped_ratio": float(rollout.truncated.sum()),
-        **{f"rewards/{name}/mean": scores.sum() for name, scores in rollout.scores.items()},
+        **{f"rewards/{name}/mean": np.nan_to_num(scores).sum() for name, scores in rollout.scores.items()},
     }
+    if rl.on_bad_reward == "zero":
+        sums |= {f"rewards/{name}/bad": float(np.isnan(scores).sum()) for name, scores in rollout.scores.items()}
     every = torch.tensor([*sums.values(), len(rollout.completions)], dtype=torch.float64)
     *values, count = world.sum(every).tolist()
-    return {name: value / max(count, 1.0) for name, value in zip(sums, values, strict=True)} | {"completions": count}
+    found = {name: value / count if count else None for name, value in zip(sums, values, strict=True)}
+    return {**found, "completions": count}
 
 
-def of_groups(rollout: Rollout, world: World) -> dict[str, float]:
-    """Of the groups of all ranks: the mean of their standard deviations, and the share whose rewards are all equal. A
-    collective."""
+def of_groups(rollout: Rollout, world: World) -> dict[str, float | None]:
+    """Of the groups of all ranks: the mean of their standard deviations, and the share whose rewards are all equal;
+    None where there are none. A collective."""
     groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
     apart = groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)) if groups.size else np.zeros(0)
     # not a deviation of 0: the mean of equal numbers may differ from them in the last bit
     alike = groups.max(axis=1) == groups.min(axis=1) if groups.size else np.zeros(0)
     every = torch.tensor([apart.sum(), float(alike.sum()), len(rollout.prompts)], dtype=torch.float64)
     spread, equal, prompts = world.sum(every).tolist()
-    return {"reward_std": spread / max(prompts, 1.0), "frac_reward_zero_std": equal / max(prompts, 1.0)}
+    found = {"reward_std": spread, "frac_reward_zero_std": equal}
+    return {name: value / prompts if prompts else None for name, value in found.items()}
 
 
 def held_out(
@@ -82,11 +90,21 @@ def held_out(
     rl: RlSection,
     world: World,
     doing: Callable[[str], None] = lambda text: None,
-) -> dict[str, float]:
-    """What :func:`means` says of one greedy answer to each held-out prompt; how `sampling` ends it stays. A
-    collective."""
+    shown: list[Answer] | None = None,
+) -> dict[str, float | None]:
+    """What :func:`means` says of one greedy answer to each held-out prompt; how `sampling` ends it stays. `shown` gets
+    the first ones. A collective."""
     one = rl.model_copy(update={"group": 1})
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     prompts = [replace(prompt, number=place) for place, prompt in enumerate(prompts)]
     completions, _ = written(engine, prompts, greedy, one, doing)
-    return means(scored(rewards, tokenizer, prompts, completions), world)
+    found = scored(rewards, tokenizer, prompts, completions)
+    if shown is not None:
+        first = list(zip(found.prompts, found.texts, found.rewards.tolist(), strict=True))[:SHOWN]
+        shown += [Answer(p.file, p.row, p.input_ids.tolist(), _words(p.answer), text, None, r) for p, text, r in first]
+    return means(found, world, rl)
+
+
+def _words(answer: Any) -> str:
+    """An answer for people to read; rows may hold whatever their reward understands."""
+    return answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer, default=str)

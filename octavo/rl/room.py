@@ -8,7 +8,7 @@ import torch
 
 from octavo import generation
 from octavo.config.phases import RlSection
-from octavo.generation import Engine, Prompt
+from octavo.generation import Engine, Prompt, Sampling
 from octavo.train import TrainError
 from octavo.train.memory_plan import gb
 from octavo.train.memory_plan.rollout import check_pages
@@ -27,7 +27,7 @@ def free_bytes(device: torch.device) -> int | None:
     return int(SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
 
 
-def slots_for(engine: Engine, prompts: Sequence[Prompt], rl: RlSection, free: int | None) -> int:
+def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl: RlSection, free: int | None) -> int:
     """Sequences at a time for these prompts in `free` bytes (None: there is room for all). What is generated does not
     depend on it.
 
@@ -43,11 +43,12 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], rl: RlSection, free: in
         return min(rl.slots or own, own)
     free = ANY if free is None else free
     grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
-    given = (caller.model.config, longest, rl.max_new_tokens, rl.group, engine.page, rl.kv, caller.dtype)
-    found = generation.sequences_that_fit(free, *given, patches=max(grids, default=0), most=own, pages=rl.pages)
+    given = (caller.model.config, longest, sampling, rl.group, engine.page, rl.kv, caller.dtype)
+    more = {"patches": max(grids, default=0), "most": own, "pages": rl.pages, "in_place": engine.in_place}
+    found = generation.sequences_that_fit(free, *given, **more)
     if not found:
         shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
-        needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype).total
+        needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.in_place).total
         raise TrainError(
             f"a rollout has {gb(free)} free, and one completion of a prompt of {longest} tokens with "
             f"{rl.max_new_tokens} new ones takes {gb(needs)}. Lower rl.max_new_tokens"

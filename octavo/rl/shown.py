@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.rl.experience import Rollout
+from octavo.train.metrics import finite
 from octavo.train.rundir import truncate_metrics
 
 COMPLETIONS = "completions.jsonl"
@@ -27,8 +28,8 @@ class Shown:
 
 def shown_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
     """A line for each of the first `count` completions of this rank: step, `weights` (the step whose update the weights
-    that wrote it stood after; 0: the first ones),
-    file, row, prompt, answer, completion, how it ended, rewards by name, their sum and the advantage."""
+    that wrote it stood after; 0: the first ones), file, row, prompt, answer, completion, how it ended, rewards by name
+    (None: it gave no number), their sum and the advantage."""
     lines = []
     for number, completion in enumerate(rollout.completions[:count]):
         prompt = rollout.prompts[completion.prompt]
@@ -36,7 +37,7 @@ def shown_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[s
             "step": step, "weights": weights, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
             "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
             "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
-            "rewards": {name: float(scores[number]) for name, scores in rollout.scores.items()},
+            "rewards": {name: finite(float(scores[number])) for name, scores in rollout.scores.items()},
             "advantage": None if rollout.advantages is None else float(rollout.advantages[number]),
         }  # fmt: skip
         lines.append(json.dumps(line) + "\n")

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, fp8, generation
+from octavo import data, generation
 from octavo.rl.advantages import ADVANTAGES, informative
 from octavo.rl.corrections import UNLIMITED, gap, weights
 from octavo.rl.critic import Critic
 from octavo.rl.experience import Experience, Rollout, micro_batches, spread
+from octavo.rl.faults import Faults
 from octavo.rl.figures import Figures, add_up, kind, whole
 from octavo.rl.limit import Limit
 from octavo.rl.objectives import Batch, Counts, policy_loss
@@ -33,7 +34,7 @@ from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.pending import Written, waiting
 from octavo.rl.proving import SameWeights
 from octavo.rl.rewards import Rewards
-from octavo.rl.roles import Reference, watched_by_nobody, with_bytes
+from octavo.rl.roles import Reference, as_in_rollouts, watched_by_nobody, with_bytes
 from octavo.rl.rolling import means, of_groups, scored, written
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
@@ -58,6 +59,7 @@ class RlStepper(Stepper):
     places: tuple[int, ...] = ()
     more: data.Loader | None = None
     shown: Shown | None = None
+    faults: Faults | None = None
     counts: Counts | None = None
     told: list[Figures] = field(default_factory=list)
     cached: int = 0
@@ -84,8 +86,9 @@ class RlStepper(Stepper):
         self.doing("training")
         updates = self._cut(rollout)
         several = self.settings.updates > 1 and not self.settings.section.stale
-        if several or (self.settings.beta and self.settings.kl_in == "reward") or self.critic:
-            self._remember([batch for part in updates for batch in part])
+        old = several or bool(self.settings.beta and self.settings.kl_in == "reward")
+        if old or self.critic:
+            self._remember([batch for part in updates for batch in part], old)
         figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
         self.same.learns(self.number)
@@ -95,7 +98,7 @@ class RlStepper(Stepper):
                 if not results:
                     self.learnt = batches, part
                 results.append(super().run(part, lr, observe if not results else Observe()))
-        figures |= self._means(len(results))
+        figures |= self._means(results)
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
         figures.pop("completions")
         if self.settings.section.stale:
@@ -130,7 +133,7 @@ class RlStepper(Stepper):
         rollout, figures = self.rolled(prompts, step)
         self.rollout = rollout
         batches = [batch for part in self._cut(rollout) for batch in part]
-        self._remember(batches, beside=False)
+        self._remember(batches, old=True, beside=False)
         old: dict[int, np.ndarray] = {}
         for batch in batches:
             experience: Experience = batch["experience"]
@@ -148,11 +151,16 @@ class RlStepper(Stepper):
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def rolled(self, prompts: list[data.PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
-        """Completions for a step with their rewards, and figures of them over all ranks."""
+        """Completions for a step with their rewards, and figures over all ranks, of the first draw where it takes
+        several."""
         rollout = self._roll(prompts, step)
-        figures: dict[str, Any] = {**means(rollout, self.world), **of_groups(rollout, self.world)}
+        learnt = self._punished(rollout)
+        figures: dict[str, Any] = {
+            **means(learnt, self.world, self.settings.section),
+            **of_groups(learnt, self.world),
+        }
         if not self.settings.refill:
-            return rollout, figures
+            return learnt, figures
         wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
         while len(self._numbers(kept)) < wanted and draws < DRAWS:
             assert self.more is not None
@@ -160,7 +168,7 @@ class RlStepper(Stepper):
             draws += 1
         first = set(self._numbers(kept)[:wanted])  # of all ranks, so that they are those that one rank would take
         kept = kept.of([p for p, prompt in enumerate(kept.prompts) if prompt.number in first])
-        return kept, figures | {"sampling/draws": float(draws)}
+        return self._punished(kept), figures | {"sampling/draws": float(draws)}
 
     def _numbers(self, rollout: Rollout) -> list[int]:
         """The numbers of the prompts of all ranks in the data's order."""
@@ -179,10 +187,17 @@ class RlStepper(Stepper):
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
         rollout = scored(self.rewards, self.tokenizer, prompts, completions)
-        if self.settings.overlong:
-            lengths = torch.from_numpy(rollout.lengths)
-            rollout.rewards += overlong(lengths, section.max_new_tokens, self.settings.overlong).double().numpy()
+        if self.faults is not None:
+            self.faults.tell()
         return rollout
+
+    def _punished(self, rollout: Rollout) -> Rollout:
+        """With less for long completions: after rewards alone have said which groups tell completions apart (DAPO)."""
+        if not self.settings.overlong:
+            return rollout
+        lengths = torch.from_numpy(rollout.lengths)
+        less = overlong(lengths, self.settings.section.max_new_tokens, self.settings.overlong).double().numpy()
+        return replace(rollout, rewards=rollout.rewards + less)
 
     def _slowest(self, *seconds: float) -> list[float]:
         return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())
@@ -203,22 +218,22 @@ class RlStepper(Stepper):
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
-    def _remember(self, batches: Sequence[dict[str, Any]], beside: bool = True) -> None:
-        """Log-probabilities before the first update of the step by the trainer, unless they are known; and what the
-        roles `beside` it say, reference and critic. They are held to the rollout's before any update."""
+    def _remember(self, batches: Sequence[dict[str, Any]], old: bool, beside: bool = True) -> None:
+        """Before the first update of the step: with `old` log-probabilities by the trainer, unless they are known, held
+        to the rollout's; and what the roles `beside` it say, reference and critic."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
             experience: Experience = batch["experience"]
-            critic = self.critic if beside else None
-            if experience.old is None or critic:
+            critic, values = self.critic if beside else None, list[Tensor]()
+            if (old and experience.old is None) or (critic and not critic.apart):
                 with watched_by_nobody(self.model), self.rows(), self._beside() as values:
-                    old, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
+                    logs, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
                 if experience.old is None:
-                    experience.old = spread(old, keep, batch)
+                    experience.old = spread(logs, keep, batch)
                     mask = self.mask(batch, losses.targets(batch["labels"]))
                     self.limit.hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
-                if critic:
-                    critic.remember(batch, keep, values)
+            if critic:
+                critic.remember(batch, keep, values)
             if beside:
                 self._refer(batch, keep, target)
 
@@ -334,11 +349,15 @@ class RlStepper(Stepper):
 
     def rows(self) -> AbstractContextManager[object]:
         """Around a forward whose log-probabilities are held against the rollout's."""
-        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+        return as_in_rollouts(self.cfg, self.model)
 
-    def _means(self, updates: int) -> dict[str, Any]:
-        """Figures of all updates of the step: means over them, or the smallest and largest."""
+    def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
+        """Figures of the updates of the step that had a token to learn from: means over them, or the smallest and
+        largest; None where none had, the KL that was taken from rewards too."""
         found = whole(add_up(self.told), self.world)
+        updates = sum(result.loss_tokens > 0 for result in results)
+        if not updates:
+            return dict.fromkeys(["kl", *found])
         return {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
 
     def forwards(self, batches: Batches) -> dict[str, int]:

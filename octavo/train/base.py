@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models
+from octavo import data, fp8, models
 from octavo.adapters.experts import stock_name
-from octavo.config import Config
-from octavo.config.sections import FITTING
+from octavo.config import Config, override
+from octavo.config.model import FITTING
 from octavo.fp8.weights import plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World
@@ -46,11 +48,26 @@ def settled(cfg: Config) -> Config:
     return cfg.model_copy(update={"fp8": section})
 
 
+def counted(cfg: Config) -> Config:
+    """The configuration with the steps that `train.epochs` means, of which the last may go over. Reads the data. Raises
+    DataError, and ConfigError for settings that are too much for so many steps."""
+    if cfg.train.epochs is None:
+        return cfg
+    rows = cfg.train.epochs * data.rows_of_an_epoch(cfg, partial(models.load_processor, cfg.model.path))
+    steps = max(1, math.ceil(round(rows / cfg.train.global_batch, 9)))
+    return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
     """Freeze what the run does not train: all of the model under LoRA, else what `model.freeze` names."""
     models.freeze(model, family, cfg.model.freeze)  # names that mean nothing are errors all the same
     if cfg.lora is not None:
         model.requires_grad_(False)
+
+
+def drawn(cfg: Config) -> tuple[int, float | None] | None:
+    """(seed, standard deviation or None) of the weights that a run begins with, where they are random."""
+    return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None
 
 
 def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:

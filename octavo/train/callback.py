@@ -15,6 +15,9 @@
 
 Every rank calls every callback, in the order of the list and at the same moments. A collective inside one must
 therefore be reached on all ranks; print with `run.say` and write files where `run.world.is_main`.
+
+Watchers are callbacks on the main rank alone, behind all others, that only look: a page, a tracker. One that fails once
+the run has begun is left out from there on, which is said; it ends no run.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch import nn
 
 from octavo import parallel
 from octavo.config import Config
+from octavo.reading import first_line
 from octavo.train import build, rundir
 from octavo.train.errors import TrainError
 from octavo.train.metrics import MetricsLog
@@ -48,7 +52,7 @@ class Step:
     batches  this rank's micro-batches
     result   what the step gave
     row      its line of metrics.jsonl; `after_step` may add entries, which must be JSON
-    wanted   True: the line is written though `run.log_every` would pass it over
+    wanted   True: the line is written though `run.log_every` would pass it over; in `end_step`: it was written
     """
 
     number: int
@@ -88,6 +92,9 @@ class Callback:
     def end(self, run: Run, result: RunResult) -> None:
         """The run finished or was stopped; all of its files are written. Not called after an error."""
 
+    def failed(self, run: Run, error: Exception) -> None:
+        """Of watchers: the run ends by an error."""
+
 
 @dataclass
 class Run:
@@ -97,6 +104,7 @@ class Run:
     first     the first step of this session
     row       the last step's row
     stopping  a signal came or `stop` was called; this step is the session's last
+    watchers  those that look on, on the main rank
     eval, memory, gain    the last figures of each
     """
 
@@ -111,6 +119,7 @@ class Run:
     gain: Mapping[str, Any] | None
     users: Sequence[Callback]
     callbacks: Sequence[Callback] = ()
+    watchers: Sequence[Callback] = ()
     stopping: bool = False
     _saved: int = -1
 
@@ -177,8 +186,21 @@ class Run:
             self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first, self.job.phase.tensorboard)
 
     def notify(self, event: str, *given: Any) -> list[Any]:
-        """Call a method of all callbacks, in their order; what they return."""
-        return [self._call(callback, event, given) for callback in self.callbacks]
+        """Call a method of all callbacks, in their order, and of the watchers; what callbacks return."""
+        answers = [self._call(callback, event, given) for callback in self.callbacks]
+        self.tell_watchers(event, *given)
+        return answers
+
+    def tell_watchers(self, event: str, *given: Any) -> None:
+        """Call a method of the watchers; one that fails is one no more."""
+        for watcher in self.watchers:
+            try:
+                getattr(watcher, event)(self, *given)
+            except Exception as error:  # of whatever library: the run is worth more than who looks on
+                if event == "begin":
+                    raise
+                self.watchers = tuple(one for one in self.watchers if one is not watcher)
+                self.say(f"warning: {watcher} failed and is left out; the run goes on ({first_line(error)})")
 
     def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
         if not any(callback is user for user in self.users):

@@ -23,8 +23,6 @@ from octavo.config.phases import WITH_CRITIC
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 
 class ValueHead(nn.Module):
     """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
@@ -56,7 +54,7 @@ def attach(model: nn.Module, cfg: Config) -> None:
     dtype = model_dtype(cfg)
     if cfg.lora is not None and adapters.attached(model):  # a part of a model may have none
         adapters.attach_second(model, cfg.lora, cfg.run.seed + 1)
-        dtype = _DTYPES[cfg.lora.dtype]
+        dtype = adapters.DTYPES[cfg.lora.dtype]
     assert isinstance(weight, Tensor)
     model.add_module(models.VALUE_HEAD, ValueHead(weight.shape[1], dtype, weight.device))
 

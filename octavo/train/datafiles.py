@@ -4,10 +4,12 @@ template and processor of its model folder. A resume notices when they hold some
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo import data
 from octavo.config import Config
 from octavo.models.folder import COMPANIONS
 from octavo.train.errors import TrainError
@@ -25,13 +27,13 @@ Prints = Mapping[str, Mapping[str, Any]]
 
 def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
-    as {"size": bytes, "sha256": of its first 64 MiB}.
+    as {"size": bytes, "sha256": of its first 64 MiB}; a data folder likewise, of its files that hold rows.
 
-    A file that is not there is left out: who reads it refuses it with better words. Images are not looked at.
+    What is not there is left out: who reads it refuses it with better words. Images are not looked at.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
-    data = {path: _fingerprint(Path(path)) for path in paths if Path(path).is_file()}
-    return {"data": data, "model": of_folder(Path(cfg.model.path))}
+    found = {path: _of_data(Path(path)) for path in paths if Path(path).is_file() or Path(path).is_dir()}
+    return {"data": found, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
@@ -79,6 +81,14 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
             "same order, which changed files cannot give; put the former files back, or start a new run in another "
             "run.dir"
         )
+
+
+def _of_data(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        return _fingerprint(path)
+    inside = {file.name: _fingerprint(file) for file in data.files_of(path)}
+    named = hashlib.sha256(json.dumps(inside).encode("utf-8", "surrogatepass"))
+    return {"size": sum(found["size"] for found in inside.values()), "sha256": named.hexdigest()}
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,22 @@ from octavo.train import losses
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
 
+SHOWN = 4  # answers of an evaluation that are kept to be read
+
+
+class Answer(NamedTuple):
+    """An answer to held-out data, as tokens or text: what stood before it, what was to be said, and what the model
+    says. Where loss is all that is asked for, that is the greedy answer as far as it goes right, and the token with
+    which it goes wrong; an answer that was generated is whole, with its reward in place of `right`."""
+
+    file: str
+    row: int
+    before: Sequence[int] | str
+    wanted: Sequence[int] | str
+    said: Sequence[int] | str
+    right: bool | None = None
+    reward: float | None = None
+
 
 def evaluate(
     model: nn.Module,
@@ -23,8 +39,10 @@ def evaluate(
     forward: Forward | None = None,
     world: World | None = None,
     pieces: list[dict[str, Any]] | None = None,
+    shown: list[Answer] | None = None,
 ) -> dict[str, Any]:
-    """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective.
+    """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective. Without questions (plain text)
+    nothing is said of exact matches.
 
     Raises TrainError where the loss is not finite.
 
@@ -37,6 +55,8 @@ def evaluate(
     pieces: gets what this rank judged, answer by answer: file, row and number of the answer; its summed loss (nats) and
     loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row outside its answers
     are a piece more, with the number None.
+
+    shown: gets the first answers of this rank's first :data:`SHOWN` rows as tokens, for people to read.
     """
     world = world or World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
@@ -44,32 +64,33 @@ def evaluate(
     sums = torch.zeros(4, dtype=torch.float64)
     with _evaluating(model):
         for batch in evalset:
-            sums += _judge(forward(batch), batch, pieces)
+            sums += _judge(forward(batch), batch, pieces, shown)
     loss, tokens, right, questions = world.sum(sums).tolist()
     if not math.isfinite(loss):
         raise TrainError(
             f"the loss over {int(tokens)} held-out tokens is {loss}: the model computes no numbers. Evaluate "
             " an earlier checkpoint (--step), or in high precision (--recipe off)"
         )
-    return {
-        "loss": loss / max(tokens, 1),
-        "exact_match": right / max(questions, 1),
-        "questions": int(questions),
-        "tokens": int(tokens),
-    }
+    matches = {"exact_match": right / questions} if questions else {}
+    return {"loss": loss / max(tokens, 1), **matches, "questions": int(questions), "tokens": int(tokens)}
 
 
-def _judge(logits: Tensor, batch: dict[str, Any], pieces: list[dict[str, Any]] | None = None) -> Tensor:
+def _judge(
+    logits: Tensor, batch: dict[str, Any], pieces: list[dict[str, Any]] | None = None, shown: list[Answer] | None = None
+) -> Tensor:
     """[loss sum, loss tokens, right answers, answers] of one batch; logits [B, T, V]."""
     target = losses.targets(batch["labels"]).to(logits.device)
     loss = losses.cross_entropy(logits[:, :-1], target)
-    hits = (logits[:, :-1].argmax(-1) == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
+    likeliest = logits[:, :-1].argmax(-1)
+    hits = (likeliest == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
     answers = [(row, span) for row, spans in enumerate(batch["meta"].answers) for span in spans if span[1] > span[0]]
     right = [bool(hits[row, start - 1 : end - 1].all()) for row, (start, end) in answers]
     if pieces is not None:
         pieces += _pieces(
             loss.double().view(target.shape).cpu(), (target != losses.IGNORE).cpu(), batch, answers, right
         )
+    if shown is not None:
+        shown += _shown(likeliest, batch, answers, right, SHOWN - len(shown))
     known = int((target != losses.IGNORE).sum())
     sums = [float(loss.sum(dtype=torch.float64)), known, sum(right), len(answers)]
     return torch.tensor(sums, dtype=torch.float64)
@@ -94,6 +115,20 @@ def _pieces(
         if tokens := int(rest[row].sum()):
             own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
             yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
+
+
+def _shown(
+    likeliest: Tensor, batch: dict[str, Any], answers: list[tuple[int, tuple[int, int]]], right: list[bool], most: int
+) -> Iterator[Answer]:
+    """The first answer of each of a batch's first rows; likeliest [B, T-1]: what the model would say after each
+    place."""
+    meta = batch["meta"]
+    first = [n for n, (row, _) in enumerate(answers) if n == 0 or row != answers[n - 1][0]]
+    for (row, (start, end)), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
+        ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
+        wanted = ids[start:end]
+        agree = next((n for n, (ours, own) in enumerate(zip(said, wanted, strict=True)) if ours != own), len(said))
+        yield Answer(meta.files[row], meta.rows[row], ids[:start], wanted, said[: agree + 1], hit)
 
 
 @contextmanager

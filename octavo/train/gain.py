@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from octavo import checkpoint, fp8
+from octavo.reading import finite
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
-from octavo.train.metrics import finite
 from octavo.train.step import Batches, Stepper
 
 WARM = 2  # steps of a session before the window

@@ -7,19 +7,21 @@ a run is made of is assembled in :mod:`octavo.train.build`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, parallel
+from octavo import checkpoint, hub, parallel
 from octavo.config import Config
-from octavo.train import base, build, planning, rundir
+from octavo.reading import finite
+from octavo.train import base, build, planning, rundir, trackers
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
-from octavo.train.metrics import MetricsLog, finite
+from octavo.train.metrics import MetricsLog
 from octavo.train.observing import Evaluation, Figures, Proof, due
 from octavo.train.phase import SFT, Phase
 from octavo.train.progress import Display
@@ -29,18 +31,33 @@ from octavo.train.schedule import lr_at
 from octavo.train.signals import StopRequest
 from octavo.train.step import Batches, Observe
 from octavo.train.stopping import NotFinite, NothingToLearn, Stopping
+from octavo.train.summary import summary
 
-_NOT_FINAL = ("eval", "health", "memory", "gain", "experts", "base")  # of a row, what the result's `final` leaves out
+Tell = Callable[[planning.Planned], Iterable[str]]
+
+_NOT_FINAL = (
+    "seconds",
+    "time",
+    "eval",
+    "health",
+    "memory",
+    "gain",
+    "experts",
+    "base",
+)  # of a row, what the result's `final` leaves out
 _WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are written whatever run.log_every says
 
 
 def run(
-    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT
-) -> RunResult:
+    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT,
+    tell: Tell = summary, watchers: Sequence[Callback] = (),
+) -> RunResult:  # fmt: skip
     """Run one training job to its end, or to a signal or callback that stops it.
 
     console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
-    phase: what the run learns from; those beyond pretraining and SFT are the package rl's.
+    phase: what the run learns from; those beyond pretraining and SFT are the package rl's. tell: makes the lines about
+    the plan, of what is known before a weight is read (`octavo.train.summary`); called where somebody reads them.
+    watchers: callbacks that only look, on the main rank; one that fails later than in `begin` ends nothing.
     Under torchrun every rank calls this; only the main one prints and writes.
 
     Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
@@ -49,15 +66,20 @@ def run(
     users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
-    cfg = base.settled(cfg)
+    cfg = hub.resolved(cfg, (lambda text: None) if console is None else console.print)
+    cfg = base.counted(base.settled(cfg))
     phase.check(cfg)
+    trackers.refuse_missing(cfg)
     try:
-        return _run(cfg, console, label, users, phase)
+        return _run(cfg, console, label, users, phase, tell, watchers)
     finally:
         phase.close()
 
 
-def _run(cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase) -> RunResult:
+def _run(
+    cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase, tell: Tell,
+    watchers: Sequence[Callback],
+) -> RunResult:  # fmt: skip
     world = parallel.setup(cfg.run.threads, cfg.run.timeout)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
@@ -69,7 +91,7 @@ def _run(cfg: Config, console: Any, label: str, users: Sequence[Callback], phase
         else:
             with StopRequest(cfg.run.timeout) as request:
                 try:
-                    result = _train(_begin(cfg, world, start, display, request, users, phase))
+                    result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
                 except RuntimeError as error:  # of a collective in the midst of a forward or backward
                     if (lost := world.lost(error)) is None:
                         raise
@@ -87,10 +109,11 @@ def _refuse_early(cfg: Config) -> None:
 
 def _begin(
     cfg: Config, world: parallel.World, start: rundir.Start,
-    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase,
+    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, tell: Tell,
+    watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
-    job = build.build(cfg, world, start, phase, display.say)
+    job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
     rundir.settle(start, world)
     first = job.progress.step + 1
     job.stepper.doing = display.doing
@@ -103,6 +126,7 @@ def _begin(
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=rundir.read_json(start.directory / rundir.GAIN),
         users=users, callbacks=_in_order(users),
+        watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 
@@ -113,6 +137,15 @@ def _in_order(users: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _train(run: Run) -> RunResult:
+    """Watchers hear how it ended, in whatever way."""
+    try:
+        return _trained(run)
+    except Exception as error:
+        run.tell_watchers("failed", error)
+        raise
+
+
+def _trained(run: Run) -> RunResult:
     steps = run.cfg.train.steps
     if run.step:
         run.say(f"continuing after step {run.step} of {steps}")
@@ -156,10 +189,11 @@ def _step(run: Run, number: int) -> Step:
     job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
-    progress.after(number, job.loader.rows, result.tokens, seconds, result.applied)
+    progress.after(number, job.loader.rows, result.tokens, seconds, result.applied, result.loss_tokens > 0)
     row: dict[str, Any] = {
         "step": number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
         "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
+        "seconds": seconds, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }  # fmt: skip
     if not result.applied:
         row["skipped"] = True
@@ -185,7 +219,8 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
 
 
 def _write(run: Run, step: Step) -> None:
-    if run.log is not None and (step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys()):
+    step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
+    if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
     run.row = step.row
     run.display.step(step.row)
@@ -201,7 +236,10 @@ def _result(run: Run, stopped: bool) -> RunResult:
         signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
     )  # fmt: skip
     if stopped:
-        run.say(f"stopped after step {run.step}; saved. Continue with run.resume=auto")
+        how = "Continue with run.resume=auto"
+        if not run.cfg.run.save_states:
+            how = f"Begin anew with these weights: run.start_from={run.directory}, and another run.dir"
+        run.say(f"stopped after step {run.step}; saved. {how}")
     elif run.world.is_main:
         rundir.write_json(run.directory / rundir.RESULT, finite(result.to_json()))
     return result

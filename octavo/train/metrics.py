@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.reading import finite
 from octavo.train.rundir import METRICS, truncate_metrics
 
 
 class MetricsLog:
     """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank makes one.
 
-    A row is JSON without NaN or infinity: what is not finite is written as null. `names`: figures of the row that
-    TensorBoard has under another name.
+    A row is JSON without NaN or infinity: what is not finite is written as null. `names`: figures of a step or an
+    evaluation that TensorBoard has under another name.
     """
 
     def __init__(self, directory: Path, tensorboard: bool, first_step: int, names: Mapping[str, str] = {}) -> None:
@@ -36,13 +36,7 @@ class MetricsLog:
         self._file.flush()
         if self._events is None:
             return
-        step = row["step"]
-        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
-        flat = {f"train/{self._names.get(k, k)}": v for k, v in numbers.items()}
-        for group, values in (("memory", row.get("memory")), ("eval", row.get("eval")), ("fp8", summary)):
-            flat.update({f"{group}/{k}": v for k, v in (values or {}).items()})
-        for name, value in flat.items():
-            self._events.add_scalar(name, value, step)
+        self._scalars(flat(row, summary, self._names), row["step"])
 
     def amend(self, row: Mapping[str, Any], part: str) -> None:
         """Write the last line again, now that `row` has the group `part` as well."""
@@ -51,9 +45,13 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._file.write(json.dumps(finite(row)) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in row[part].items():
-                self._events.add_scalar(f"{part}/{name}", value, row["step"])
+        self._scalars(flat({part: row[part]}, None, self._names), row["step"])
+
+    def _scalars(self, found: Mapping[str, Any], step: int) -> None:
+        """To TensorBoard, which has no word for a figure of nothing (None)."""
+        for name, value in found.items():
+            if self._events is not None and value is not None:
+                self._events.add_scalar(name, value, step)
 
     def sync(self) -> None:
         """Everything written so far is on the disk: called before a checkpoint that counts on it."""
@@ -68,12 +66,14 @@ class MetricsLog:
             self._events.close()
 
 
-def finite(value: Any) -> Any:
-    """The same JSON value with None for what is not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def flat(row: Mapping[str, Any], summary: Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """The numbers of a row as trackers and TensorBoard have them: `train/`, `memory/`, `eval/`, `gain/` and of the
+    health summary `fp8/`. What is not a number, or of nothing (None), is left out."""
+    groups = {name: row.get(name) for name in ("memory", "eval", "gain")} | {"fp8": summary}
+    groups["train"] = {key: value for key, value in row.items() if key != "step"}
+    return {
+        f"{group}/{names.get(key, key)}": value
+        for group, values in groups.items()
+        for key, value in (values or {}).items()
+        if isinstance(value, int | float)
+    }

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo import fp8
+from octavo.reading import finite
 from octavo.train import rundir
+from octavo.train.answers import Answers
 from octavo.train.callback import Callback, Run, Step
-from octavo.train.metrics import finite
+from octavo.train.evaluation import Answer
 from octavo.train.nonfinite import refuse_weights
 from octavo.train.result import RunResult
 from octavo.train.step import Batches, Observe
@@ -78,6 +80,8 @@ class Evaluation(Callback):
     def begin(self, run: Run) -> None:
         done = run.row.get("step") == run.step
         seen = done and "eval" in run.row
+        if run.world.is_main and run.job.evalset is not None:
+            self.answers = Answers(run.directory, run.job.processor.tokenizer, run.step - (not seen))
         if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
             return
         run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
@@ -108,7 +112,10 @@ class Evaluation(Callback):
         assert run.job.evalset is not None
         run.world.at(f"step {run.step}, evaluating")
         refuse_weights(run.model, run.world, f"after step {run.step}")
-        run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset)
+        shown: list[Answer] = []
+        run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)
+        if run.world.is_main and shown:
+            self.answers.write(run.step, shown)
         run.notify("evaluated", run.eval)
         return run.eval
 

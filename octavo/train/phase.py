@@ -14,7 +14,7 @@ from typing import Any
 from octavo import data
 from octavo.config import Config
 from octavo.train.errors import TrainError
-from octavo.train.evaluation import evaluate
+from octavo.train.evaluation import Answer, evaluate
 from octavo.train.step import Stepper
 
 
@@ -57,10 +57,11 @@ class Phase:
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet) -> Mapping[str, Any]:
-        """What the weights as they stand make of the held-out data: numbers by name, `loss`, `exact_match`,
-        `questions` and `tokens` (:func:`octavo.train.evaluate`) among them. A collective."""
-        return evaluate(stepper.model, evalset, stepper.forward, stepper.world)
+    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
+        """What the weights as they stand make of the held-out data: numbers by name, `loss`, `questions`, `tokens` and
+        where there are questions `exact_match` (:func:`octavo.train.evaluate`) among them. `shown` gets a few answers
+        of this rank. A collective."""
+        return evaluate(stepper.model, evalset, stepper.forward, stepper.world, shown=shown)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """What the run has proven so far beside its GEMMs, as JSON; it goes into proof.json. A collective."""

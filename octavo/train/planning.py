@@ -6,7 +6,8 @@ the plan that it began with, whatever a new measurement would say: its losses mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,10 +15,25 @@ from torch import nn
 
 from octavo import fp8, models, parallel
 from octavo.config import Config
-from octavo.config.sections import COMPONENTS
+from octavo.config.words import COMPONENTS
 from octavo.train import base, routing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known of a run before its weights are read: ``notes`` and ``prediction`` as `plan_run` has them,
+    ``reference`` base, copy, disk or None, ``steps`` what a step of a phase beyond SFT is, in words."""
+
+    cfg: Config
+    plan: fp8.Plan
+    family: models.Family
+    notes: Sequence[str] = ()
+    prediction: fp8.Prediction | None = None
+    ranks: int = 1
+    reference: str | None = None
+    steps: Sequence[str] = ()
 
 
 def policy_from(cfg: Config) -> fp8.Policy:
@@ -181,9 +197,14 @@ def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
     return report
 
 
+def stays(model: nn.Module) -> list[str]:
+    """Notes on what stays in high precision in every model, besides linear layers."""
+    return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
+
+
 def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
-    notes += [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
+    notes += stays(model)
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")

@@ -66,23 +66,29 @@ class Display:
 def _figures(row: Mapping[str, Any]) -> str:
     if "reward" in row:  # of reinforcement learning, whose loss says nothing
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
-        parts = [f"reward {row['reward']:.3f}", f"length {row['length']:.1f}", f"tokens/s {rates}"]
+        parts = [f"reward {_of(row['reward'])}", f"length {_of(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
         parts = [f"loss {row['loss']:.4f}"]
         if "rewards/accuracies" in row:
-            parts.append(f"accuracy {row['rewards/accuracies']:.1%}")
+            parts.append(f"accuracy {_of(row['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in row:
-            parts.append(f"margin {row['rewards/margins']:.3f}")
+            parts.append(f"margin {_of(row['rewards/margins'])}")
         parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
     if row.get("skipped"):
         parts.append("skipped: not finite")
     if "eval" in row:
         found = row["eval"]
-        parts.append(f"eval loss {found['loss']:.4f}, exact match {found['exact_match']:.1%} of {found['questions']}")
+        exact = f", exact match {found['exact_match']:.1%} of {found['questions']}" if "exact_match" in found else ""
+        parts.append(f"eval loss {found['loss']:.4f}{exact}")
         if "reward" in found:
-            parts.append(f"held-out reward {found['reward']:.3f}")
+            parts.append(f"held-out reward {_of(found['reward'])}")
         if "rewards/accuracies" in found:
-            parts.append(f"held-out accuracy {found['rewards/accuracies']:.1%}")
+            parts.append(f"held-out accuracy {_of(found['rewards/accuracies'], '.1%')}")
         if "rewards/margins" in found:
-            parts.append(f"margin {found['rewards/margins']:.3f}")
+            parts.append(f"margin {_of(found['rewards/margins'])}")
     return "  ".join(parts)
+
+
+def _of(value: float | None, form: str = ".3f") -> str:
+    """A figure; a dash for one of nothing."""
+    return "-" if value is None else format(value, form)

@@ -1,11 +1,12 @@
 """The run directory: entered once, continued or refused, never overwritten.
 
 config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
-environment.json   machine and versions                proof.json      the GEMMs that were counted, and in
+environment.json   machine, versions, what made pixels proof.json      the GEMMs that were counted, and in
 plan.json          before any weight is read                           phase rl that steps learnt by their writers
 gain.json          what FP8 gained, if it was asked    result.json     only when the run has finished
 checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
 milestones/        step_N of `run.milestones`          reference.safetensors  of preferences, if it is asked once
+answers.jsonl      the first ones of each evaluation   page.html       and page.png, memory.json: of octavo train
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 .lock              held while a process trains here    which was trained, and that they did not change
@@ -25,7 +26,7 @@ from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
 from octavo.parallel import World
-from octavo.train import datafiles
+from octavo.train import datafiles, starting
 from octavo.train.errors import TrainError
 from octavo.train.lock import LOCK, RunLock
 
@@ -36,27 +37,36 @@ PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
 
 # What a run notes in its checkpoints and takes from there without asking.
 _COUNTERS = {
-    **dict.fromkeys(("step!", "rows!", "tokens", "skipped", "in_a_row"), reading.COUNT), "seconds": reading.FINITE,
-    "health": {}, "settings!": {}, "data": {},
+    **dict.fromkeys(("step!", "rows!", "tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
+    "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
+    "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
 }  # fmt: skip
 
 
 @dataclass
 class Progress:
     """How far a run is. `step` optimizer steps done, `rows` of the data consumed, `tokens` seen, `skipped` steps that
-    were not finite (`in_a_row` of them just now), `seconds` of training, `health` the last FP8 health summary."""
+    were not finite (`in_a_row` of them just now), `learnt` the last step that held a token with a loss, `seconds` of
+    training, `health` the last FP8 health summary."""
 
     step: int = 0
     rows: int = 0
     tokens: int = 0
     skipped: int = 0
     in_a_row: int = 0
+    learnt: int = 0
     seconds: float = 0.0
     health: Mapping[str, float] = field(default_factory=dict)
 
-    def after(self, step: int, rows: int, tokens: int, seconds: float, applied: bool) -> None:
-        """A step is done."""
+    @property
+    def empty(self) -> int:
+        """Steps in a row, up to now, without a token with a loss."""
+        return self.step - self.learnt
+
+    def after(self, step: int, rows: int, tokens: int, seconds: float, applied: bool, learnt: bool) -> None:
+        """A step is done; `learnt`: it held a token with a loss."""
         self.step, self.rows = step, rows
+        self.learnt = step if learnt else self.learnt
         self.tokens += tokens
         self.seconds += seconds
         self.skipped += not applied
@@ -64,7 +74,9 @@ class Progress:
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:
-        return cls(**{f.name: counters[f.name] for f in fields(cls) if f.name in counters})
+        """From :meth:`counters`; those of 0.4.0 do not say what was learnt from, and count as if every step was."""
+        given = {"learnt": counters.get("step", 0), **counters}
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
 
     def counters(self, cfg: Config, files: datafiles.Prints) -> dict[str, Any]:
         """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
@@ -73,9 +85,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its directory, the checkpoint to load (None: from the model's own weights), its rows and
-    step so far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the
-    checkpoint is another run's, whose plan and FP8 this one need not share."""
+    """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
+    far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
+    another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
+    ones (`starting.note`; None: those of model.path)."""
 
     directory: Path
     checkpoint: Path | None = None
@@ -84,17 +97,21 @@ class Start:
     files: datafiles.Prints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     forked: bool = False
+    first: Mapping[str, Any] | None = None
 
 
 def settings(cfg: Config) -> dict[str, Any]:
     """What decides a run's numbers: everything except where it runs, what it writes, how many workers read, and what
     backward computes again or moves. So a run that outgrew its card goes on with less kept, to the same bits; compiled
-    blocks are other graphs then, whose sums differ."""
+    blocks are other graphs then, whose sums differ. Likewise how many completions are written at a time, which moves
+    their log-probabilities by rounding alone, and which are kept to be seen."""
     found = cfg.model_dump(mode="json")
     found["run"] = {"seed": cfg.run.seed}
     found["data"].pop("workers")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
         found["train"].pop(key)
+    for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
+        found["rl"].pop(key)
     return found
 
 
@@ -109,7 +126,7 @@ def enter(
     auto    continue from its newest good checkpoint; without one, or without a run, begin
     PATH    continue from that checkpoint: its own run, or another directory that is new or empty
 
-    Where it begins, and `run.fork` names a checkpoint, it begins from that one.
+    Where it begins, and `run.fork` names a checkpoint, it begins from that one; `run.start_from`, with its weights.
 
     ``prints``: fingerprints of further files that decide the run's numbers (:meth:`octavo.train.phase.Phase.prints`).
 
@@ -133,7 +150,8 @@ def enter(
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen, forked, prints))
+    first = starting.find(cfg, world, say) if chosen is None else None
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
     return Start(directory, chosen, forked=forked, **found)
@@ -233,23 +251,31 @@ def _has_begun(directory: Path) -> bool:
 
 
 def _prepare(
-    cfg: Config, directory: Path, chosen: Path | None, forked: bool, prints: Mapping[str, str] | None
+    cfg: Config,
+    directory: Path,
+    chosen: Path | None,
+    first: Path | None,
+    forked: bool,
+    prints: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
     step, rows, files = 0, 0, {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
+    begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
+        starting.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
         reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
         saved = _complete(counters["settings"])
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
+        begun = starting.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return {"rows": rows, "step": step, "files": files}
+    return {"rows": rows, "step": step, "files": files, "first": begun}
 
 
 def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,10 +321,13 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
     changed = list(_differences(saved, settings(cfg)))
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
+        if any(key == "train.steps" for key, _, _ in changed):
+            shown += " (train.epochs makes them of the rows of data.train: did those change?)"
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
             "schedule and FP8 settings (run.* may change, the seed may not; train.recompute may, where blocks are not "
-            "compiled); set them back, or start a new run in another run.dir"
+            "compiled; rl.slots, pages, show and reward_timeout may); set them back, or start a new run in another "
+            "run.dir"
         )
 
 

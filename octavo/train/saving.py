@@ -8,11 +8,14 @@ from typing import Any
 
 from octavo import checkpoint as checkpoints
 from octavo import fp8, models, parallel
+from octavo.config import Config
 from octavo.train import base, build, critic, rundir
 from octavo.train.build import Job
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.result import RunResult
+
+LEAST = 50  # steps between checkpoints where nobody says how many
 
 
 class Saving(Callback):
@@ -29,7 +32,7 @@ class Saving(Callback):
     def end_step(self, run: Run, step: Step) -> None:
         if step.number in run.cfg.run.milestones:
             build.save(run.job, rundir.MILESTONES)
-        every, last = run.cfg.run.save_every, run.stopping or step.number == run.cfg.train.steps
+        every, last = interval(run.cfg), run.stopping or step.number == run.cfg.train.steps
         self.due |= bool(every) and step.number % every == 0
         if step.result.applied and self.newest < step.number:
             self._prune(run)
@@ -50,6 +53,12 @@ class Saving(Callback):
             folder, newest, keep = run.directory / rundir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
             run.world.from_main(lambda: checkpoints.prune(folder, newest, keep))
+
+
+def interval(cfg: Config) -> int:
+    """Steps between checkpoints (0: none on the way): as asked, else a tenth of the run and at least :data:`LEAST`."""
+    asked = cfg.run.save_every
+    return max(LEAST, -(-cfg.train.steps // 10)) if asked is None else asked
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:

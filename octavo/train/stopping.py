@@ -56,25 +56,22 @@ class NothingToLearn(Callback):
     rewards until all answers earn the same goes on: its weights are what was asked for."""
 
     def begin(self, run: Run) -> None:
-        self.empty = 0  # steps in a row
         self.told = False
-        self.learnt = run.step > 0 and run.job.phase.exhausts
 
     def end_step(self, run: Run, step: Step) -> None:
-        report = run.job.loader.report
+        report, progress = run.job.loader.report, run.job.progress
         if not self.told and (row := report.first.get(CONTROL)):
             self.told = True
             run.say(f"{row['file']}, row {row['row']}: {row['reason']}; it is trained on as it is. All such rows are "
                     f"in {run.directory / 'skipped.jsonl'}")  # fmt: skip
-        self.empty = 0 if step.result.loss_tokens else self.empty + 1
-        self.learnt |= not self.empty and run.job.phase.exhausts
-        if self.empty == 1:
+        if progress.empty == 1:
             run.say(f"step {step.number} held no token with a loss")
-        if self.learnt or self.empty < min(PATIENCE, run.cfg.train.steps):
+        enough = progress.learnt > 0 and run.job.phase.exhausts
+        if enough or progress.empty < min(PATIENCE, run.cfg.train.steps):
             return
         left_out = ", ".join(f"{count} {what}" for what, count in report.counts.items() if what != CONTROL) or "none"
         raise TrainError(
-            f"{self.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
+            f"{progress.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
             f"far: {left_out}; {run.directory / 'skipped.jsonl'} lists them with the reason). "
             f"{run.job.phase.starved}"
         )

@@ -65,6 +65,28 @@ def test_train_then_eval_then_generate(here, trained, capsys):
     assert capsys.readouterr().err == "model: high precision\n"
 
 
+def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys):
+    """In short by default, layer by layer with --verbose; the end names what was written and the next command."""
+    from octavo.cli.train import teller
+    from octavo.config import load_config
+    from octavo.train import planning
+
+    assert main(["train", "run.yaml", "run.dir=told", "run.hf=true", "fp8.activations=fp8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("step 1/2"))
+    assert first <= 15 and lines[0].startswith("qwen3_vl of ") and lines[0].endswith(" all trained: model")
+    assert any(line.startswith("memory, predicted: ") for line in lines[:first])
+    assert "told: a checkpoint at the end (the newest 2 stay), hf/ at the end" in lines[:first]
+    assert lines[-2].startswith("wrote told/hf, told/page.html, told/metrics.jsonl") and lines[-1].startswith(
+        "next: octavo export told "
+    )
+    cfg = load_config("run.yaml")
+    found = teller(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    assert "note: norms in high precision: a reduction whose error every later layer inherits" in found
+    assert sum("self_attn.q_proj " in line for line in found) == 1
+    assert all(len(line) <= 80 for line in found if not line.startswith(("note: ", "memory, ")))
+
+
 def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys):
     assert main(["train", "run.yaml"]) == 1
     assert "octavo train:" in capsys.readouterr().err
@@ -91,9 +113,9 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit proposes a setting and nothing else"),
         (["plan", "run.yaml", "--card", "big"], 1, "a card is given by its memory, as in 80GB"),
-        (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 1, "did you mean 'qwen3_vl_8b'?"),
+        (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
-        (["plan", "run.yaml", "model.path=nowhere"], 1, "nowhere"),
+        (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),
         (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache holds measurements; add --measure"),
         (
             ["plan", "run.yaml", "--measure", "fp8.plan=p.json"],
@@ -138,10 +160,12 @@ def no_memory(monkeypatch):
 
 
 def test_plan_of_a_file(here, no_memory, capsys):
-    assert main(["plan", "run.yaml", "fp8.image_projector.recipe=rowwise"]) == 0
+    assert main(["plan", "run.yaml", "fp8={recipe: blockwise, image_projector: {recipe: rowwise}}"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("component")
-    assert "rowwise e4m3" in text and "linear FLOPs in FP8:" in text and "norms in high precision" in text
+    assert re.match(r"FP8: \d+ of \d+ linear layers, 100.0 % of linear FLOPs", text)  # the verdict comes first
+    assert "  image_projector  4 of 4 rowwise e4m3, 100.0 %\n" in text and "norms in high precision" in text
+    shown = text[: text.index("note: ")].splitlines()
+    assert max(map(len, shown)) <= 80 and text.count("the whole model") == 2  # once a component
     folded = len(text.splitlines())
     assert main(["plan", "run.yaml", "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) > folded
@@ -239,23 +263,23 @@ def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tm
     monkeypatch.setattr(atomic.os, "replace", full)
     assert main(["plan", "run.yaml", "--save", str(tmp_path / "deep" / "plan.json")]) == 1
     got = capsys.readouterr()
-    assert "linear FLOPs in FP8" in got.out and "No space left on device" in got.err
+    assert "of linear FLOPs" in got.out and "No space left on device" in got.err
     assert not list((tmp_path / "deep").iterdir())
 
 
 def test_plan_says_why_a_backend_was_passed_over(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "passed over" in out and "triton: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is passed over: " in out and "weigh every component by one token" not in out
 
 
 def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "run.yaml"]) == 0
-    table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out.split("\n\n")[0])
-    assert max(map(len, table.splitlines())) <= 80
-    assert "…" not in table
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown[: shown.index("note: ")].splitlines())) <= 80
+    assert "…" not in shown
 
 
 def test_tiny_and_digits_write_once_and_accept_the_same(tmp_path, capsys):
@@ -304,7 +328,11 @@ def test_compare_hands_on_and_exits_with_the_verdict(here, status, monkeypatch, 
     (cfg, recipes, directory), more = calls[0]
     assert recipes == ["rowwise", "blockwise"] and directory == "trial" and more["fresh"] is True
     assert cfg.train.steps == 2
-    assert capsys.readouterr().out == f"{status}: so it is\n  because\n"
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == [f"{status}: so it is", "  because", f"report: {Path('trial/report/report.html')}"]
+    command = {0: "octavo train run.yaml", 1: "another recipe, octavo compare run.yaml --out trial --recipes"}
+    assert len(told) == 4 and command.get(VERDICTS[status], "octavo compare run.yaml --out trial --fresh") in told[3]
+    assert more["forks"] == 0 and more["savings"] is False  # three runs; more on request
     assert main(["compare", "run.yaml", "--json"]) == VERDICTS[status]
     (_, recipes, directory), _ = calls[1]
     assert recipes is None and directory == "run-compare"
@@ -316,7 +344,9 @@ def test_compare_takes_what_the_report_offers():
     from octavo import report
     from octavo.report import demo
 
-    assert {"cfg", "recipes", "directory", "console", "fresh"} <= set(inspect.signature(report.compare).parameters)
+    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell"} <= set(
+        inspect.signature(report.compare).parameters
+    )
     assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
 
 
@@ -373,4 +403,7 @@ def test_lines_are_whole_where_nobody_looks_on(capsys):
 def test_plain_tables_line_up():
     text = terminal.plain_table(("name", "n"), [("a", "10"), ("longer", "5")], title="T", right=(1,))
     assert text == "T\nname     n\n------  --\na       10\nlonger   5"
+    wrapped = terminal.plain_table(("name", "what"), [("one", "many words " * 9), ("two", "x" * 90)])
+    # nothing is cut
+    assert wrapped.splitlines()[-2:] == ["      words many words many words", "two   " + "x" * 90]
     assert [terminal.number(v) for v in (None, 3, 0.123456, "x", True)] == ["-", "3", "0.1235", "x", "True"]

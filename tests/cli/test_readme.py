@@ -16,7 +16,9 @@ from octavo import fp8
 from octavo.bench import SUITES
 from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main
-from octavo.config import load_config_text, override
+from octavo.config import Config, load_config_text, override
+from octavo.config.phases import PreferenceSection, RlSection
+from octavo.config.sections import LoraSection
 from octavo.models import shapes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,8 @@ LINES = [
     *re.findall(r"`((?:octavo|make) [^`]+)`", README),
     *re.findall(r"^(?:octavo|make) .*", BLOCKS["sh"], re.MULTILINE),
 ]
+SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
+SECTIONS |= {"lora": LoraSection, "rl": RlSection, "preference": PreferenceSection}  # which may be absent
 #: what the parser leaves to the command
 NAMES = {"suite": [[suite] for suite in SUITES], "family": tiny.FAMILIES, "shape": shapes.SHAPES}
 
@@ -69,3 +73,18 @@ def test_the_python_names_what_there_is() -> None:
     tree = ast.parse(BLOCKS["python"])
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "fp8"}
     assert {"plan", "apply"} < used and all(hasattr(fp8, name) for name in used)
+
+
+def test_the_keys_beside_those_of_others_exist() -> None:
+    """docs/coming_from.md: `section: {key: ..., key}` and `section.key` of the column of ours."""
+    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+    named = set()
+    for cells in (line.split(" | ") for line in page.splitlines() if line.startswith("| ")):
+        for code in re.findall(r"`([^`]+)`", cells[1]):
+            if found := re.fullmatch(r"(\w+): \{(.*)\}", code):
+                inner = re.sub(r"[\[{].*?[\]}]", "", found[2])
+                named |= {(found[1], key) for key in re.findall(r"(?:^|, )(\w+)", inner)}
+            elif found := re.fullmatch(r"(model|data|train|lora|optimizer|preference|rl|run|fp8)\.([a-z_]+)\b.*", code):
+                named.add((found[1], found[2]))
+    wrong = [f"{s}.{k}" for s, k in named if k not in SECTIONS[s].model_fields and not (s == "fp8" and hasattr(fp8, k))]
+    assert len(named) > 40 and not wrong, wrong

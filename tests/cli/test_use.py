@@ -90,6 +90,18 @@ def test_generate_asks_several_questions_and_samples(here, capsys):
     assert whole.startswith(cut) and whole[2:4] not in cut
 
 
+def test_images_of_a_question_stand_where_it_says(here, capsys):
+    """As in rows of training data; else before it."""
+    from octavo.cli.generate import _parts
+
+    image = {"type": "image"}
+    assert _parts("What?", 2) == [image, image, {"type": "text", "text": "What?"}]
+    assert _parts("<image>\nA <image>", 2) == [image, {"type": "text", "text": "\nA "}, image]
+    file = ["--image", str(next((here / "digits").rglob("*.png")))]
+    assert main(["generate", "model", "--prompt", "<image> <image>?", *file]) == 2
+    assert "has 2 places for images (<image>), and 1 images are given" in capsys.readouterr().err
+
+
 def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(here, capsys, monkeypatch):
     file = here / "model/generation_config.json"
     before = file.read_text()
@@ -194,3 +206,18 @@ def test_a_bar_is_shown_on_a_terminal(here, tmp_path, capsys, monkeypatch):
     shown.file.close()
     drawn = (tmp_path / "out").read_text()
     assert "hf_to_dcp" in drawn and "evaluating" in drawn
+
+
+def test_training_leaves_a_page_and_report_writes_it_anywhere(here, tmp_path, capsys):
+    own, again = here / "lora/page.html", tmp_path / "again.html"
+    assert main(["report", "lora", "-o", str(again)]) == 0
+    assert capsys.readouterr().out == f"wrote {again}, {tmp_path / 'again.png'}\n"
+    pages = [page.read_text().split("<h2>Curves", 1)[1] for page in (own, again)]
+    assert pages[0] == pages[1] and "predicted" in pages[0]  # the head says when it was written
+    for argv, code, said in (
+        (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: a page ends with .html"),
+        (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
+        (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
+    ):
+        assert main(argv) == code
+        assert said in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_required_sections_and_keys():
     found = problems("model: {}\ndata: {train: []}\ntrain:\n  lr: 1\n")
     assert "x.yaml:1: model.path: required, but absent; add `path:` under `model` (Folder of a Hugging Face" in found[0]
     assert "x.yaml:2: data.train: must not be empty; give the train (Data sets to train on)" in found[1]
-    assert "x.yaml:3: train.steps: required, but absent; add `steps:` under `train` (Optimizer steps" in found[2]
+    assert "x.yaml:3: train.steps: required, but absent; add `steps:` or `epochs:` under `train`" in found[2]
     assert (
         problems("model:\n")[2] == "x.yaml:1: model: expected a mapping, found nothing (null); indent its keys under it"
     )
@@ -297,6 +297,9 @@ def test_pixels_that_cannot_be():
         ("{steps: 10, lr: 1e-5, min_lr: 1e-4}", "train.min_lr: min_lr 0.0001 is above lr 1e-05"),
         ("{steps: 10, schedule: constant, min_lr: 1e-6}", "train.min_lr: has no effect on a constant schedule"),
         ("{steps: 0}", "train.steps: must be at least 1, found 0"),
+        ("{lr: 1}", "train.steps: required, but absent; add `steps:` or `epochs:` under `train`"),
+        ("{epochs: 0}", "train.epochs: must be above 0, found 0"),
+        ("{steps: 10, epochs: 2}", "train.epochs: 2 epochs beside 10 steps, and each gives the length of the run"),
     ],
 )  # fmt: skip
 def test_steps_that_cannot_be(train, message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.config import Config, ConfigError, load_config, load_config_text, override, to_yaml
 from octavo.config.document import scalar
 from octavo.config.rules_lora import recipe_of
-from octavo.config.sections import COMPONENTS
+from octavo.config.words import COMPONENTS
 
 BASE = """
 model: {path: ./m}
@@ -20,6 +20,18 @@ train: {steps: 10}
 
 def text(more: str = "", overrides=()):
     return load_config_text(BASE + more, overrides)
+
+
+def test_steps_and_epochs_take_each_others_place_as_later_wins():
+    text = "model: {path: m}\ndata: {train: [{path: a}]}\ntrain: {epochs: 2.5}\n"
+    cfg = load_config_text(text)
+    assert (cfg.train.steps, cfg.train.epochs) == (None, 2.5)
+    steps = override(cfg, ["train.steps=7"])
+    assert (steps.train.steps, steps.train.epochs) == (7, None)
+    again = override(steps, ["train.epochs=1"])
+    assert (again.train.steps, again.train.epochs) == (None, 1)
+    with pytest.raises(ConfigError, match="1 epochs beside 7 steps"):
+        override(cfg, ["train.steps=7", "train.epochs=1"])
 
 
 def test_defaults():

@@ -16,7 +16,8 @@ from octavo.config import (
     override,
     to_yaml,
 )
-from octavo.config.sections import DataSection, LoadInFp8Section, LoraSection, TrainSection
+from octavo.config.model import LoadInFp8Section
+from octavo.config.sections import DataSection, LoraSection, TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
 
@@ -75,6 +76,18 @@ def test_codes_and_the_recipe_that_multiplies_by_them_have_one_name(short):
     assert f'"{short}"' in schema and f'"{name}"' in schema  # editors accept both
 
 
+def test_true_means_rows_and_false_or_null_none():
+    rows = read("load_in_fp8: rowwise")
+    assert read("load_in_fp8: true") == read("load_in_fp8: {foundation: true, image_encoder: false}") == rows
+    assert override(read(""), ["model.load_in_fp8=true", "fp8.recipe=row"]) == override(rows, []) == rows
+    assert (
+        read("load_in_fp8: false") == read("load_in_fp8: null") == read("load_in_fp8: {foundation: null}") == read("")
+    )
+    assert override(rows, ["model.load_in_fp8=false"]).model.load_in_fp8.kinds == {}
+    assert "true" not in to_yaml(rows).partition("keep_fp8")[0]  # what is kept says the kind
+    assert {"type": "boolean"} in json_schema()["$defs"]["ModelSection"]["properties"]["load_in_fp8"]["anyOf"]
+
+
 def test_it_follows_in_python_as_well():
     more = {"data": DataSection(train=({"path": "a.json"},)), "train": TrainSection(steps=3), "lora": LoraSection()}
     cfg = Config(model=ModelSection(path="m", load_in_fp8=LoadInFp8Section(foundation="row")), **more)
@@ -87,6 +100,7 @@ def test_it_follows_in_python_as_well():
     "model, more, message",
     [
         ("load_in_fp8: blok", "", "expected a word or a mapping, found 'blok'; did you mean blockwise? use"),
+        ("load_in_fp8: 1", "", "expected a word or a mapping, found 1"),
         ("load_in_fp8: {foundation: rows}", "", "'rows'; did you mean rowwise? one of rowwise, blockwise, tensorwise"),
         ("load_in_fp8: {tower: row}", "", "x.yaml:1: model.load_in_fp8.tower: unknown key; valid here: foundation"),
         ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise multiplies by other codes "

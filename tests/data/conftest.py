@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from octavo.config import Dataset
 from octavo.data import Source, read
 
 
@@ -52,10 +52,9 @@ class Folder:
         messages = [{"from": ("human", "gpt")[n % 2], "value": text} for n, text in enumerate(texts)]
         return {"id": "r", "conversations": messages, **more}
 
-    def read(self, rows: Any, name: str = "rows.json", **more: Any) -> Source:
+    def read(self, rows: Any, name: str = "rows.json", kind: str = "conversations", **more: Any) -> Source:
         path = self.json(rows, name) if not isinstance(rows, Path) else rows
-        return read(SimpleNamespace(**{"path": str(path), "images": None, "weight": 1.0, "max_samples": None,
-                                       "format": "auto", **more}))  # fmt: skip
+        return read(Dataset.model_construct(path=str(path), **more), kind)
 
 
 @pytest.fixture

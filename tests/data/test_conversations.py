@@ -144,7 +144,7 @@ def test_bad_rows_of_llava(folder, row, message):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "tool", "content": "x"}], "unknown role 'tool'; messages knows user, assistant, system"),
+        ([{"role": "critic", "content": "x"}], "unknown role 'critic'; messages knows user, assistant, system, tool"),
         ([{"role": "user"}], "expected {'role': ..., 'content': ...}"),
         ([{"role": "user", "content": 3}], "content of turn 1 is 3; expected a list"),
         ([{"role": "user", "content": [{"type": "audio"}]}], "expected type text or image"),
@@ -184,7 +184,7 @@ def test_two_ways_to_list_images_in_one_row(folder):
             r"ambiguous \(row 0 reads as llava, row 1 reads as messages\)",
         ),
         ([{"conversations": [ASK, {"role": "assistant", "content": "x"}]}], r"ambiguous \(row 0 has turns with from"),
-        ([{"prompt": "x", "answer": "y"}], r"no row looks like a conversation .*\['answer', 'prompt'\]"),
+        ([{"question": "x", "answer": "y"}], r"no row looks like a conversation .*\['answer', 'question'\]"),
         (["text"], r"no row looks like a conversation \(the first is 'text'\)"),
     ],
 )

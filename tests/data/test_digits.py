@@ -46,6 +46,15 @@ def test_questions_one_by_one_for_reinforcement_learning(made):
     assert third["prompt"][0]["role"] == third["prompt"][-1]["role"] == "user"
 
 
+def test_captions_say_the_digits_of_their_image(made):
+    for file in (made.train, made.test):
+        rows = json.loads(file.read_text())
+        captions = json.loads(file.with_name(f"{file.stem}_captions.json").read_text())
+        assert [caption["image"] for caption in captions] == [row["image"] for row in rows]
+        answers = [[turn["value"] for turn in row["conversations"] if turn["from"] == "gpt"] for row in rows]
+        assert [caption["text"].split() for caption in captions] == answers
+
+
 def test_short_enough_to_train_fast(folder, models, made):
     for family in ("qwen3_vl", "qwen2_5_vl", "internvl"):
         encoder = Encoder(models(family), 40)

@@ -1,29 +1,34 @@
 """Rows of JSON and JSONL files, and what is said about files that are neither."""
 
 import json
+import multiprocessing
 import os
 import pickle
+import struct
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
-from octavo.data import BadSample, DataError
-from octavo.data.files import JsonlRows, JsonRows, open_rows
+from octavo.data import BadSample, DataError, cache, files, table
+from octavo.data.files import open_rows
+from octavo.train import datafiles
 
 
 def test_json_and_jsonl_give_the_same_rows(folder):
     rows = [{"n": n, "text": "é" * n} for n in range(5)]
     lines = folder.json(rows, "rows.jsonl")
     assert list(map(dict, open_rows(folder.json(rows)))) == rows
-    assert isinstance(open_rows(lines), JsonlRows) and [open_rows(lines)[n] for n in (4, 0, 2)] == [
-        rows[4], rows[0], rows[2]]  # fmt: skip
+    assert [open_rows(lines)[n] for n in (4, 0, 2)] == [rows[4], rows[0], rows[2]]
 
 
 def test_structure_decides_not_the_name(folder):
     lines = folder.json([{"n": 1}, {"n": 2}], "x.jsonl").rename(folder.path / "lines.json")
-    assert isinstance(open_rows(lines), JsonlRows)
+    assert (len(open_rows(lines)), open_rows(lines).line(1)) == (2, 2)
     pretty = folder.path / "pretty.json"
     pretty.write_text(json.dumps([{"n": 1}], indent=2))
-    assert isinstance(open_rows(pretty), JsonRows)
+    assert (len(open_rows(pretty)), open_rows(pretty).line(0)) == (1, 0)
 
 
 def test_blank_lines_last_line_without_end_and_bom(folder):
@@ -82,26 +87,27 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("kind", BAD_ROWS)
-@pytest.mark.parametrize("name", ("rows.json", "rows.jsonl", "lines.json"))
+@pytest.mark.parametrize("name", ("rows.json", "rows.jsonl", "lines.json", "streamed.jsonl", "streamed.json"))
 def test_a_bad_row_is_one_bad_row(folder, kind, name):
     """In a list, in lines, and in lines whose file's name does not say so."""
     row, message = BAD_ROWS[kind]
-    parts = [row, GOOD, b'"x"'] if name == "lines.json" else [GOOD, row, b'"x"']
+    parts = [row, GOOD, b'"x"'] if name in ("lines.json", "streamed.json") else [GOOD, row, b'"x"']
     bad = parts.index(row)
     path = folder.path / name
     path.write_bytes(b"[" + b" ,\n".join(parts) + b"]" if name == "rows.json" else b"\n".join(parts))
-    rows = open_rows(path)
+    rows = open_rows(path, stream="streamed" in name)
     assert len(rows) == 3 and rows[1 - bad] == {"n": 1} and rows[2] == "x"
     with pytest.raises(BadSample, match=rf"{name}, row {bad}: .*{message}.*Mend or remove the row") as refused:
         rows[bad]
     assert str(refused.value).isprintable()
 
 
-def test_lines_that_are_not_utf8_too_long_or_gone(folder, monkeypatch):
+@pytest.mark.parametrize("stream", (False, True))
+def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, monkeypatch, stream):
     path = folder.path / "x.jsonl"
     path.write_bytes(b'{"n": 1}\n{"a": "\xe9"}\n{"a": "' + b"z" * 99 + b'"}\n{"n": 4}')
     monkeypatch.setattr("octavo.data.files.ROW_BYTES", 40)
-    rows = open_rows(path)
+    rows = open_rows(path, stream=stream)
     assert (len(rows), rows[0], rows[3]) == (4, {"n": 1}, {"n": 4})
     with pytest.raises(
         BadSample, match=r"row 1: line 2 is not UTF-8 \(its byte 7\); save it as UTF-8, for example with `i"
@@ -110,8 +116,22 @@ def test_lines_that_are_not_utf8_too_long_or_gone(folder, monkeypatch):
     with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, and 40 are the most; split or remove it"):
         rows[2]
     path.write_bytes(GOOD)
-    with pytest.raises(DataError, match=r"x\.jsonl is shorter than when it was opened \(line 4 is gone\)"):
-        rows[3]
+    if stream:
+        with pytest.raises(DataError, match=r"x\.jsonl changed while it was read \(stream: true\)"):
+            rows[3]
+        assert open_rows(path, stream=True)[0] == {"n": 1}
+    else:
+        assert rows[3] == {"n": 4}, "what was opened stays as it was"
+
+
+def test_what_cannot_be_streamed(folder):
+    with pytest.raises(
+        DataError, match=r"rows\.json: `stream` needs rows that can be read one by one, and this is one"
+    ):
+        open_rows(folder.json([{"n": 1}]), stream=True)
+    (folder.path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"blank\.jsonl"):
+        open_rows(folder.path / "blank.jsonl", stream=True)
 
 
 def test_blank_jsonl_missing_file_and_folder(folder):
@@ -120,8 +140,166 @@ def test_blank_jsonl_missing_file_and_folder(folder):
         open_rows(folder.path / "blank.jsonl")
     with pytest.raises(DataError, match=r"none\.json is missing\. Check data\.path in the"):
         open_rows(folder.path / "none.json")
-    with pytest.raises(DataError, match="is a folder, not a file.*must name a JSON or JSONL file"):
-        open_rows(folder.path)
+    (folder.path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty is a folder with none of them.*must name a JSON, JSONL, CSV or parquet"):
+        open_rows(folder.path / "empty")
     os.mkfifo(folder.path / "pipe.jsonl")
     with pytest.raises(DataError, match="pipe.jsonl is a named pipe, not a file"):
         open_rows(folder.path / "pipe.jsonl")
+
+
+ROWS = [{"n": n, "text": "é" * (n % 50)} if n % 7 else [n, None, {"x": 1.5}] for n in range(3000)]
+
+
+@pytest.fixture
+def all_kept(monkeypatch):
+    """Every file goes into the cache; what was said of it."""
+    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "EVERY", -1.0)
+    return []
+
+
+@pytest.mark.parametrize("kind", ("jsonl", "parquet"))
+def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
+    """Arrow follows the offsets of a file blindly; one that points out of it would end the process."""
+    monkeypatch.setattr(cache, "SMALL", 0)
+    rows = [{"text": f"{n:04}" * 100} for n in range(8)]
+    if kind == "jsonl":
+        path, size = folder.json(rows, "rows.jsonl"), len(json.dumps(rows[0])) + 1
+        sizes, wrong = struct.pack("<qq", size, 2 * size), struct.pack("<qq", size, 1 << 40)
+    else:
+        path = folder.path / "rows.parquet"
+        sizes, wrong = struct.pack("<ii", 400, 800), struct.pack("<ii", 400, 1 << 30)
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    open_rows(path, folder.path / "cache")
+    (kept,) = (folder.path / "cache").glob("*.arrow")
+    whole = kept.read_bytes()
+    assert whole.count(sizes) == 1
+    kept.write_bytes(whole.replace(sizes, wrong))
+    found = open_rows(path, folder.path / "cache")
+    assert found[0] == rows[0] and found[7] == rows[7]
+    for row in (1, 2):
+        with pytest.raises(DataError, match=rf"{kept.name} is no whole Arrow file any more .*; delete it") as caught:
+            found[row]
+        assert not isinstance(caught.value, BadSample)
+
+
+def test_damaged_names_of_keys_are_looked_up_again(folder, monkeypatch):
+    monkeypatch.setattr(cache, "SMALL", 0)
+    found = open_rows(folder.json([{"a": 1}, {"b": 2}], "rows.jsonl"), folder.path / "cache")
+    found.keys()
+    (kept,) = (folder.path / "cache").glob("*.keys")
+    for damaged in (b"", b'["a', b"\xff", b"5", b"[5]", b'"ab"'):
+        kept.write_bytes(damaged)
+        assert found.keys() == {"a", "b"} and json.loads(kept.read_text()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
+    path, where = folder.json(ROWS, name), folder.path / "cache"
+    rows = open_rows(path, where, all_kept.append)
+    assert [rows[n] for n in range(len(rows))] == ROWS
+    assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
+    assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
+    monkeypatch.setattr("octavo.data.files._texts", None)  # nobody reads the file again
+    again, kept = open_rows(path, where), list(where.glob("*.arrow"))
+    assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
+    kept[0].write_bytes(kept[0].read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"arrow is no whole Arrow file any more .*; delete it"):
+        open_rows(path, where)
+
+
+def test_a_changed_file_is_converted_again(folder, all_kept):
+    path, where = folder.json(ROWS[:2]), folder.path / "cache"
+    first = open_rows(path, where)
+    path.write_text("[1, 2, 3]")
+    assert (len(first), len(open_rows(path, where)), len(list(where.glob("*.arrow")))) == (2, 3, 2)
+
+
+def test_two_who_convert_the_same_file_wait_for_each_other(folder, all_kept):
+    path, where = folder.json(ROWS), folder.path / "cache"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: open_rows(path, where, all_kept.append)[2999], range(4)))
+    assert found == [ROWS[2999]] * 4 and sum("once" in line for line in all_kept) == 1
+
+
+def _one_of_two(path, where, meet, locks):
+    """In a process of its own: convert when the other does too, map the file, and look again once both are done."""
+    if not locks:
+
+        class FileLock:
+            def __init__(self, file):
+                pass
+
+            def acquire(self):
+                raise NotImplementedError("no flock here")
+
+        cache.FileLock = FileLock
+    cache.SMALL, said, writes = 0, [], table.write_texts
+
+    def together(sink, rows, done):
+        writes(sink, rows, done)
+        if not locks:
+            meet.wait(60)  # both have made the whole file, and neither has named it
+
+    files.write_texts = together
+    meet.wait(60)
+    rows = open_rows(path, where, said.append)
+    before = os.stat(next(where.glob("*.arrow"))).st_ino
+    meet.wait(60)
+    return rows[2999], rows[0], before == os.stat(next(where.glob("*.arrow"))).st_ino, len(said)
+
+
+@pytest.mark.parametrize("locks", (True, False))
+def test_two_processes_convert_at_once(folder, locks):
+    """As two machines with one mount do, with locks that reach across it and without."""
+    path, where = folder.json(ROWS), folder.path / "cache"
+    where.mkdir()
+    with multiprocessing.Manager() as manager, ProcessPoolExecutor(2) as pool:
+        meet = manager.Barrier(2)
+        found = [made.result(60) for made in [pool.submit(_one_of_two, path, where, meet, locks) for _ in range(2)]]
+    assert all(one[:3] == (ROWS[2999], ROWS[0], True) for one in found), "what is mapped is not exchanged"
+    assert sorted(one[3] > 0 for one in found) == [not locks, True]
+    assert len(list(where.glob("*.arrow"))) == 1 and not list(where.glob(".*"))
+
+
+def test_a_file_system_without_hard_links(folder, all_kept, monkeypatch):
+    def link(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    assert open_rows(folder.json(ROWS), folder.path / "cache")[2999] == ROWS[2999]
+
+
+def test_images_of_a_folder_are_not_looked_at(folder, monkeypatch):
+    """Beside shards or below them: neither the cache nor the fingerprints of a run ask for what they are."""
+    shards = folder.path / "shards"
+    folder.image("shards/a.png"), folder.image("shards/deep/b.png")
+    folder.json(ROWS[:9], "shards/one.jsonl")
+    before, prints = cache._identity(shards), datafiles._of_data(shards)
+    folder.image("shards/deep/c.png"), folder.image("shards/a.png", color=0)
+    assert (before, prints) == (cache._identity(shards), datafiles._of_data(shards))
+    assert [file.name for file in cache.files_of(shards)] == ["one.jsonl"]
+    folder.json(ROWS[:8], "shards/one.jsonl")
+    assert before != cache._identity(shards) and prints != datafiles._of_data(shards)
+
+
+def test_what_cannot_be_kept_leaves_nothing(folder, all_kept, monkeypatch):
+    broken, where = folder.path / "broken.json", folder.path / "cache"
+    broken.write_text(json.dumps(ROWS)[:-1])
+    with pytest.raises(DataError, match=r"broken\.json is not JSON"):
+        open_rows(broken, where)
+    path = folder.json(ROWS)
+    with pytest.raises(DataError, match=r"blocked cannot keep rows\.json as Arrow: .*data\.cache \(or OCTAVO_CACHE\)"):
+        (folder.path / "blocked").write_text("")
+        open_rows(path, folder.path / "blocked")
+    writes = table.write_texts
+
+    def slow(sink, rows, done):
+        writes(sink, rows, done)
+        path.write_text("[1]")
+
+    monkeypatch.setattr("octavo.data.files.write_texts", slow)
+    with pytest.raises(DataError, match=r"rows\.json changed while it was read; start again"):
+        open_rows(path, where)
+    assert not [*where.glob("*.arrow"), *where.glob(".*")]

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from octavo import data
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.errors import WorkerDied
-from octavo.data.loader import Processed, _by_workers
+from octavo.data.loader import Processed, _by_workers, _Chunks
 
 
 @pytest.fixture
@@ -105,16 +107,16 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
     class Rows:
         sources = (folder.read([folder.llava("q", "a")] * 9),)
 
-        def __getitem__(self, place):
-            if place[1] == 3:
+        def __getitem__(self, places):
+            if (0, 7) in places:
                 time.sleep(60)
-            return place
+            return places
 
-    stream = _by_workers(Rows(), [(0, row) for row in range(9)], 2, timeout=2.0)
-    assert [next(stream)[0][1] for _ in range(3)] == [0, 1, 2]
+    stream = _by_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
+    assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
-        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not bring row 3 of .*/.*json"
+        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not bring row 6, 7 of .*/.*json "
     ) as seen:
         next(stream)
     assert "in 1.5 s (run.timeout: 2 s)" in str(seen.value) and str(pids[1]) in str(seen.value)
@@ -123,13 +125,13 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loader import _by_workers
+from octavo.data.loader import _by_workers, _Chunks
 
 class Rows:  # each is more than a pipe holds: the workers wait with full hands
-    def __getitem__(self, place):
-        return bytes(1 << 20)
+    def __getitem__(self, places):
+        return [bytes(1 << 20)]
 
-stream = _by_workers(Rows(), itertools.count(), 2)
+stream = _by_workers(Rows(), _Chunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
@@ -218,7 +220,7 @@ def test_a_bad_row_keeps_nothing_of_what_was_read(folder, encoder):
     """It stays in the cache, which counts a kilobyte for it."""
     (folder.path / "broken.png").write_bytes(b"no")
     rows = Processed((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
-    bad = rows[0, 0]
+    [bad] = rows[[(0, 0)]]
     assert isinstance(bad, BadSample) and (bad.__cause__, bad.__context__, bad.__traceback__) == (None, None, None)
 
 
@@ -280,17 +282,24 @@ def test_impossible_settings(source, encoder, options, message):
 
 
 def test_the_cache_is_bounded_and_used(source, encoder):
+    def of(processed, row):
+        return processed[[(0, row)]][0]
+
     everything = Processed((source,), encoder)
-    assert everything[0, 1] is everything[0, 1]
-    size = everything[0, 1].nbytes + 1024
+    assert of(everything, 1) is of(everything, 1)
+    size = of(everything, 1).nbytes + 1024
     two = Processed((source,), encoder, cache_bytes=2 * size)
-    first = two[0, 1]
-    two[0, 2]
-    assert two[0, 1] is first  # used again, so row 2 is the older one
-    two[0, 4]
-    assert two[0, 1] is first and set(two._kept) == {(0, 1), (0, 4)}
+    first = of(two, 1)
+    of(two, 2)
+    assert of(two, 1) is first  # used again, so row 2 is the older one
+    of(two, 4)
+    assert of(two, 1) is first and set(two._kept) == {(0, 1), (0, 4)}
     nothing = Processed((source,), encoder, cache_bytes=0)
-    assert nothing[0, 1] is not nothing[0, 1]
+    assert of(nothing, 1) is not of(nothing, 1)
+    first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
+    assert first is again and others[0] is of(everything, 1) and [made.row for made in others] == [1, 3]
+    for made in Processed((source,), encoder)[[(0, 1), (0, 2)]]:
+        assert made.pixel_values.base is None  # not a view of what was made of both
 
 
 def test_eval_set_each_row_once_in_order(source, encoder):
@@ -314,3 +323,21 @@ def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder
     assert sum(batch["meta"].samples for batch in held) == 9 and held.report.counts["skipped"] == 2
     with pytest.raises(BadSample, match="row 2"):
         list(EvalSet([bad], encoder, 4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "cores", "ranks", "workers"),
+    [
+        (None, False, 64, 1, 0),
+        (None, True, 64, 8, 4),
+        (None, True, 16, 8, 1),
+        (None, True, 4, 8, 0),
+        (7, False, 1, 8, 7),
+    ],
+)
+def test_workers_where_nobody_says_how_many(asked, gpu, cores, ranks, workers, monkeypatch):
+    """None on a CPU, whose cores train; beside GPUs as the cores allow."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert data.workers_of(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -1,10 +1,12 @@
 """Preferences as TRL, LLaMA-Factory and messages write them; labels on what follows the shared prompt alone."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from octavo.config import Dataset
 from octavo.data import (
     BadSample,
     DataError,
@@ -16,6 +18,7 @@ from octavo.data import (
     pair_set,
     read,
 )
+from octavo.data.sources import preferences
 
 USER = {"role": "user", "content": "Which?"}
 LEFT, RIGHT = {"role": "assistant", "content": "Left."}, {"role": "assistant", "content": "Right."}
@@ -23,7 +26,7 @@ LEFT, RIGHT = {"role": "assistant", "content": "Left."}, {"role": "assistant", "
 
 def pairs(folder, rows, kind="pairs", **more):
     path = folder.json(rows)
-    dataset = SimpleNamespace(**{"path": str(path), "images": None, "max_samples": None, "format": "auto", **more})
+    dataset = Dataset(path=str(path), **more)
     return read(dataset, kind)
 
 
@@ -52,6 +55,26 @@ def test_one_pair_in_all_ways(folder, name):
     assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
+def test_the_system_of_a_row_is_its_first_turn(folder):
+    """As LLaMA-Factory writes it beside turns: in pairs, labelled rows, prompts and what SFT reads."""
+    own = {"system": "Be brief."}
+    turns = {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}]}
+    told = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
+    for name in ONE:
+        row = pairs(folder, [ONE[name] | own])[0]
+        assert says(row.chosen) == told and says(row.rejected)[0] == told[0]
+    for row in (turns, {"messages": [USER, LEFT]}, ONE["trl, explicit"] | {"completion": "Left."}):
+        assert says(pairs(folder, [row | own | {"label": True}], "labelled")[0].conversation) == told
+        assert says(pairs(folder, [row | own], "conversations")[0]) == told
+        asked = pairs(folder, [row | own], "prompts")[0]
+        assert says(asked.conversation) == told[:2] and "system" not in asked.columns
+    again = {"messages": [{"role": "system", "content": "Be brief."}, USER, LEFT]}
+    assert says(pairs(folder, [again | own], "conversations")[0]) == told
+    for row in ({**again, "system": "Be long."}, {**turns, "system": ["Be brief."]}, {**turns, "system": 0}):
+        with pytest.raises(BadSample, match=r"rows\.json, row 0: (has the system 'Be long\.', and a|'system' is )"):
+            pairs(folder, [row], "conversations")[0]
+
+
 def test_longer_prompts_and_images(folder):
     image = folder.image()
     system = {"role": "system", "content": "Be brief."}
@@ -77,7 +100,7 @@ def test_longer_prompts_and_images(folder):
         ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "has both 'prompt' and 'messages'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has the same answer as chosen and rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "turn 2 is an assistant turn without text"),
-        ({"prompt": "a", "chosen": None, "rejected": "b"}, "turn 2 is None"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, r"has the keys \['prompt', 'rejected'\]; expected"),
         ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, "turn 2 is 1.5"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "has no assistant turn"),
         ({"chosen": [USER, LEFT], "rejected": [dict(USER, content="x"), LEFT]}, r"share 0 turn\(s\) and go on with"),
@@ -88,7 +111,7 @@ def test_longer_prompts_and_images(folder):
         ({side: [{"role": "user", "content": [{"type": "image", "image": f"{side}.png"}]}, answer]
           for side, answer in (("chosen", LEFT), ("rejected", RIGHT))},
          "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in that of rejected"),
-        ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, "has an instruction, input or system that is no text"),
+        ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
 def test_bad_pairs_are_named(folder, row, reason):
@@ -141,11 +164,11 @@ def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, mo
 
 
 def config(folder, rows, **data):
-    dataset = SimpleNamespace(path=str(folder.json(rows)), images=None, max_samples=None, format="auto", weight=1.0)
+    dataset = Dataset(path=str(folder.json(rows)))
     more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
             "on_bad_sample": "skip", "train": [dataset], "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(
-        data=SimpleNamespace(**more), run=SimpleNamespace(seed=1, timeout=60.0),
+        data=SimpleNamespace(**{"cache": None, **more}), run=SimpleNamespace(seed=1, timeout=60.0),
         train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),
     )  # fmt: skip
 
@@ -196,19 +219,33 @@ LABELLED = [
     {"completion": [USER, LEFT], "label": True},
     {"messages": [USER, RIGHT, USER, LEFT], "kto_tag": False},
     {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}], "label": True},
+    {"instruction": "Which?", "input": "", "output": "Left.", "system": "", "kto_tag": False},
 ]
 
 
 def test_labelled_rows(folder):
-    found = [pairs(folder, LABELLED, "labelled")[n] for n in range(5)]
-    assert [row.label for row in found] == [True, False, True, False, True] and [row.given for row in found] == [
-        0,
-        0,
-        0,
-        1,
-        0,
-    ]
+    found = [pairs(folder, LABELLED, "labelled")[n] for n in range(6)]
+    assert [row.label for row in found] == [True, False, True, False, True, False]
+    assert [row.given for row in found] == [0, 0, 0, 1, 0, 0]
+    assert says(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
+
+
+def test_a_pair_may_ask_by_an_image_alone(folder):
+    row = {"instruction": "", "image": folder.image(), "chosen": "a", "rejected": "b"}
+    assert len(pairs(folder, [row])[0].chosen.images) == 1
+    with pytest.raises(BadSample, match="so nothing is asked"):
+        pairs(folder, [{**row, "image": None}])[0]
+
+
+def test_labels_of_a_table_are_texts(folder):
+    path = folder.path / "rows.csv"
+    path.write_text("prompt,completion,label\na,b,true\nc,d,False\ne,f,1\ng,h, 0\ni,j,maybe\n")
+    found = read(Dataset(path=str(path)), "labelled")
+    assert [found[n].label for n in range(4)] == [True, False, True, False]
+    assert preferences(Dataset(path=str(path))) == "labelled"
+    with pytest.raises(BadSample, match="row 4: has the label 'maybe'; expected 'label', true or false"):
+        found[4]
 
 
 @pytest.mark.parametrize(
@@ -250,24 +287,32 @@ def test_labelled_batches_cross_prompts_and_answers(folder, models):
     assert max(max(batch["crossed"]["meta"].lengths) for batch in cut) == crossed - 1 >= longest
 
 
-def test_ranks_cross_as_one_process_does(folder, models):
-    """The first row of a rank has the answer of the row before it, which another rank trains on."""
-    rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(6)]
+@pytest.mark.parametrize(
+    ("out", "workers"), [((), 0), ((1,), 0), ((0, 2, 5), 1), ((1, 2, 3, 4, 5), 0), ((0, 1, 3, 4, 5, 6), 0)], ids=str
+)
+def test_ranks_cross_as_one_process_does(folder, models, tmp_path, out, workers):
+    """The first row of a rank has the answer of the row before it, which another rank trains on: the nearest one that
+    is not left out, wherever that is. Rows that are left out are listed once."""
+    rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(7)]
+    rows = [{**row, "label": "bad"} if n in out else row for n, row in enumerate(rows)]
     cfg = config(folder, rows)
+    cfg.data.workers, cfg.train.global_batch, listed = workers, 6, tmp_path / "skipped.jsonl"
 
     def crossed(rank, world):
-        loader = pair_loader(cfg, models("qwen3"), kind="labelled", rank=rank, world=world)
-        taken = [batch for _ in range(3) for batch in next(loader)]
-        return {
-            (row, n): ids[mask == 1].tolist()
-            for n, batch in enumerate(taken)
-            for row, ids, mask in zip(
-                batch["meta"].rows, batch["crossed"]["input_ids"], batch["crossed"]["attention_mask"], strict=True
-            )
-        }
+        loader = pair_loader(cfg, models("qwen3"), kind="labelled", rank=rank, world=world, report_path=listed)
+        for step in range(7):
+            for batch in next(loader):
+                theirs, meta = batch["crossed"], batch["meta"]
+                for place, row in enumerate(meta.rows):
+                    count = theirs["meta"].lengths[place]
+                    yield step, row, *(theirs[key][place, :count].tolist() for key in ("input_ids", "labels"))
+        loader.close()
 
-    one = sorted((row, ids) for (row, _), ids in crossed(0, 1).items())
-    assert sorted((row, ids) for rank in (0, 1) for (row, _), ids in crossed(rank, 2).items()) == one
+    one = sorted(crossed(0, 1))
+    for world in (2, 3, 6):
+        assert sorted(found for rank in range(world) for found in crossed(rank, world)) == one, world
+    lines = [json.loads(line)["row"] for line in listed.read_text().splitlines()] if out else []
+    assert sorted(lines) == [*out]
 
 
 def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):

@@ -1,16 +1,20 @@
 """Prompts and their references out of every format, as tokens that end where the answer begins."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
+from octavo.config import Dataset
 from octavo.data import BadSample, DataError, Encoder, LongSample, PromptEncoder, prompt_loader, read, reward_columns
 
 
 def prompts(folder, rows, name="rows.json", kind="prompts", **more):
-    path = folder.json(rows, name)
-    dataset = SimpleNamespace(**{"path": str(path), "images": None, "max_samples": None, "format": "auto", **more})
+    path = folder.json(rows, name) if isinstance(rows, list) else rows
+    dataset = Dataset(path=str(path), **more)
     return read(dataset, kind)
 
 
@@ -42,6 +46,15 @@ def test_sft_rows_give_their_last_answer(folder):
         two[1]
 
 
+def test_bytes_in_columns_for_rewards_are_a_text(folder, models):
+    """Rewards run in a process of their own, which columns reach as JSON."""
+    rows = [{"prompt": "2+3?", "answer": "5", "thumb": b"abc", "more": [{"bytes": b"x", "path": "y"}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), folder.path / "rows.parquet")
+    sample = PromptEncoder(models("qwen3"), 64).encode(prompts(folder, folder.path / "rows.parquet")[0])
+    assert sample.columns["thumb"] == "<3 bytes>" and sample.columns["more"] == [{"bytes": "<1 bytes>", "path": "y"}]
+    assert sample.nbytes > sample.input_ids.nbytes and json.loads(json.dumps(sample.columns)) == sample.columns
+
+
 def test_held_out_rows_end_with_their_answer(folder):
     image = folder.image()
     rows = [
@@ -49,13 +62,13 @@ def test_held_out_rows_end_with_their_answer(folder):
         {"prompt": "Which?", "image": image, "answer": ["seven", 7]},
         {"prompt": "Which?", "image": image},
     ]
-    number, several, none = (lambda n=n: prompts(folder, rows, kind="answered")[n] for n in range(3))
+    number, several, none = (lambda n=n: prompts(folder, rows, kind="conversations")[n] for n in range(3))
     assert [(turn.role, turn.text) for turn in number().turns] == [("user", "6 x 7?"), ("assistant", "42")]
     assert several().turns[-1].text == "seven" and len(several().images) == 1
-    with pytest.raises(BadSample, match=r"row 2: has no answer to be held against"):
+    with pytest.raises(BadSample, match=r"row 2: has a prompt and no answer to learn from"):
         none()
     sft = [folder.llava("<image>\nWhat?", "One", "And now?", "Two", image=image)]
-    assert prompts(folder, sft, kind="answered")[0] == prompts(folder, sft, kind="conversations")[0]
+    assert prompts(folder, sft, kind="conversations")[0] == prompts(folder, sft, kind="conversations")[0]
 
 
 def test_rows_with_a_prompt(folder):
@@ -129,8 +142,17 @@ def test_formats_that_disagree_are_refused(folder):
         prompts(folder, [{"prompt": "q"}, folder.llava("q", "a", images=["x"])])
     with pytest.raises(DataError, match=r"no row looks like a conversation .* or prompt with answer"):
         prompts(folder, [{"question": "q"}])
+
+
+@pytest.mark.parametrize(
+    "said", [{"answer": "a"}, {"completion": "a"}, {"completion": [{"role": "assistant", "content": "a"}]}]
+)
+def test_sft_learns_from_prompts_and_their_answers(folder, said):
+    rows = [{"prompt": [{"role": "user", "content": "q"}], **said}]
+    assert [turn.text for turn in folder.read(rows)[0].turns] == ["q", "a"]
+    assert prompts(folder, rows)[0].answer == "a" and "completion" not in prompts(folder, rows)[0].columns
     with pytest.raises(DataError, match="no row looks like a conversation"):
-        folder.read([{"prompt": "q", "answer": "a"}])  # which is nothing to SFT
+        folder.read([{"prompt": "q"}])
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3"])
@@ -184,11 +206,11 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
 
 
 def config(folder, path, **data):
-    dataset = SimpleNamespace(path=str(path), images=None, max_samples=None, format="auto", weight=1.0)
+    dataset = Dataset(path=str(path))
     more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
             "on_bad_sample": "error", "train": [dataset], "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(
-        data=SimpleNamespace(**more), run=SimpleNamespace(seed=1, timeout=60.0),
+        data=SimpleNamespace(**{"cache": None, **more}), run=SimpleNamespace(seed=1, timeout=60.0),
         train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),
     )  # fmt: skip
 
@@ -215,6 +237,14 @@ def test_the_stream_is_exact(folder, models):
     assert [told(a) + told(b) for a, b in zip(*ranks, strict=True)] == [told(step) for step in whole]
     cfg.data.workers = 1
     assert [told(step) for step in steps(cfg, models("qwen3"), 5)[0]] == [told(step) for step in whole]
+
+
+def test_prompts_are_kept_where_nobody_asks_for_workers(folder, models, monkeypatch):
+    """On a CPU none read ahead then, and what was encoded stays in memory for the next epoch."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(4)]), workers=None)
+    stream = prompt_loader(cfg, models("qwen3"), prompts=4, max_new_tokens=8)
+    assert stream.workers == 0 and stream.at(1) is stream.at(1)
 
 
 def test_rows_left_out_keep_the_numbers_of_others(folder, models):

@@ -1,9 +1,11 @@
 """Finding the answers in what a chat template renders, whatever the template does."""
 
+import random
+
 import jinja2
 import pytest
 
-from octavo.data.template import TemplateProblem, answer_spans, rendered
+from octavo.data.template import Answers, TemplateProblem, answer_spans, rendered
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},
@@ -82,3 +84,65 @@ def test_roles_that_a_template_refuses():
         TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
     ):
         answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
+    "{{ '<img>' if p.type == 'image' else p.text }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPPING = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+LOUD = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+TWICE = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}")
+BACKWARDS = CHATML.replace("messages %}", "messages | reverse %}")
+TEMPLATES = (CHATML, THINKING, COUNTING, FORGETFUL, STRICT, NO_END, STRIPPING, LOUD, TWICE, BACKWARDS)
+WORDS = ["Hi", "", " padded ", "Hi", "text000001", "assistant\n", "<|im_end|>", "Hi Hi", "ends </s>", "\n", "é", "im"]
+
+
+def found(answers, *given):
+    try:
+        return answers(*given)
+    except TemplateProblem as problem:
+        return str(problem)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_learned_answers_are_those_of_prefixes(template):
+    """Whatever texts say, and however the template treats them."""
+    ends, known = ["<|im_end|>", "</s>"], Answers(["<|im_end|>", "</s>"])
+    render, draw = renderer(template), random.Random(0)
+    for row in range(60):
+        roles = ("user", "assistant", "user", "assistant", "system")[: 2 + row % 4]
+        turns = [{"role": role, "content": draw.choice(WORDS)} for role in roles]
+        try:
+            text = rendered(turns, render)
+        except TemplateProblem:
+            continue
+        for reach, given in ((None, 0), (len(text) // 2, 0), (None, 1)):
+            made = found(known.spans, text, turns, render, reach, given)
+            wanted = found(answer_spans, text, turns, render, ends, reach, given)
+            if made != wanted:  # a middle answer such as "im", which prefixes find in its own <|im_end|>
+                assert template is THINKING and "the conversation up to its end" in wanted
+                said = [turn["content"] for turn in turns if turn["role"] == "assistant"][given:]
+                own = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in made]
+                assert own == [f"{words}<|im_end|>" for words in said][: len(made)]
+
+
+def test_answers_of_the_same_roles_are_rendered_no_more():
+    def asked(template, rows):
+        calls, answers = [], Answers(["<|im_end|>"])
+        for turns in rows:
+            whole = rendered(turns, renderer(template))
+            spans = answers.spans(whole, turns, lambda *given: calls.append(given) or renderer(template)(*given))
+        return len(calls), [whole[start:end] for start, end in spans]
+
+    rows = [[{**turn, "content": f"{turn['content']} {row}"} for turn in MESSAGES] for row in range(9)]
+    assert asked(CHATML, rows) == (3 + 4, ["Hello 8<|im_end|>", "Bye 8<|im_end|>"])  # the first; the placeholders
+    assert asked(LOUD, rows)[0] == 9 * 3 + 4
+    seen = [
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+         {"role": "assistant", "content": [{"type": "text", "text": f"{row}"}]}] for row in range(9)
+    ]  # fmt: skip
+    assert asked(PARTS, seen) == (1 + 2, ["8<|im_end|>"])
+    called = [[*turns[:-1], {**turns[-1], "name": "x"}] for turns in rows]
+    assert asked(CHATML, called)[0] == 9 * 3

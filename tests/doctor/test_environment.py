@@ -77,7 +77,7 @@ def test_package_problems(monkeypatch):
     monkeypatch.setattr(environment, "version", lambda name: wrong[name] if name in wrong else real(name))
     torch, transformers = environment.package_problems()
     assert (torch.package, torch.found, torch.fix) == ("torch", "2.20.0", "pip install 'torch>=2.11,<2.14'")
-    assert (transformers.found, transformers.needed) == ("not installed", ">=5.17")
+    assert (transformers.found, transformers.needed) == ("not installed", ">=5.17,<5.24")
 
 
 def test_git_state(tmp_path, monkeypatch):

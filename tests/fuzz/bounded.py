@@ -4,7 +4,6 @@ within a bounded time and memory, and no outside program."""
 from __future__ import annotations
 
 import argparse
-import resource
 import signal
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from octavo.train.memory import peak_rss
 
 SECONDS = 20  # of one case; a slow machine takes one
 ROUND = 500  # cases of a seed on the command line
@@ -51,7 +52,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def peak() -> float:
     """MiB that this process has had at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_rss() / 2**20
 
 
 @contextmanager

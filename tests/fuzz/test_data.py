@@ -12,14 +12,24 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from octavo.data import DataError, Encoder, LabelledEncoder, Pair, PairEncoder, PromptEncoder, Source, read
+from octavo.config import Dataset
+from octavo.data import (
+    DataError,
+    DocumentEncoder,
+    Encoder,
+    LabelledEncoder,
+    Pair,
+    PairEncoder,
+    PromptEncoder,
+    Source,
+    read,
+)
 from octavo.data.images import ImageProblem, load
 from octavo.data.loader import Judge
 from octavo.data.sources import KINDS
@@ -64,6 +74,7 @@ def _encoders(folder: Path) -> list[dict[str, Encoder]]:
             "prompts": PromptEncoder,
             "pairs": PairEncoder,
             "labelled": LabelledEncoder,
+            "documents": DocumentEncoder,
         }
         made.append({
             kind: make(
@@ -90,11 +101,14 @@ def _good() -> list[Any]:
         {"prompt": [{"role": "user", "content": parts}], "chosen": "x", "rejected": chat[1:]},
         {"conversations": chat[:1], "image": "0.png", "chosen": chat[1], "rejected": {"from": "gpt", "value": "Drei"}},
         {"prompt": "How many?", "completion": "Two", "label": True, "image": "0.png"},
+        {"id": "d", "text": "Once upon a time, zwölf.", "url": "x"},
+        {"text": "See <image> and <image>.", "images": ["0.png", "2.png"]},
+        {"texts": ["A cat: ", None, "."], "images": [None, "1.png", None]},
     ]  # fmt: skip
 
 
-FORMATS = ("llava", "llava", "sharegpt", "messages", "llava", "prompt", "auto", "auto", "auto")
-TAKEN_FOR = ("conversations",) * 4 + ("prompts",) * 2 + ("pairs",) * 2 + ("labelled",)
+FORMATS = ("llava", "llava", "sharegpt", "messages", "llava", "prompt", "auto", "auto", "auto", *("text",) * 3)
+TAKEN_FOR = ("conversations",) * 4 + ("prompts",) * 2 + ("pairs",) * 2 + ("labelled",) + ("documents",) * 3
 WORDS = ("\\ud800", "x\\udfff", "\\u0000", "<|im_end|>", "<|image_pad|>", "<img>", "</s>", "<image>", "\\u202e", "")
 ANYWHERE: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: f'"{rng.choice(WORDS)}"',
@@ -140,9 +154,8 @@ def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[
     parts = [json.dumps(good).encode(), damaged, json.dumps(good).encode()]
     file = folder / rng.choice(("r.jsonl", "r.json") if lines else ("r.json",))
     file.write_bytes(b"\n".join(parts) if lines else b"[" + b",\n".join(parts) + b"]")
-    dataset = {"images": None, "weight": 1.0, "max_samples": None, "path": str(file)}
     try:
-        source = read(SimpleNamespace(**dataset, format=rng.choice(("auto", FORMATS[which]))), TAKEN_FOR[which])
+        source = read(Dataset(path=str(file), format=rng.choice(("auto", FORMATS[which]))), TAKEN_FOR[which])
     except DataError as refused:
         # A list has one form; lines have one each, and their name says so.
         allowed = not lines or file.suffix == ".json" or "ambiguous" in str(refused)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from octavo import fp8, generation, models
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
@@ -99,8 +99,9 @@ def same(one, other, close: float = 1e-5) -> bool:
 
 def test_completions_do_not_depend_on_the_batch(small, monkeypatch):
     model, tokenizer, prompts = small
+    monkeypatch.setattr(model.generation_config, "eos_token_id", list(range(0, 512, 8)))  # some leave before others
     whole = Engine(model, tokenizer, slots=64).generate(prompts, SAMPLED, group=4)
-    assert len({tuple(c.tokens) for c in whole}) > 20
+    assert len({tuple(c.tokens) for c in whole}) > 20 and len({len(c.tokens) for c in whole}) > 4
     for slots, page, pages in ((1, 4, None), (3, 3, None), (7, 16, None), (7, 4, 30), (5, 64, 3)):
         engine = Engine(model, tokenizer, slots=slots, page=page, pages=pages)
         assert same(engine.generate(prompts, SAMPLED, group=4), whole), (slots, page, pages)
@@ -175,10 +176,9 @@ def test_pages_are_shared_copied_where_they_are_written_and_given_back(small, mo
         engine.generate([prompt], sampling, group=4)
     finally:
         model.generation_config.eos_token_id = before
-    assert copied == [3]  # the last of the four writes into the prompt's own
-    pool = held[-1]
-    assert pool.free == len(pool.holders) and not pool.holders.any()
+    assert copied == [4]
     assert engine.cache.pages == 2 * full + 4 * 1 + 1  # of another prompt, too, whose samples could begin
+    assert held[-1].free == engine.cache.pages - 4 and len(set(held[-1].take(2 * full + 1))) == 2 * full + 1
 
 
 def test_completions_end_by_token_text_or_length(small, made):
@@ -273,6 +273,22 @@ def test_scores_of_the_cache_are_in_fp32_under_autocast(small, monkeypatch):
     assert engine.cache.codes.dtype == torch.bfloat16 and set(seen) == {torch.float32}
 
 
+def test_a_cache_in_huge_pages_gives_what_a_small_one_gives(small, monkeypatch):
+    from octavo.generation import pages
+
+    model, tokenizer, prompts = small
+    plain = Engine(model, tokenizer, slots=8, kv="fp8").generate(prompts, SAMPLED)
+    monkeypatch.setattr(pages, "_HUGE", 1)
+    engine = Engine(model, tokenizer, slots=8, kv="fp8")
+    assert same(engine.generate(prompts, SAMPLED), plain)
+    assert engine.bytes["cache"] == engine.cache.nbytes == predicted_cache(engine)
+
+
+def predicted_cache(engine) -> int:
+    shape, cache = engine.caller.shape, engine.cache
+    return shape.layers * 2 * shape.heads * cache.pages * cache.page * (shape.dim + 4)
+
+
 def test_the_fp8_cache_holds_casts_of_what_the_plain_one_holds(small):
     model, tokenizer, prompts = small
     plain, coded = (Engine(model, tokenizer, slots=2, kv=kv) for kv in ("bf16", "fp8"))
@@ -304,12 +320,12 @@ def test_pages_that_are_copied_take_their_scales_along(small):
 
 
 def test_the_fewest_pages_for_a_sequence(small):
-    """A sample that writes needs a page beside the one of its prompt that the other samples will copy."""
+    """Those of the prompt, and a run for what it has beyond full pages and what follows."""
     model, tokenizer, prompts = small
     prompt = next(p for p in prompts if len(p.input_ids) % 4)
-    whole = -(-(len(prompt.input_ids) + 3 - 1) // 4)
+    pages = -(-len(prompt.input_ids) // 4) + -(-(3 + 3 - 1) // 4)
     wanted = Engine(model, tokenizer, slots=4).generate([prompt], Sampling(3, seed=1), group=2)
-    for group, pages in ((1, whole), (2, whole + 1)):
+    for group in (1, 2):
         engine = Engine(model, tokenizer, slots=4, page=4, pages=pages)
         assert same(engine.generate([prompt], Sampling(3, seed=1), group), wanted[:group])
         with pytest.raises(GenerationError, match=f"has {pages - 1} pages of 4 tokens.* may need {pages} "):
@@ -396,3 +412,13 @@ def test_every_product_of_a_rollout_on_triton_is_that_of_few_rows(made):
         in_fp8 = {key: n for key, n in counts.calls.items() if key[2] != "high"}
         assert {key[1:] for key in in_fp8} == {("fwd", backend)} and sum(in_fp8.values()) == 3 * layers
     assert same(got["triton"], got["reference"], close=0.05)
+
+
+def test_positions_that_depend_on_the_longest_sequence_are_refused(made):
+    """longrope turns all sequences of a call as the longest of them asks for."""
+    config = models.tiny_config("llama")
+    half = config.hidden_size // config.num_attention_heads // 2
+    factors = {"short_factor": [1.0] * half, "long_factor": [8.0] * half, "original_max_position_embeddings": 64}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 64.0, **factors}
+    with pytest.raises(GenerationError, match="by longrope.* longer than 64 tokens .* depend on the batch"):
+        Engine(AutoModelForCausalLM.from_config(config), made("qwen3")[1].tokenizer, slots=2)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import adapters, fp8, models
 from octavo.config import LoraSection
+from octavo.fp8.measuring import invariant
 from octavo.models import tiny
 from octavo.models.tiny_configs import PATCH
 
@@ -265,11 +266,13 @@ def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(watched, whole(model, given), strict=True))
 
 
-def on_a_gpu(model) -> None:
-    """A parameter on one that is not here; FP8 runs by Triton, which is no reason to name there."""
-    fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="triton")))
+def on_a_gpu(model, backend: str) -> None:
+    """Its layers' weights on one that is not here."""
+    fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend=backend)))
     with FakeTensorMode():
-        model.gpu = torch.nn.Parameter(torch.empty(2, device="cuda"))
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(torch.empty(parameter.shape, device="cuda")))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +284,7 @@ def on_a_gpu(model) -> None:
         (lambda m: m.model.layers[0].compile(), r"layers\.0 is compiled.*train\.compile: false"),
         (lambda m: m.model.add_module("drop", torch.nn.Dropout(0.1)), r"model\.drop drops 0\.1.*lora\.dropout"),
         (lambda m: m.set_attn_implementation("eager"), r"computes attention by eager.*sdpa"),
-        (lambda m: on_a_gpu(m), r"gpu is on cuda:0.*attention of whole sequences.*rl\.invariant: false"),
+        (lambda m: on_a_gpu(m, "torch"), "q_proj runs on torch.*by the number of rows.*fp8.backend: triton"),
     ],
     ids=["tensorwise", "delayed", "backend", "compiled", "dropout", "eager", "gpu"],
 )
@@ -291,6 +294,15 @@ def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
     spoil(model)
     with pytest.raises(fp8.InvarianceError, match=said), fp8.invariant(model):
         pass
+
+
+def test_a_gpu_serves_where_triton_does(folder, monkeypatch):
+    model = models.load(folder("qwen3"))
+    on_a_gpu(model, "triton")
+    assert fp8.not_invariant(model) is None
+    monkeypatch.setattr(invariant, "why_not_rows", lambda device: "triton is not installed")
+    with pytest.raises(fp8.InvarianceError, match="on cuda:0.*triton is not installed.*rl.invariant: false"):
+        fp8.invariant(model)
 
 
 def test_a_model_that_has_attention_of_its_own_is_refused(folder):

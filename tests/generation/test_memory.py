@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from octavo import models
-from octavo.generation import Engine, Prompt, Sampling, Shape, batch, predict, sequences_that_fit
+from octavo.generation import Engine, Prompt, Sampling, Shape, batch, most_that_fit, pages, predict, sequences_that_fit
 from tests.generation.conftest import prompts_of
 
 
@@ -75,16 +76,36 @@ def test_a_published_models_token():
 def test_what_fits_is_the_most_that_fits(kv):
     config = models.tiny_config("qwen3_vl")
     for budget in (1 << 20, 10 << 20, 1 << 30):
-        count = sequences_that_fit(budget, config, prompt=60, new=40, group=8, kv=kv)
+        count = sequences_that_fit(budget, config, 60, Sampling(40), group=8, kv=kv)
         assert count > 0 and predict(config, Shape(count, 60, 40, 8), kv).total <= budget
         assert predict(config, Shape(count + 1, 60, 40, 8), kv).total > budget
-    assert sequences_that_fit(1000, config, prompt=60, new=40) == 0
+    assert sequences_that_fit(1000, config, 60, Sampling(40)) == 0
 
 
-@pytest.mark.parametrize(("kv", "temperature"), [("bf16", 1.0), ("bf16", 0.0), ("fp8", 1.0)])
+@pytest.mark.parametrize("most", [1, 2, 7, 64, 1 << 31])
+def test_the_largest_that_fits_is_found_among_so_many(most):
+    for limit in (0, 1, 2, 6, 7, 8, most // 2, most - 1, most, most + 1):
+        asked = range(1, most + 1)  # no other number is looked at
+        assert most_that_fit(most, partial(_up_to, limit, asked)) == min(limit, most)
+
+
+def _up_to(limit: int, asked: range, count: int) -> bool:
+    return asked.index(count) < limit
+
+
+@pytest.mark.parametrize(
+    ("kv", "how"),
+    [
+        ("bf16", {}),
+        ("bf16", {"temperature": 0.0}),
+        ("fp8", {"top_p": 0.9, "min_p": 0.01}),
+        ("fp8", {"top_p": 0.9, "top_k": 9, "never": (3,)}),
+    ],
+    ids=["bf16", "greedy", "fp8-top_p", "fp8-top_p-top_k"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("long", [True, False], ids=["keys", "logits"])
-def test_the_peak_of_a_decode_step_is_predicted(kv, temperature, dtype, long, monkeypatch):
+def test_the_peak_of_a_decode_step_is_predicted(kv, how, dtype, long, monkeypatch):
     """Where either keys and values or logits decide; the model's own activations are no part of the prediction."""
     sequences, prompt, new, vocabulary = (24, 801, 8, 64) if long else (200, 1, 3, 6000)
     config = models.tiny_config("qwen3", vocab=vocabulary)
@@ -99,7 +120,26 @@ def test_the_peak_of_a_decode_step_is_predicted(kv, temperature, dtype, long, mo
         peaks.append(peak.most)
 
     monkeypatch.setattr(batch.Batch, "_step", measured)
-    sampling = Sampling(new, temperature)
+    sampling = Sampling(new, **how)
     engine.generate([Prompt(np.full(prompt, 7), number) for number in range(sequences)], sampling)
     wanted = predict(config, Shape(sequences, prompt, new), kv, dtype, sampling)
     assert abs(max(peaks) - wanted.workspace) < 0.05 * wanted.total, (max(peaks), wanted)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("prompt", [900, 2000], ids=["a chunk", "chunks"])
+def test_what_kernels_of_the_cache_make_is_predicted(kv, prompt, monkeypatch):
+    """As on a GPU, where nothing is gathered: what torch gathers is as large as this cache, or larger."""
+    paged = pytest.importorskip("octavo.fp8.kernels.triton_kernels.paged")
+    config, sequences, new = models.tiny_config("qwen3"), 8, 20
+    config.vocab_size = 2  # logits are nothing beside it
+    shape, model = Shape(sequences, prompt, new), models.cache_shape(config)
+    monkeypatch.setattr(pages.kernels, "why_not_paged", lambda device: None)
+    monkeypatch.setattr(paged, "launch", lambda *args, **options: None)
+    cache = pages.Cache(model, shape.pages, shape.page, kv, torch.bfloat16, torch.device("cpu"))
+    q = torch.zeros(sequences, model.queries, model.dim, dtype=torch.bfloat16)
+    table = torch.zeros(sequences, -(-(prompt + new) // shape.page), dtype=torch.int32)
+    with Peak() as peak:
+        cache.attend(0, q, table, table[:, 0], 1.0)
+    found, gathered = (predict(config, shape, kv, in_place=here) for here in (True, False))
+    assert peak.most == found.workspace and gathered.workspace > 0.9 * found.cache

@@ -8,6 +8,7 @@ import signal
 import threading
 
 import pytest
+from transformers import ProcessorMixin
 
 from octavo import models
 from octavo.cli.main import main
@@ -116,3 +117,39 @@ def test_commands_that_render_say_so(folder, tmp_path, capsys, command):
     }[command]
     assert main([command, *map(str, arguments)]) == 1
     assert "chat_template.jinja: the chat template needs more than 1024 MiB" in capsys.readouterr().err
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What <b>is</b> 'this'?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "élan {{ 1 }}"}]},
+]
+ODD = [
+    {"role": "assistant", "content": [{"type": "image", "url": "a.png"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    {"role": "assistant", "content": "x", "reasoning_content": "y"},
+    {"role": "user", "content": [{"type": "text", "text": "a", "more": 1}]},
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3", "llama"])
+def test_written_as_transformers_would(checkpoint, family, monkeypatch):
+    """Roles, texts and places of images go straight to the template, and give the same; all else goes the whole way."""
+    processor = models.load_processor(checkpoint(family))
+    seeing = processor.image_processor is not None
+    turns = [turn if seeing or type(turn["content"]) is str else {**turn, "content": "one é"} for turn in TURNS]
+    owner = processor if seeing else processor.tokenizer
+    stock = ProcessorMixin.apply_chat_template if seeing else type(owner).apply_chat_template
+    options = [{"add_generation_prompt": asked, "tokenize": False} for asked in (False, True)]
+    wanted = [stock(owner, turns[:count], **how) for count in (1, 2, 3) for how in options]
+
+    went = []
+    monkeypatch.setattr(owner if not seeing else ProcessorMixin, "apply_chat_template", lambda *a, **k: went.append(a))
+    assert [processor.apply_chat_template(turns[:count], **how) for count in (1, 2, 3) for how in options] == wanted
+    assert not went
+    for odd in ODD:
+        processor.apply_chat_template([odd], tokenize=False)
+    for how in ({}, {"tokenize": True}, {"tokenize": False, "tools": []}, {"tokenize": False, "name": "x"}):
+        processor.apply_chat_template(turns, **how)
+    processor.apply_chat_template([turns, turns], tokenize=False)
+    assert len(went) == len(ODD) + 5

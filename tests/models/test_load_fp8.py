@@ -431,7 +431,7 @@ def test_an_fp8_folder_split_in_two_halves(checkpoint, tmp_path):
 
 
 def test_octavo_load(checkpoint, tmp_path):
-    model = octavo.load(checkpoint("qwen3_vl"), load_in_fp8="row")
+    model = octavo.load(checkpoint("qwen3_vl"), load_in_fp8=True)
     assert next(model.model.visual.parameters()).dtype == torch.bfloat16
     stock = [m for m in model.modules() if isinstance(m, fp8.Linear)]
     assert not stock and list(fp8.frozen_weights(model))

@@ -1,9 +1,11 @@
-"""Processors without torchvision."""
+"""Processors, with torchvision and without."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,7 +176,30 @@ def test_auto_processor_where_torchvision_is(checkpoint):
     for family in VISION:
         stock = AutoProcessor.from_pretrained(checkpoint(family))
         ours = models.load_processor(checkpoint(family))
-        assert type(stock) is type(ours).__mro__[1] and stock.video_processor is not None
+        assert type(stock) in type(ours).__mro__ and type(stock.image_processor) is type(ours.image_processor)
+        assert models.pixels_by(ours) == "torchvision" and stock.video_processor is not None
         expected, found = batch(stock, image=True), batch(ours, image=True)
         assert set(expected) == set(found)
-        assert all(torch.allclose(expected[key], found[key], atol=1e-6) for key in expected)
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_without_torchvision_pillow(checkpoint):
+    if importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is installed")
+    assert models.pixels_by(models.load_processor(checkpoint("internvl"))) == "pil"
+    assert models.pixels_by(models.load_processor(checkpoint("qwen3"))) is None
+
+
+def test_a_torchvision_of_another_torch(checkpoint, monkeypatch):
+    """PyPI's beside a CPU torch raises as it is imported."""
+    monkeypatch.delitem(sys.modules, "octavo.models.image_processors", raising=False)
+    monkeypatch.delattr(models, "image_processors", raising=False)
+
+    def broken() -> bool:
+        raise RuntimeError("nms")
+
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", broken)
+    with pytest.raises(
+        models.ModelError, match=r"cannot be imported \(RuntimeError: nms\)\. .*that belongs to this torch"
+    ):
+        models.load_processor(checkpoint("qwen3_vl"))

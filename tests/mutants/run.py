@@ -1,4 +1,4 @@
-"""What do the tests catch? Plants one fault of ``faults.py`` at a time in a copy of the tree and runs the tests that
+"""What do the tests catch? Plants one fault of ``faults/`` at a time in a copy of the tree and runs the tests that
 cover it, until one fails.
 
     python tests/mutants/run.py --check                     # is every fragment where the list says?

@@ -189,6 +189,21 @@ def test_none_of_ten_against_none_of_ten(verdict_of) -> None:
     assert not claims.beats_one_answer(same) and claims.beats_one_answer(constant.pieces)
 
 
+def test_plain_text_asks_nothing(cfg, tmp_path: Path) -> None:
+    runs = runs_of(cfg, ["blockwise"], tmp_path / "trial")
+    found = held(runs)
+    for judged_of in (found.runs, found.high):
+        for name, one in judged_of.items():
+            text = tuple({**piece, "answer": None, "right": None, "said": None} for piece in one.pieces)
+            judged_of[name] = Judged(text, one.gemms)
+    found.before = Judged(tuple({**p, "answer": None, "right": None, "said": None} for p in found.before.pieces), 0)
+    for run in runs:
+        extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if "fp8" in run.name else {}
+        write_run(Path(run.cfg.run.dir), losses(100), config=to_yaml(run.cfg), **extra)
+    verdict = judge([(run, finished(run)) for run in runs], Trial(found))
+    assert [claim.name for claim in verdict.claims][0] == "loss_same_weights" and verdict.claims[0].status == PASS
+
+
 def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
     runs = runs_of(override(cfg, ["train.steps=120"]), ["blockwise"], tmp_path / "trial", forks=2)
     for run in runs:

@@ -19,7 +19,7 @@ def trained(monkeypatch, sound_answers):
     """Stands in for ``octavo.train.run``: writes a finished run and remembers which run was asked for."""
     asked: list[str] = []
 
-    def run(cfg, *, console=None, label=None, phase=None):
+    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
         home = Path(cfg.run.dir)
         asked.append(home.name)
         fp8 = "fp8" in home.name
@@ -192,7 +192,10 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     assert not any(name.startswith("fork") for name in trained)
     claim = next(claim for claim in short.claims if claim.name == "loss_forks")
     assert claim.status == "undecided" and "forks of 4 steps have no time to part" in claim.sentence
-    compare(cfg, None, tmp_path / "old", forks=0)  # as an earlier version trained it: no checkpoint at two thirds
+    compare(cfg, None, tmp_path / "old", forks=0)
+    later = tmp_path / "old" / "arms" / "high-precision" / "milestones" / "step_66"
+    assert later.is_dir(), "forks can be asked for later"
+    later.rmdir()  # as an earlier version trained it: no checkpoint at two thirds
     old = compare(cfg, None, tmp_path / "old")
     claim = next(claim for claim in old.claims if claim.name == "loss_forks")
     assert (

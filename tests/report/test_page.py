@@ -14,11 +14,12 @@ from PIL import Image
 from synthetic_runs import LAYERS, health, held, losses, plan
 
 from octavo.config import override
-from octavo.report import ReportError, Trial
+from octavo.report import LayerHealth, ReportError, Trial
 from octavo.report.compare import finished
-from octavo.report.figures import running_gap, running_noise, smooth
+from octavo.report.figures import health_figure, running_gap, running_noise, smooth
 from octavo.report.judge import judge as judge_runs
-from octavo.report.page import bytes_text, plan_groups, write
+from octavo.report.page import write
+from octavo.report.parts import bytes_text, plan_groups
 from octavo.report.verdict import loss_gap, seed_noise
 
 
@@ -225,6 +226,15 @@ def test_smooth_and_running_gap() -> None:
     other = losses(50, 0.01, seed=1)
     assert running_gap(other, reference)[-1] == pytest.approx(loss_gap(other, reference))
     assert running_noise(other, reference)[-1] == pytest.approx(seed_noise(other, reference))
+
+
+def test_each_component_is_named_once_however_its_layers_are_mixed() -> None:
+    """Qwen3-VL's projector lies between blocks of its tower: names would lie over each other."""
+    layers = [f"{name}.{n}" for name in ("tower", "merger", "tower2", "merger2", "decoder") for n in range(3)]
+    health = [LayerHealth(name, {"x": 31.0}, {"x": 0.0}, {}, None, 0) for name in layers]
+    components = {name: name.split(".")[0].rstrip("2") for name in layers}
+    names = [text.get_text() for text in health_figure(health, components, "FP8").axes[0].texts]
+    assert sorted(name for name in names if name in components.values()) == ["decoder", "merger", "tower"]
 
 
 def test_plan_groups_count_layers_that_differ_in_their_number() -> None:

@@ -31,7 +31,9 @@ def sleeping(marker: Path) -> list[str]:
 @pytest.mark.long
 def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> None:
     """The model folder of the synthetic configuration does not exist, so the real command fails."""
-    with pytest.raises(ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*config\.json is missing"):
+    with pytest.raises(
+        ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*model\.path: there is no folder"
+    ):
         side_by_side.train_together(runs_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
     log = (tmp_path / "trial" / "arms" / "fp8-blockwise.log").read_text()
     assert log.strip()
@@ -77,8 +79,26 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("jobs", [0, -1])
 def test_no_jobs(cfg, tmp_path: Path, jobs: int) -> None:
-    with pytest.raises(ReportError, match=f"jobs={jobs}, seeds=1"):
+    with pytest.raises(ReportError, match=f"jobs={jobs}, nproc=1, seeds=1"):
         compare(cfg, ["blockwise"], tmp_path, jobs=jobs)
+
+
+def test_each_run_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> None:
+    """They are ``octavo train FILE --nproc N``, one after the other; beside each other they would share the cards."""
+    asked, real = [], subprocess.Popen
+
+    def popen(command, **options):
+        asked.append(command[4:])
+        return real([sys.executable, "-c", ""], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(side_by_side, "POLL", 0.01)
+    runs = runs_of(cfg, ["blockwise"], tmp_path, savings=False)
+    assert side_by_side.train_together(runs, 1, nproc=2) == {}
+    files = [f"{run.cfg.run.dir}.yaml" for run in side_by_side._in_order(runs)]
+    assert asked == [["train", file, "--nproc", "2"] for file in files] and len(files) == 3
+    with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* give one"):
+        compare(cfg, ["blockwise"], tmp_path, jobs=2, nproc=2)
 
 
 def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:

@@ -148,7 +148,8 @@ def test_where_all_is_masked_nothing_is_learnt(reinforcing: Make, head, over: tu
         rl.run(cfg)
     (row,) = rows_of(cfg)
     assert row["completions/clipped_ratio"] == 1 and row["explained_variance"] is None
-    assert row["loss"] == row["value_loss"] == row["grad_norm"] == row["kl"] == 0
+    assert row["loss"] == row["grad_norm"] == 0 < row["reward"]
+    assert {row[name] for name in ("entropy", "value_loss", "kl", "logp_gap_max")} == {None}, "they are of no token"
 
 
 def test_policy_and_critic_have_a_limit_and_a_learning_rate_each(reinforcing: Make, monkeypatch, head) -> None:

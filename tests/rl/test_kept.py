@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 from safetensors.numpy import load_file
 
 from octavo import rl
@@ -79,6 +80,15 @@ def test_later_epochs_are_as_near_as_products_of_other_shapes(preferring: Make, 
         assert two == pytest.approx(one, rel=1e-4, abs=1e-4)
 
 
+def test_a_pair_that_is_always_alone_has_the_same_number_in_every_epoch(preferring: Make, pairs: Path):
+    over = ("train.micro_batch=1", "train.global_batch=2", "train.steps=3")
+    few = (f"data.train=[{{path: {pairs}, max_samples: 2}}]", *over)
+    live, disk = preferring(*few, dir="live"), preferring(*few, DISK, dir="disk")
+    rl.run(live)
+    rl.run(disk)
+    assert numbers(live) == numbers(disk)
+
+
 @pytest.mark.long
 def test_a_run_that_goes_on_asks_nobody_unless_the_file_is_gone(preferring: Make, monkeypatch: pytest.MonkeyPatch):
     asked, cfg = Asked(monkeypatch), preferring(DISK, "train.lr=1e-2")
@@ -114,6 +124,17 @@ def test_numbers_of_another_run_are_not_taken(
     assert asked.count == (2 if what == "the same" else 4) and numbers(cfg)[0]["rewards/margins"] == 0
 
 
+def test_an_image_that_is_another_is_named(preferring: Make, place: Path, pairs: Path, tmp_path: Path):
+    """Its file is no part of what a resume compares, and its tokens are as many."""
+    shutil.copytree(place / "digits" / "images", tmp_path / "images")
+    cfg = preferring(DISK, f"data.train=[{{path: {pairs}, images: {tmp_path}}}]", "train.steps=4", "fp8.recipe=off")
+    rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    for file in (tmp_path / "images").rglob("*.png"):
+        ImageOps.invert(Image.open(file).convert("RGB")).save(file)
+    with pytest.raises(TrainError, match=r"pairs\.json, row \d+: had other tokens or images when reference\.safetens"):
+        rl.run(override(cfg, ["run.resume=auto"]))
+
+
 @pytest.mark.long
 def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, monkeypatch: pytest.MonkeyPatch):
     cfg = preferring(DISK)
@@ -124,7 +145,9 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
     about = json.loads(tables["about"].tobytes())
     table.sums, table.prints = {about["files"][0]: tables["sums.0"]}, {about["files"][0]: tables["prints.0"] + 1}
     table.write(about["key"], about["done"], about["total"], 1)
-    with pytest.raises(TrainError, match=r"pairs\.json, row \d+: was something else when reference\.safetensors"):
+    with pytest.raises(
+        TrainError, match=r"pairs\.json, row \d+: had other tokens or images when reference\.safetensors"
+    ):
         rl.run(again)
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TrainError, match=r"reference\.safetensors is damaged .*; delete it: it is made again"):

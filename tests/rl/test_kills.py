@@ -30,6 +30,8 @@ TIMES = (
     "tokens_per_s",
     "rollout_tokens_per_s",
     "training_tokens_per_s",
+    "seconds",
+    "time",
     "memory",
     "base",
 )  # and what is measured in the first step of a start

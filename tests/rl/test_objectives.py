@@ -62,7 +62,7 @@ def test_one_token(algorithm: Algorithm, advantage: float) -> None:
     share = 0.25 if algorithm.normalisation == "room" else 1.0
     close(loss, -advantage * share * (-0.7 if algorithm.name == "cispo" else 1.0))
     close(logps.grad, torch.tensor([[-advantage * share]]))
-    assert figures["clip_ratio/region_mean"] == 0
+    assert figures["cispo_clip_ratio" if algorithm.name == "cispo" else "clip_ratio/region_mean"] == 0
 
 
 @EVERY

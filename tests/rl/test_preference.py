@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.rl import kto as kto_file
 from octavo.rl.algorithms import PREFERENCES
 from octavo.rl.figures import add_up
-from octavo.rl.kto import AnswerCounts, baseline, kto
+from octavo.rl.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps, dpo, orpo, simpo
 from tests.rl import oracle
 from tests.rl.batches import close, leaf, masks
@@ -120,6 +120,8 @@ def test_kto(labels: str) -> None:
     close(ours.grad, theirs.grad)
     for figure in figures.keys() & logged.keys():
         close(figures[figure], logged[figure])
+    lacks = {"mixed": (), "all desirable": ("rejected", "margins")}.get(labels, ("chosen", "margins"))
+    assert {*FIGURES} - figures.keys() == {name for name in FIGURES if name.endswith(lacks)}, "no 0 of nothing"
 
 
 def test_the_baseline_of_kto_is_never_negative_and_has_no_gradient() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
@@ -49,6 +50,20 @@ def test_dpo_begins_at_no_margin_and_learns(preferring: Make, over: tuple[str, .
     assert not proof["pending"], "the reference's forwards are not counted as the policy's"
 
 
+@pytest.mark.long
+def test_the_reference_is_what_the_run_began_with(preferring: Make, make: Make):
+    """Weights of an SFT run (`run.start_from`): policy and reference are one again, also for a reference that is loaded
+    once more when the run resumes."""
+    tuned = train.run(
+        make("train.steps=2", "train.warmup=0", "train.lr=1e-2", "run.save_states=false", "data.eval=[]", dir="tuned")
+    )
+    cfg = preferring(f"run.start_from={tuned.dir}", "run.save_every=1", "run.keep=9")
+    whole = rl.run(cfg).losses()
+    assert rows_of(cfg)[0]["rewards/chosen"] == 0 and whole[1] == pytest.approx(math.log(2))
+    step = Path(cfg.run.dir) / "checkpoints" / "step_1"
+    assert rl.run(preferring(f"run.resume={step}", dir="after")).losses() == {n: whole[n] for n in (2, 3)}
+
+
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_losses_without_a_reference_hold_none(preferring: Make, loss: str):
     phase = rl.phase_of(cfg := preferring(f"preference={{loss: {loss}}}", "train.steps=1", "train.warmup=0"))
@@ -77,6 +92,19 @@ def test_kto_learns_from_labelled_answers_however_a_step_is_cut(preferring: Make
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=1e-4)
 
 
+def test_kto_has_no_figure_of_a_kind_of_answer_that_is_not_there(preferring: Make, place: Path, labelled: Path):
+    good, bad = (f"{{path: {labelled.with_name(name)}.json}}" for name in ("good", "bad"))
+    for name, kind in (("good", True), ("bad", False)):
+        rows = [row for row in json.loads(labelled.read_text()) if row["label"] is kind][:4]
+        labelled.with_name(f"{name}.json").write_text(json.dumps(rows))
+    over = ("preference={loss: kto}", f"data.train=[{good}]", f"data.eval=[{bad}]", "train.steps=1", "train.warmup=0")
+    result = rl.run(cfg := preferring(*over, "fp8.recipe=off", "train.global_batch=4"), console=Console(quiet=True))
+    (row,) = rows_of(cfg)
+    assert row["rewards/chosen"] == 0 != row["logps/chosen"], "of a policy that is its reference"
+    assert row["rewards/rejected"] is row["logps/rejected"] is row["rewards/margins"] is None
+    assert result.eval["rewards/chosen"] is result.eval["rewards/margins"] is None and result.eval["logps/rejected"] < 0
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(preferring: Make):
     whole = rl.run(preferring(*LORA, dir="whole"))
     cfg = preferring(*LORA)
@@ -91,6 +119,19 @@ def test_micro_batches_do_not_matter(preferring: Make):
         for n in (1, 4)
     ]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_without_answers_has_no_figures(preferring: Make, place: Path, pairs: Path, tmp_path: Path):
+    """Of two steps of a pair each, the image of one is not there."""
+    rows = json.loads(pairs.read_text())[:2]
+    rows[0]["image"] = "gone.png"
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    step = ("data.on_bad_sample=skip", "train.global_batch=1", "train.micro_batch=1", "train.steps=2", "train.warmup=1")
+    train = f"data.train=[{{path: {tmp_path / 'rows.json'}, images: {place / 'digits'}}}]"
+    rl.run(cfg := preferring("preference={loss: simpo}", train, *step))
+    there, empty = sorted(rows_of(cfg), key=lambda row: "empty" in row)
+    names = [name for name in there if "/" in name]
+    assert len(names) > 4 and all(there[name] is not None and empty[name] is None for name in names)
 
 
 def test_options_are_those_of_the_losses():

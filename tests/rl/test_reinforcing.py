@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from rich.console import Console
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
-from octavo.config.phases import OF_CRITIC, WITH_CRITIC, RlSection
+from octavo.config.phases import OF_CRITIC, WITH_CRITIC, WITH_KL, RlSection
 from octavo.config.rules_phases import BUILT_IN
 from octavo.data import DataError
 from octavo.generation import GenerationError
@@ -77,9 +79,11 @@ def test_rollout_trainer_and_reference_speak_of_the_temperature_that_is_sampled(
     ids=["full", "lora", "rowwise"],
 )
 def test_invariant_rollouts_are_the_trainers_to_the_bit(reinforcing: Make, over: tuple[str, ...]):
-    cfg = reinforcing(*over, "rl.invariant=true", "train.steps=2", "train.warmup=1", "rl.slots=5")
+    cfg = reinforcing(*over, "rl.invariant=true", "rl.kl=0.1", "train.steps=2", "train.warmup=1", "rl.slots=5")
     rl.run(cfg)
-    for row in rows_of(cfg):
+    rows = rows_of(cfg)
+    assert rows[0]["kl"] == 0 and rows[1]["kl"]  # the first weights are the reference's
+    for row in rows:
         assert row["logp_gap_max"] == 0 and row["sampling/importance_sampling_ratio/max"] == 1
 
 
@@ -98,7 +102,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(reinforcing: Make):
     whole = rl.run(reinforcing(*over, dir="whole"))
     cfg = reinforcing(*over)
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
-    result = rl.run(override(cfg, ["run.resume=auto"]))
+    result = rl.run(override(cfg, ["run.resume=auto", "rl.slots=16", "rl.reward_timeout=99"]))
     assert result.losses() == whole.losses() and said(cfg) == said(reinforcing(*over, dir="whole"))
     assert rows_of(cfg)[0]["kl"] == 0 < rows_of(cfg)[1]["kl"]
 
@@ -147,6 +151,12 @@ def test_what_is_drawn_in_place_of_equal_groups_is_not_equal_and_length_is_punis
     rewards = [reward for *_, reward in said(cfg)]
     pairs = [*zip(rewards[::2], rewards[1::2], strict=True)]
     assert row["sampling/draws"] > 1 and pairs and all(a != b for a, b in pairs)
+    alike = ("rl.rewards=[{reward: regex, pattern: '.?'}]", "rl.overlong=4", "rl.stop=[a, e, i, o]")
+    with pytest.raises(TrainError, match="take rewards or prompts that tell completions apart"):
+        rl.run(cfg := reinforcing(*over, *alike, "fp8.recipe=off", dir="alike"))
+    (row,) = rows_of(cfg)
+    assert row["empty"] and row["sampling/draws"] == 4, "a length tells completions apart, and is no merit"
+    assert row["reward_std"] > 0 == row["frac_reward_zero_std"] and row["reward"] < row["rewards/regex/mean"] == 1
 
 
 def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
@@ -162,33 +172,54 @@ def test_rewards_that_are_all_equal_teach_nothing(reinforcing: Make):
 def test_a_run_that_has_learnt_all_finishes_and_one_that_learns_nothing_does_not(
     reinforcing: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stopping, "PATIENCE", 2)
+    monkeypatch.setattr(stopping, "PATIENCE", 3)
     file = tmp_path / "own.py"
     file.write_text(
-        "calls = []\ndef score(completions):\n    calls.append(1)\n"
-        "    return [float(n % 2 or len(calls) > 1) for n in range(len(completions))]\n"
+        "from pathlib import Path\ndone = Path(__file__).with_suffix('.done')\n"
+        "def score(completions):\n    equal = done.exists()\n    done.touch()\n"
+        "    return [float(n % 2 or equal) for n in range(len(completions))]\n"
     )
     cfg = reinforcing(f"rl.rewards=['{file}:score']", "rl.dynamic_sampling=true", "train.steps=4")
-    assert rl.run(cfg).status == "finished"
+    rl.run(cfg, callbacks=[at(2, signal.SIGTERM)])
+    assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
     assert [row.get("empty") for row in rows_of(cfg)] == [None, True, True, True]
     never = reinforcing("rl.rewards=[{reward: regex, pattern: '.?'}]", "rl.dynamic_sampling=true", dir="never")
-    with pytest.raises(TrainError, match=r"2 steps in a row, .*rewards of each group are all equal"):
-        rl.run(never)
+    rl.run(never, callbacks=[at(1, signal.SIGTERM)])  # a resume is not what it learnt
+    with pytest.raises(TrainError, match=r"3 steps in a row, up to step 3, .*rewards of each group are all equal"):
+        rl.run(override(never, ["run.resume=auto"]))
 
 
 def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(reinforcing: Make, tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text(
-        "def score(completions, answer, **columns):\n    return [len(c) - len(a) for c, a in zip(completions, answer)]"
+        "def score(completions, answer, weight):\n    return [weight * len(c) for c, _ in zip(completions, answer)]"
     )
-    over = (f"rl.rewards=[{{reward: '{file}:score', weight: 0.5}}, exact_match]",)
+    mine = f"{{reward: '{file}:score', weight: 0.5, arguments: {{weight: 3}}}}"  # the function has a key of our name
+    over = (f"rl.rewards=[{mine}, exact_match]", "rl.show=16")
     cfg = reinforcing(*over)
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     row = rows_of(cfg)[0]
     assert row["reward"] == pytest.approx(0.5 * row["rewards/score/mean"] + row["rewards/exact_match/mean"])
+    assert row["rewards/score/mean"] == pytest.approx(sum(3 * len(text) for *_, text, _ in said(cfg)[:16]) / 16)
     file.write_text(file.read_text() + "\n")
     with pytest.raises(TrainError, match="made with another reward score"):
         rl.run(override(cfg, ["run.resume=auto"]))
+
+
+def test_columns_are_those_of_all_data_sets_whichever_rows_a_step_has(reinforcing: Make, place: Path, tmp_path: Path):
+    rows = json.loads((place / "digits" / "train.json").read_text())
+    rows[-1]["hint"] = "of a row that no step comes to"
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "own.py").write_text(
+        "def score(completions, hint, source):\n    return [float(one is None) for one in hint]\n"
+        "def asks(completions, nothing):\n    return [0.0] * len(completions)\n"
+    )
+    over = (f"data.train=[{{path: {tmp_path}/rows.json, images: {place / 'digits'}}}]", "train.warmup=0")
+    cfg = reinforcing(*over, f"rl.rewards=['{tmp_path}/own.py:score']", "train.steps=1", "rl.prompts=2")
+    rl.run(cfg)
+    assert rows_of(cfg)[0]["reward"] == 1 and all(row < len(rows) - 1 for _, row, *_ in said(cfg))
+    with pytest.raises(RewardError, match=r"takes nothing, and the columns .* are answer, .*images, hint, .*\. Add it"):
+        rl.run(reinforcing(*over, f"rl.rewards=['{tmp_path}/own.py:asks']", dir="asks"))
 
 
 def test_a_resumed_run_whose_completions_end_elsewhere_is_refused(reinforcing: Make, place: Path, tmp_path: Path):
@@ -219,8 +250,16 @@ def test_a_reward_that_gives_no_number_is_named(reinforcing: Make, tmp_path: Pat
     with pytest.raises(RewardError, match="reward score") as caught:
         rl.run(cfg)
     assert found in str(caught.value)
-    assert rl.run(override(cfg, ["rl.on_bad_reward=zero", "train.steps=1", "train.warmup=0"])).status == "finished"
-    assert rows_of(cfg)[0]["reward"] == 0
+    zero = override(cfg, ["rl.on_bad_reward=zero", "train.steps=2", "train.warmup=0"])
+    assert rl.run(zero, console=(console := Console(file=io.StringIO()))).status == "finished"
+    assert [(row["reward"], row["rewards/score/mean"], row["rewards/score/bad"]) for row in rows_of(cfg)] == [
+        (0, 0, 1)
+    ] * 2
+    lines = (Path(cfg.run.dir) / COMPLETIONS).read_text().splitlines()
+    assert [json.loads(line)["rewards"] for line in lines] == [{"score": None}] * 8
+    heard = console.file.getvalue()
+    assert heard.count("gave no number for 16 of 16 completions. Rows 0 to 15 (") == 1, "of two steps"
+    assert "reward score gave no number 32 times since step 1, and counted 0 there" in heard
 
 
 @pytest.mark.parametrize(
@@ -242,8 +281,12 @@ def test_a_reward_that_gives_no_number_is_named(reinforcing: Make, tmp_path: Pat
         (["rl.correction=off", "rl.correction_high=3.0"], "rl.correction_high", "since rl.correction is off"),
         (["rl.correction=off", "rl.correction_level=sequence"], "rl.correction_level", "since rl.correction is off"),
         (["rl.kl=0.0", "rl.kl_estimator=k2"], "rl.kl_estimator", "since rl.kl is 0.0"),
+        (["rl.kl_in=reward"], "rl.kl_in", "since rl.kl is absent and grpo has none"),
+        (["rl.algorithm=dapo", "rl.kl_estimator=k1"], "rl.kl_estimator", "since rl.kl is absent and dapo has none"),
+        (["rl.algorithm=gspo", "rl.reference=copy"], "rl.reference", "since rl.kl is absent and gspo has none"),
         (["data.on_long=cut"], "data.on_long", "the end of a prompt"),
         (["rl.reference=base"], "rl.reference", "there are none"),
+        (["rl.reference=copy", "lora={rank: 4}"], "rl.reference", "is there and takes no byte"),
         (["train.global_batch=16"], "train.global_batch", "a step is rl.prompts x rl.group"),
         (["train.compile=true"], "train.compile", "is not for phase rl"),
         (["run.gain_steps=2"], "run.gain_steps", "is not for phase rl"),
@@ -309,6 +352,7 @@ def test_the_configuration_knows_the_names_that_there_are():
     algorithms = RlSection.model_fields["algorithm"].annotation
     assert set(get_args(algorithms)) == set(ALGORITHMS)
     assert set(WITH_CRITIC) == {name for name, one in ALGORITHMS.items() if one.values}
+    assert set(WITH_KL) == {name for name, one in ALGORITHMS.items() if one.beta}
     assert {f"value_{f.name}" if f.name in ("clip", "weight") else f.name for f in fields(Values)} < set(OF_CRITIC)
     advantage = get_args(get_args(RlSection.model_fields["advantage"].annotation)[0])
     assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
@@ -320,7 +364,7 @@ PAGES = ("train.steps=1", "train.warmup=0", "rl.show=16", "fp8.recipe=off", "rl.
 @pytest.mark.long
 def test_few_pages_write_the_same(reinforcing: Make):
     """One completion must have room; all else waits its turn."""
-    all_at_once, in_turns = reinforcing(*PAGES, dir="all"), reinforcing(*PAGES, "rl.pages=7", dir="turns")
+    all_at_once, in_turns = reinforcing(*PAGES, dir="all"), reinforcing(*PAGES, "rl.pages=8", dir="turns")
     rl.run(all_at_once)
     rl.run(in_turns)
     assert said(in_turns) == said(all_at_once)
@@ -333,7 +377,7 @@ def test_too_few_pages_are_named_with_the_keys(reinforcing: Make):
     with pytest.raises(
         TrainError,
         match=r"rl\.pages is 3, pages of 8 tokens, and one completion of .*train\.json, row \d+, \d+ tokens, with 12 "
-        r"new ones \(rl\.max_new_tokens\) may need [4-7]\. Raise rl\.pages \(with rl\.kv: fp8",
+        r"new ones \(rl\.max_new_tokens\) may need [4-8]\. Raise rl\.pages \(with rl\.kv: fp8",
     ):
         rl.run(few)
     assert not rows_of(few)

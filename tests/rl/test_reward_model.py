@@ -3,13 +3,20 @@
 import json
 import shutil
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from octavo import fp8
+from octavo import fp8, rl
 from octavo.models import ModelError, tiny
+from octavo.models.skeleton import VISION_FAMILIES
 from octavo.rl.rewards import RewardError, Rewards, changed
+from tests.rl.test_reinforcing import rows_of
 
 ASKED = [[{"role": "user", "content": "What is this?"}], [{"role": "user", "content": "And now, at some length?"}]]
 
@@ -75,6 +82,95 @@ def test_in_fp8(folder):
     assert 0 < abs(high - low).max() < 0.25 * abs(high).max()
 
 
+SEES = [
+    [{"role": "user", "content": "<image>What is this?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>And <image> are alike?"}],
+    ASKED[1],
+]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Three files of 32 to 64 pixels."""
+    path = tmp_path_factory.mktemp("pictures")
+    for n in range(3):
+        noise = np.random.default_rng(n).integers(0, 256, (32, 32 + 16 * n, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path / f"{n}.png")
+    return [str(path / f"{n}.png") for n in range(3)]
+
+
+def write_seeing(family, folder):
+    """A model that sees, with `score` in place of its output projection."""
+    tiny.write(family, folder, size="mini")
+    raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    raw["architectures"] = [raw["architectures"][0].replace("ForConditionalGeneration", "ForSequenceClassification")]
+    (folder / "config.json").write_text(json.dumps(raw | {"num_labels": 1}))
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("lm_head")}
+    width = raw["text_config"]["hidden_size"]
+    stored["score.weight"] = torch.randn(1, width, generator=torch.Generator().manual_seed(0)) * 5
+    save_file(stored, folder / "model.safetensors")
+    return stored["score.weight"]
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_model_that_sees_scores_what_it_is_shown(family, pictures, tmp_path):
+    """As transformers' own model does, row by row: the last hidden state of the last token times `score`."""
+    score = write_seeing(family, tmp_path / "sees")
+    completions = ["A digit.", "<image> is a word here", ""]
+    columns = {"messages": SEES, "images": [pictures[:1], pictures[1:], []]}
+    entries = ["sees", {"reward": "sees", "name": "codes", "load_in_fp8": "rowwise", "batch": 2}]
+    with Rewards(entries, tmp_path) as rewards:
+        table = rewards.score(completions, columns)
+        other = rewards.score(completions, columns | {"images": [pictures[2:], pictures[1:], []]})
+        model, processor = rewards._ask["codes"].model, rewards._ask["sees"].processor
+        with fp8.count_gemms() as counts:
+            assert (rewards.score(completions, columns).each["codes"] == table.each["codes"]).all()
+        codes = {name.removesuffix(".weight") for name in fp8.fingerprint(model)}
+        assert codes and codes <= {layer for layer, _, _ in counts}
+    stock = AutoModel.from_pretrained(tmp_path / "sees").eval()
+    for row, completion in enumerate(completions):
+        turns = [*SEES[row], {"role": "assistant", "content": completion}]
+        parts = [
+            {"role": turn["role"], "content": [p for n, text in enumerate(texts) for p in (
+                {"type": "image"}, {"type": "text", "text": text})[not n :]]}
+            for turn in turns
+            for texts in [[turn["content"]] if turn["role"] == "assistant" else turn["content"].split("<image>")]
+        ]  # fmt: skip
+        text = processor.apply_chat_template(parts, tokenize=False)
+        shown = [Image.open(file) for file in columns["images"][row]]
+        given = processor(text=[text], images=shown or None, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            wanted = (stock(**given).last_hidden_state[0, -1] @ score[0]).item()
+        assert table.each["sees"][row] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    high, low = table.each["sees"], table.each["codes"]
+    assert 0 < abs(high - low).max() < 0.25 * abs(high).max()
+    assert other.each["sees"][0] != high[0] and other.each["sees"][1:] == pytest.approx(high[1:], rel=1e-5)
+
+
+def test_a_run_is_rewarded_by_a_model_that_sees(reinforcing, place, tmp_path):
+    """Whether images are files or stand in the rows of a table."""
+    write_seeing("qwen3_vl", tmp_path / "sees")
+    rows, found = json.loads((place / "digits" / "train.json").read_text())[:4], []
+    for row in rows:
+        row["image"] = {"bytes": (place / "digits" / row["image"]).read_bytes(), "path": "a.png"}
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for file in (f"{place / 'digits' / 'train.json'}, max_samples: 4", tmp_path / "rows.parquet"):
+        train = (f"rl.rewards=['{tmp_path / 'sees'}']", f"data.train=[{{path: {file}}}]", "train.steps=1")
+        rl.run(cfg := reinforcing(*train, "train.warmup=0", "fp8.recipe=off", dir=str(len(found))))
+        found += rows_of(cfg)
+    assert found[0]["rewards/sees/mean"] == found[0]["reward"] == found[1]["reward"] != 0 < found[0]["reward_std"]
+
+
+def test_pictures_that_cannot_be_shown_are_named(folder, pictures, tmp_path):
+    write_seeing("qwen3_vl", tmp_path / "sees")
+    gone = str(tmp_path / "gone.png")
+    columns = {"messages": [SEES[0]] * 4, "images": [pictures[:1], pictures[:2], [gone], []]}
+    with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
+        bad = {row: reason for row, _, reason in rewards.score(["a"] * 4, columns).bad}
+    assert bad.keys() == {1, 2} and "gone.png" in bad[2]
+    assert "hold 1 image parts but 2 images were given" in bad[1]
+
+
 def test_rows_that_it_cannot_judge(folder):
     columns = {"messages": [ASKED[0], None, ASKED[1], ASKED[0]], "images": [["a.png"], [], [], []]}
     with Rewards(["reward_model"], folder, on_bad="zero") as rewards:
@@ -121,5 +217,5 @@ def test_another_training_is_another_reward(folder, tmp_path):
     weights.write_bytes(bytes(raw))
     with Rewards(["reward_model"], tmp_path) as rewards:
         assert changed(before, rewards.digest()) == (
-            "the reward 'reward_model' is another: its file or folder has another content"
+            "the reward 'reward_model' is another: its file, one that it imports, or its folder has another content"
         )

@@ -3,16 +3,19 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from octavo.rl.rewards import RewardError, Rewards, changed
+from octavo.rl.rewards import RewardError, Rewards, changed, worker
+from octavo.rl.rewards.builtin import letter
 
 SCORES = """
 import dataclasses, os, sys, time
@@ -109,7 +112,7 @@ def make(folder):
 
 def test_a_function_of_a_file(make, capfd):
     """It lives on over steps, imports what lies beside it, and is given the columns that it names."""
-    rewards = make("rewards.py:score", {"reward": "rewards.py:by_level", "weight": -0.5, "factor": 3})
+    rewards = make("rewards.py:score", {"reward": "rewards.py:by_level", "weight": -0.5, "arguments": {"factor": 3}})
     first = rewards.score(["a", "bb"], {"level": [1, 2], "answer": [None, "x"]})
     assert first.each["score"].tolist() == [1.0, 2.0] and first.each["by_level"].tolist() == [3.0, 6.0]
     assert first.totals.tolist() == [1 - 1.5, 2 - 3.0] and first.totals.dtype == np.float64 and first.bad == []
@@ -117,6 +120,17 @@ def test_a_function_of_a_file(make, capfd):
     assert rewards.score([], {}).totals.shape == (0,) and set(rewards.score([], {}).each) == {"score", "by_level"}
     said = capfd.readouterr()
     assert said.out == "" and "a function may print" in said.err  # never among what the trainer writes
+
+
+def test_a_column_that_rows_may_lack_is_always_there(make):
+    rewards = make({"reward": "rewards.py:needs", "name": "mine"}, "rewards.py:by_level")
+    for columns in (["answer"], ["answer", "level"]):
+        with pytest.raises(RewardError, match=r"mine \(rewards.py:needs\) takes tests, and the columns of the rows are "
+                           rf"{', '.join(columns)}\. Add it"):  # fmt: skip
+            rewards.expect(columns)
+    rewards.expect(["tests", "level"])
+    table = rewards.score(["a", "b"], {"level": [1, 2]})
+    assert table.each["mine"].tolist() == [0.0, 0.0] and table.each["by_level"].tolist() == [1.0, 2.0]
 
 
 def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
@@ -161,8 +175,11 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
         strict.score(completions, columns, where)
     assert [row for row, _, _ in seen.value.bad] == rows and "on_bad_reward: zero" in str(seen.value)
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
-    table = lenient.score(completions, columns)
-    assert [row for row, _, _ in table.bad] == rows and (table.each["mine"][rows] == 0).all()
+    table = lenient.score(completions, columns, where)
+    assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["mine"][rows]).all()
+    (sentence,), counts = lenient.taken()
+    assert sentence.startswith(str(seen.value).partition(". Mend")[0] + ". They count 0;")
+    assert counts == {"mine": len(rows)} and lenient.taken() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
         assert table.each["mine"][:3].tolist() == [1.0, 1.0, 0.5]
@@ -182,6 +199,11 @@ def test_what_is_run_is_what_was_read(make, folder):
     (folder / "rewards.py").write_text("raise SystemExit")
     rewards.score(["hang"], {})
     assert rewards.score(["a"], {}).each["hangs"].tolist() == [1.0]
+    (folder / "helper.py").write_text("def length(text):\n    return 0\n")
+    rewards.score(["hang"], {})
+    for _ in range(2):
+        found = rewards.score(["a"], {}).bad
+        assert found == [(0, "hangs", "imports what is not as it was when the run began: helper.py")]
     assert not (folder / "__pycache__" / "rewards.cpython-311.pyc").exists()
 
 
@@ -194,8 +216,10 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("none.py:f", r"reward 'none\.py:f': there is no file .*none\.py; paths are relative"),
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
         ("rewards.py:a.b", "'a.b' is no name of a function; write FILE.py:FUNCTION"),
-        ({"reward": "rewards.py:score", "completions": 1}, "has the argument 'completions', which is given to it"),
-        ({"reward": "rewards.py:score", "x": {1, 2}}, "has arguments that JSON does not hold"),
+        ({"reward": "rewards.py:score", "arguments": {"completions": 1}}, "argument 'completions', which is given"),
+        ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON does not hold"),
+        ({"reward": "rewards.py:score", "arguments": [1]}, r"has the arguments \[1\]; expected a mapping of names"),
+        ({"reward": "rewards.py:score", "x": 1}, "'x', which it does not take; it takes name, weight, arguments"),
         ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is no model folder"),
         ({"reward": "regex"}, r"reward regex has the pattern None; give it a text: \{reward: regex, pattern: ...\}"),
         ({"reward": "format", "pattern": "("}, r"the pattern '\(' is none \(missing \)"),
@@ -272,6 +296,16 @@ def test_built_in_rewards():
                ("A cat sits here", "A"), ("Answer: C\nNo, answer: B", "B"), ("maybe (A), rather (B)", "B"), ("", "B"),
                ("<answer>B</answer>", "Answer: B"), ("Answers vary", "V"), ("Answer: I say (B)", "B")]  # fmt: skip
     assert values("choice", letters) == [1, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1]
+    for text in ("Option B", "The correct option is B", "B, since it is", "B because A is wrong", "The answer is b",
+                 "Answer: b", "A or B? I choose B", "I'd go with option B.", "The best choice: B", "option B, not A",
+                 "I think option B", "B - two", "B is the correct answer", "The answer is 'B'.", "answer is b, not a",
+                 "<answer>b</answer>", "The answer should be (B)", "A, B or C? The answer is B", "Final_answer: B",
+                 "\n**B**\nas A is wrong"):  # fmt: skip
+        assert letter(text) == "B", text
+    for text in ("A cat", "A, B or C?", "I, for one, say so", "The answer is a cat", "To answer a question",
+                 "My answers.", "I'm not sure", "A cat, since it purrs", "Options are A", "A is for apple",
+                 "Answer: I'm lost", "I choose a cat.", "as a rule, a b", "An option Better than none"):  # fmt: skip
+        assert letter(text) is None, text
     assert values("regex", [("a 12 b", None), ("ab", None)], pattern=r"\d+") == [1, 0]
     assert values("regex", [("Answer: 3\nAnswer:  4 ", "4"), ("Answer: 4", "3")], pattern="Answer:(.*)") == [1, 0]
     form = "<think>.*</think>.+"
@@ -303,8 +337,13 @@ def test_a_pattern_that_searches_for_ever_is_ended():
 def test_math():
     pytest.importorskip("math_verify")
     pairs = [("So \\boxed{\\frac{1}{2}}.", "0.5"), ("The answer is $2\\sqrt{2}$", "\\sqrt{8}"), ("3", "$x^2+1$"),
-             ("$x^2 + 1$", "1+x^2"), ("no idea", "7"), ("12", ["13", "12"])]  # fmt: skip
-    assert values("math", pairs) == [1, 1, 0, 1, 0, 1]
+             ("$x^2 + 1$", "1+x^2"), ("no idea", "7"), ("12", ["13", "12"]), ("{2, 1}", "{1,2}"), ("x", "x"),
+             ("$\\{2,1\\}$", "\\{1,2\\}"), ("(2,1)", "(1,2)"), ("[1, 2)", "$[1,2)$"), ("5", "5 apples")]  # fmt: skip
+    assert values("math", pairs) == [1, 1, 0, 1, 0, 1, 1, 1, 1, 0, 1, 1]
+    for words in ("two", "no solution", "\\text{two}"):
+        with pytest.raises(RewardError, match=f"reference {re.escape(repr(words))} is no mathematics that math-verify"):
+            values("math", [("2", words)])
+    assert values("math", [("$\\sin x$", "\\sin x"), ("$\\log y$", "$\\log y$")]) == [1, 1]
 
 
 ORPHAN = """
@@ -366,9 +405,19 @@ def test_the_digest_tells_rewards_apart(make, folder):
     assert changed(before, make(*given, "number").digest()) == "the reward 'number' was not there"
     heavier = make(given[0], {**given[1], "weight": 0.25}).digest()
     assert changed(before, heavier) == "the reward 'mine' is another: its weight is 0.25 and was 0.5"
-    other = make(given[0], {**given[1], "factor": 2}).digest()
+    other = make(given[0], {**given[1], "arguments": {"factor": 2}}).digest()
     assert changed(before, other) == "the reward 'mine' is another: its arguments is {'factor': 2} and was {}"
+    content = "the reward 'mine' is another: its file, one that it imports, or its folder has another content"
+    (folder / "unused.py").write_text("")
+    (folder / "helper.py").write_text("def length(text):\n    return 2 * len(text)\n")
+    helped = make(*given).digest()
+    assert changed(before, helped) == content
     (folder / "rewards.py").write_text(SCORES + "\n")
-    assert (
-        changed(before, make(*given).digest()) == "the reward 'mine' is another: its file or folder has another content"
-    )
+    assert changed(helped, make(*given).digest()) == content
+
+
+def test_what_is_installed_below_the_folder_is_not_of_it():
+    """Of a virtual environment beside the file, say."""
+    packages = Path(sysconfig.get_paths()["purelib"])
+    assert "__init__.py" in worker._beside(str(packages / "numpy"))
+    assert not [name for name in worker._beside(str(packages.parent)) if "site-packages" in name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from octavo import report, rl, train
 from octavo.config import Config
+from octavo.report.learning import Side, learning_figure
+from octavo.report.outcomes import PANELS
 from octavo.rl.figures import TRL_NAMES
 from octavo.train.rundir import read_rows
 
@@ -33,10 +36,40 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
         assert f"train/{ours}" not in tags, "a figure has one name"
         assert [e.value for e in events.Scalars(f"train/{theirs}")] == pytest.approx([row[ours] for row in rows])
     assert {"train/reward", "train/entropy", "train/rewards/regex/mean", "eval/exact_match", "eval/reward"} <= tags
+    assert "eval/completions/mean_length" in tags and "eval/length" not in tags, "nor two in two places"
     assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training", "held-out"]
     assert heard.count("training") == 2 and "rollout 16/16" in heard
     again = rl.evaluate_target(train.finished.look(result.dir), answers=3)
     assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
+
+
+@pytest.mark.parametrize("over", [(), ("rl.algorithm=ppo", "rl.kl=0.1"), ("rl.stale=1",)], ids=["grpo", "ppo", "stale"])
+def test_a_step_without_completions_has_no_reward(reinforcing: Make, place: Path, tmp_path: Path, over: tuple) -> None:
+    """Not one of 0: of two steps of a prompt each, the image of one is not there."""
+    rows = json.loads((place / "digits" / "train.json").read_text())[:2]
+    rows[1]["image"] = "gone.png"
+    for name, own in (("train", rows), ("held_out", rows[::-1])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(own))
+    train, held_out = (
+        f"[{{path: {tmp_path / name}.json, images: {place / 'digits'}}}]" for name in ("train", "held_out")
+    )
+    step = ("rl.prompts=1", "rl.eval_prompts=1", "train.micro_batch=4", "train.steps=2", "train.warmup=1")
+    cfg = reinforcing(f"data.train={train}", f"data.eval={held_out}", *step, *over, "data.on_bad_sample=skip",
+                      "run.tensorboard=true", "fp8.recipe=off")  # fmt: skip
+    result = rl.run(cfg)
+    rows = read_rows(result.dir / "metrics.jsonl")
+    (there,), (empty,) = ([row for row in rows if row.get("empty") == of] for of in (None, True))
+    of_tokens = ("reward", "reward_std", "length", "rewards/regex/mean", "entropy", "kl", "logp_gap_max")
+    assert all(there[name] is not None for name in of_tokens if name != "kl")
+    assert {*empty} ^ {*there} <= {"empty", "eval", "memory"}
+    assert [empty[name] for name in of_tokens] == [None] * len(of_tokens)
+    assert result.eval["reward"] is None and result.eval["completions"] == 0
+    record = report.rundir.read(result.dir)
+    assert [math.isnan(value) for value in record.figures["reward"]] == [row is empty for row in rows]
+    learning_figure([Side("one", "base", [record, record])], PANELS["rl"])
+    events = EventAccumulator(str(result.dir / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/reward")] == [there["step"]]
 
 
 @pytest.mark.long

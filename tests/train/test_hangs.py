@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
-from octavo.data.loader import _by_workers
+from octavo.data.loader import _by_workers, _Chunks
 from octavo.train.signals import StopRequest
 from tests import ranks
 
@@ -144,11 +144,11 @@ def test_what_reaches_workers_too_leaves_a_saved_run(way: str, code: int, make, 
 
 def _signal_a_worker() -> None:
     class Rows:
-        def __getitem__(self, place: int) -> int:
-            return place
+        def __getitem__(self, places: list[int]) -> list[int]:
+            return places
 
     with StopRequest(0.2):
-        stream = _by_workers(Rows(), range(99), 1)
+        stream = _by_workers(Rows(), _Chunks(range(99), 1), 1)
         next(stream)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGHUP)
         time.sleep(0.5)

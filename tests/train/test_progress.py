@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from octavo.cli.train import conclude
 from octavo.train.metrics import MetricsLog
 from octavo.train.progress import Display
+from octavo.train.saving import interval
 
 SFT = {"step": 1, "loss": 0.5, "lr": 1e-3, "tokens_per_s": 1500.0}
 RL = SFT | {"loss": 1e-9, "reward": 0.25, "length": 7.5, "rollout_tokens_per_s": 900.0, "training_tokens_per_s": 4000.0}
@@ -21,6 +22,15 @@ TOLD = {
     "sft": (SFT, "loss 0.5000  lr 1.00e-03  1500 tokens/s"),
     "rl": (RL, "reward 0.250  length 7.5  tokens/s 900 rollout, 4000 training"),
     "preference": (PAIRS, "loss 0.5000  accuracy 75.0%  margin 0.125  lr 1.00e-03  1500 tokens/s"),
+    "nothing": (
+        {**RL, "reward": None, "length": None, "eval": {"loss": 0.5, "exact_match": 0, "questions": 1, "reward": None}},
+        "reward -  length -  tokens/s 900 rollout, 4000 training  eval loss 0.5000, exact match 0.0% of 1  "
+        "held-out reward -",
+    ),
+    "no pairs": (
+        SFT | dict.fromkeys(("rewards/accuracies", "rewards/margins")),
+        "loss 0.5000  accuracy -  margin -  lr 1.00e-03  1500 tokens/s",
+    ),
     "kto": (SFT | {"rewards/margins": 0.125}, "loss 0.5000  margin 0.125  lr 1.00e-03  1500 tokens/s"),
 }
 
@@ -73,3 +83,11 @@ def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None
     assert "reward " in (said := closing(RL)) and "loss" not in said and "rollout_tokens_per_s" in said
     assert "rewards/accuracies  0.75" in (said := closing(PAIRS)) and "loss" in said and "rewards/margins" in said
     assert "reward" not in closing(SFT)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "every"), [(40, "null", 50), (500, "null", 50), (501, "null", 51), (9, "0", 0), (9, "3", 3)]
+)
+def test_steps_between_checkpoints(make, steps: int, asked: str, every: int) -> None:
+    cfg = make(f"train.steps={steps}", f"run.save_every={asked}")
+    assert interval(cfg) == every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -66,7 +67,7 @@ def test_an_evaluation_that_fails_costs_no_step(make, monkeypatch: pytest.Monkey
     whole = train.run(make("train.steps=2", "train.warmup=1", dir="whole"))
     cfg = make("train.steps=2", "train.warmup=1")
 
-    def fails(*given: Any) -> None:
+    def fails(*given: Any, **more: Any) -> None:
         raise DataError("held.json, row 1: is no conversation")
 
     with monkeypatch.context() as planted, pytest.raises(DataError, match="row 1"):
@@ -272,6 +273,30 @@ def test_other_threads_than_before_are_reported(make, monkeypatch):
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
     assert "saved by 1 rank(s) of 1 thread(s), continued on 1 of 3" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"), [("torchvision", "pil", "install"), (None, "torchvision", "remove")]
+)
+def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, told):
+    """0.4.0 said nothing, and had Pillow's."""
+    over = ("data.eval=[]", "train.steps=3")
+    monkeypatch.setattr("octavo.models.pixels_by", lambda processor: before)
+    if before is None:
+        save = checkpoint.save
+
+        def former(*given: Any, counters: dict[str, Any], **more: Any) -> Path:
+            del counters["pixels"]
+            return save(*given, counters=counters, **more)
+
+        monkeypatch.setattr(checkpoint, "save", former)
+    first = train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
+    assert json.loads((first.dir / "environment.json").read_text())["pixels"] == before
+    monkeypatch.setattr("octavo.models.pixels_by", lambda processor: now)
+    console = Console(record=True, width=300)
+    train.run(make(*over, "run.resume=auto"), console=console)
+    says = f"its pixels were made by {before or 'pil'} and are made by {now} now, which resizes a little differently"
+    assert f"{says}; {told} torchvision to have the former" in console.export_text()
 
 
 def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_each_step_has_one_row_with_its_figures(finished):
     assert [row["step"] for row in rows] == seen == list(range(1, STEPS + 1))
     for row in rows:
         assert {"loss", "tokens", "tokens_per_s", "grad_norm", "lr"} <= row.keys()
+        assert row["tokens_per_s"] == row["tokens"] / row["seconds"]
+    times = [datetime.fromisoformat(row["time"]) for row in rows]
+    assert times == sorted(times) and times[0].tzinfo is UTC
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert [row["step"] for row in rows if "health" in row] == [3, 6]
     assert [row["step"] for row in rows if "eval" in row] == [4, 6]
@@ -94,7 +98,7 @@ def test_the_plan_and_the_proof_are_kept(finished):
     assert plan["family"] == "qwen3_vl" and plan["notes"]
     assert proof["fp8_gemms"] > 0 and not proof["missing"] and not proof["pending"]
     assert proof["shares"]["foundation"] == proof["shares"]["image_encoder"] == 1.0
-    assert printed.index("linear FLOPs in FP8") < printed.index("arm: step 1/6")
+    assert printed.index("of linear FLOPs") < printed.index("arm: step 1/6")
 
 
 def test_the_saved_configuration_runs_again_unchanged(finished):

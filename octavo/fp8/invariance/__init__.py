@@ -1,19 +1,26 @@
-"""Results of a row that depend on neither batch nor length: products, attention and functions of one element."""
+"""Results of a row that depend on neither batch nor length: products, attention, sums of rows and functions
+of one element."""
 
 from octavo.fp8.invariance.attention import TILE, attention
+from octavo.fp8.invariance.devices import KERNELS, ROWS_OF_TRIAL, InvarianceError, RowKernels, kernels_for, prove
 from octavo.fp8.invariance.mode import Rows, active, again
-from octavo.fp8.invariance.products import ROWS, InvarianceError
+from octavo.fp8.invariance.products import ROWS
 from octavo.fp8.invariance.products import linear as row_linear
 from octavo.fp8.invariance.products import mm as row_mm
 
 __all__ = [
     "InvarianceError",
+    "KERNELS",
     "ROWS",
+    "ROWS_OF_TRIAL",
+    "RowKernels",
     "Rows",
     "TILE",
     "active",
     "again",
     "attention",
+    "kernels_for",
+    "prove",
     "row_linear",
     "row_mm",
 ]

@@ -13,6 +13,7 @@ A tile of which a query sees nothing changes none of its bits (p = 0, a = 1), so
 products have a fixed number of columns and rows padded as in :mod:`octavo.fp8.invariance.products`, so their number
 does not matter. The queries of the heads that share a head of k and v are rows of one product, and k and v are not
 repeated. Training calls it with whole sequences, generation with the newest queries over cached keys: same bits.
+Where a device has kernels of its own (:mod:`octavo.fp8.invariance.devices`) the forward is one of them.
 
 Backward makes p again from lse, tile by tile (Dao et al. 2022, arXiv:2205.14135)::
 
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.invariance.products import InvarianceError
+from octavo.fp8.invariance.devices import InvarianceError, kernels_for
 
 TILE = 128
 _ROWS = 8  # queries of a product are padded to a multiple, those of heads that share one of k together
@@ -79,9 +80,9 @@ def attention(
         if mask is not None:
             mask = torch.take_along_dim(mask.expand(batch, -1, -1, -1), column.view(batch, 1, 1, -1), 3)
         own = torch.arange(k.shape[2], device=k.device) < past
-        seen = Seen(mask, positions, window, own)
+        seen = Seen(mask, positions, own, window)
     else:
-        seen = Seen(mask, positions, window, None)
+        seen = Seen(mask, positions, None, window)
     out: Tensor = _Attention.apply(q, k, v, seen, 1 / math.sqrt(size) if scale is None else scale)
     return out
 
@@ -91,8 +92,8 @@ class Seen(NamedTuple):
 
     mask: Tensor | None
     positions: Tensor | None
-    window: int | None
     own: Tensor | None
+    window: int | None
 
     def hide(self, scores: Tensor, start: int, keys: int) -> Tensor:
         """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, minus infinity where a key is not seen; ``keys``
@@ -124,7 +125,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> Tensor:
         with _in_fp32(q):
-            y, lse = _forward(q, k, v, seen, scale)
+            if (kernels := kernels_for(q)) is None:
+                y, lse = _forward(q, k, v, seen, scale)
+            else:
+                y, lse = kernels.attend(q, k, v, *seen, scale)
+                lse = _rows(lse[..., None], k.shape[1])[0][:, :, :1]
         tensors = [t for t in (seen.mask, seen.positions, seen.own) if t is not None]
         ctx.save_for_backward(q, k, v, y, lse, *tensors)
         ctx.there = [t is not None for t in (seen.mask, seen.positions, seen.own)]
@@ -175,7 +180,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, y, lse, *tensors = ctx.saved_tensors
     left = iter(tensors)
     mask, positions, own = (next(left) if there else None for there in ctx.there)
-    seen = Seen(mask, positions, ctx.window, own)
+    seen = Seen(mask, positions, own, ctx.window)
     q_rows, shape = _rows(q, k.shape[1])
     dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
     delta = (dy_rows * y_rows).sum(2, keepdim=True)

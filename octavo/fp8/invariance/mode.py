@@ -4,7 +4,8 @@ number of rows.
 A :class:`torch.overrides.TorchFunctionMode` sees every torch function that Python calls, whoever calls it: linear
 layers, routers, adapters, patch embeddings, attention by ``sdpa``. Those whose result for a row depends on the rows
 beside it are replaced (:data:`REPLACED`) or, where nothing stands in for them, refused by name (:data:`REFUSED`).
-What remains is computed by rows or by elements: norms, softmax, top-k, rotary embeddings, casts of FP8 by rows.
+What remains is computed by elements: rotary embeddings, casts of FP8 by rows; and on a CPU by rows: norms, softmax,
+top-k. On a GPU stands something in for these as well (:mod:`octavo.fp8.invariance.rows`).
 
 Gradients are not invariant, and need not be. A forward that a backward computes again enters the mode by
 :func:`again`.
@@ -21,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from octavo.fp8.invariance import pointwise, products
+from octavo.fp8.invariance import pointwise, products, rows
 from octavo.fp8.invariance.attention import attention
-from octavo.fp8.invariance.products import InvarianceError
+from octavo.fp8.invariance.devices import InvarianceError
 
 
 def active() -> bool:
@@ -89,6 +90,10 @@ def _rmatmul(b: Tensor, a: Tensor) -> Tensor:
     return products.matmul(a, b)
 
 
+_MANY = "whose order on a GPU depends on the number of rows, and nothing stands in for it"
+_SPREAD = (torch.var, torch.std, torch.var_mean, torch.std_mean, torch.norm, Tensor.var, Tensor.std, Tensor.norm)
+_NORMS = (torch.linalg.norm, torch.linalg.vector_norm, F.normalize, F.cosine_similarity, F.group_norm, F.batch_norm)
+
 REPLACED: Mapping[Any, Callable[..., Any]] = {
     F.linear: products.linear,
     **dict.fromkeys((torch.mm, Tensor.mm), _mm),
@@ -107,6 +112,16 @@ REPLACED: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.special.expit), pointwise.sigmoid),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), pointwise.rsqrt),
     **dict.fromkeys((torch.exp2, Tensor.exp2, torch.special.exp2), pointwise.exp2),
+    **{f: rows.of_sum(f) for f in (torch.sum, Tensor.sum)},
+    **{f: rows.of_mean(f) for f in (torch.mean, Tensor.mean)},
+    **{f: rows.of_softmax(f) for f in (F.softmax, torch.softmax, Tensor.softmax)},
+    **{f: rows.of_log_softmax(f) for f in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)},
+    **{f: rows.of_logsumexp(f) for f in (torch.logsumexp, Tensor.logsumexp)},
+    **{f: rows.of_rms_norm(f) for f in (F.rms_norm, torch.rms_norm)},
+    **{f: rows.of_topk(f) for f in (torch.topk, Tensor.topk)},
+    F.layer_norm: rows.layer_norm,
+    torch.native_layer_norm: rows.native_layer_norm,
+    **{f: rows.refused(f, _MANY) for f in (*_SPREAD, *_NORMS, F.instance_norm, torch.cdist)},
 }
 """torch function -> what computes the same by rows."""
 

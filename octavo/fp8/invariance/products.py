@@ -9,6 +9,9 @@ was tried on (``tests/fp8/invariance``) every row of such a product has the same
 place and their number, for one thread and several. That is a property of the library, not of its interface. So each
 kind of product is tried once, on random operands (:func:`_even`); where rows do depend on their number, it runs in
 pieces of exactly :data:`ROWS` rows, a call of one shape; and where that does not help either, it is refused.
+
+Where a device has kernels of its own (:mod:`octavo.fp8.invariance.devices`) they multiply instead; gradients are made
+by torch's products.
 """
 
 from __future__ import annotations
@@ -21,13 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for
 
 ROWS = 16
 _TRIED = (1, 2, 3, 5, 9)  # how many times ROWS rows are tried against each other
-
-
-class InvarianceError(RuntimeError):
-    """Something whose result for a row would depend on the rows beside it."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(*_lowered(x, weight, bias))
     lead, rows = x.shape[:-1], x.shape[:-1].numel()
     x_MK = x.reshape(rows, x.shape[-1])
-    if rows % ROWS == 0 and weight.shape[0] >= ROWS and _even(x_MK, weight.t()):
+    if kernels_for(x) is None and rows % ROWS == 0 and weight.shape[0] >= ROWS and _even(x_MK, weight.t()):
         y_MN = F.linear(x_MK, weight, bias)
     else:
         y_MN = _Linear.apply(x_MK, weight, bias)
@@ -50,6 +52,8 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         with torch.autocast(a.device.type, enabled=False):
             a, b = _lowered(a, b)
             return mm(a, b, out_dtype)
+    if (kernels := kernels_for(a)) is not None:
+        return _by_kernels(kernels, a, b, None, out_dtype=out_dtype)
     return _padded(a, b, torch.mm if out_dtype is None else partial(torch.mm, out_dtype=out_dtype))
 
 
@@ -59,6 +63,8 @@ def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return addmm(*_lowered(start, a, b), beta=beta, alpha=alpha)
+    if (kernels := kernels_for(a)) is not None:
+        return _by_kernels(kernels, a, b, start, beta, alpha)
     whole = start.dim() == 2 and start.shape[0] == a.shape[0]
     if not whole:
         return _padded(a, b, lambda rows, cols: torch.addmm(_wide(start, cols), rows, cols, beta=beta, alpha=alpha))
@@ -84,7 +90,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if b.dim() == 2:
         return mm(a.reshape(a.shape[:-1].numel(), a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
     if a.shape[-1] == 1:
-        return torch.matmul(a, b)
+        return torch.matmul(a, b) if kernels_for(a) is None else a * b
     raise InvarianceError(
         f"invariant: a product of batches of matrices, {list(a.shape)} @ {list(b.shape)}, was found in the model, and "
         "its rows would depend on their number. Attention written out is one: load the model with "
@@ -105,6 +111,9 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **more: Any)
             f"invariant: a grouped product of {list(a.shape)} and {list(b.shape)} was found, and only rows "
             "[R, K] of experts [E, K, N] are known by their rows"
         )
+    if (kernels := kernels_for(a)) is not None:
+        grouped: Tensor = _GroupedKernel.apply(a, b, offs, kernels)
+        return grouped
     ends = offs.tolist()
     parts = [
         mm(a[start:end], b[e]) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start
@@ -153,6 +162,70 @@ class _Linear(torch.autograd.Function):
         dx = torch.mm(dy, weight) if needs_x else None
         dw = torch.mm(dy.t(), x) if needs_w else None
         return dx, dw, dy.sum(0) if needs_b else None
+
+
+def _by_kernels(
+    kernels: RowKernels, a: Tensor, b: Tensor, start: Tensor | None, beta: float = 1, alpha: float = 1,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    y: Tensor = _Kernel.apply(a, b, start, beta, alpha, out_dtype or a.dtype, kernels)
+    return y
+
+
+class _Kernel(torch.autograd.Function):
+    """alpha a @ b + beta start by a device's kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: float, dtype: torch.dtype,
+        kernels: RowKernels,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(a, b)
+        ctx.beta, ctx.alpha, ctx.start = beta, alpha, None if start is None else (start.shape, start.dtype)
+        if not a.shape[0] or not b.shape[1]:
+            return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+        return kernels.product(_values(a), _values(b), start, beta, alpha, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        needs_a, needs_b, needs_start = ctx.needs_input_grad[:3]
+        scaled = (dy if ctx.alpha == 1 else dy * ctx.alpha).to(a.dtype)
+        da = torch.mm(scaled, b.t()) if needs_a else None
+        db = torch.mm(a.t(), scaled) if needs_b else None
+        ds = None
+        if needs_start:
+            shape, dtype = ctx.start
+            ds = (dy * ctx.beta).sum_to_size(shape).to(dtype)
+        return da, db, ds, None, None, None, None
+
+
+def _values(x: Tensor) -> Tensor:
+    """x as a plain tensor: what a frozen FP8 weight is decoded to by an operation that asks for its values."""
+    return x if type(x) in (Tensor, Parameter) else x * 1
+
+
+class _GroupedKernel(torch.autograd.Function):
+    """Rows of experts by a device's kernels; gradients expert by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.save_for_backward(a, b, ends)
+        return kernels.grouped_product(a, _values(b), ends) if a.shape[0] else a.new_empty(0, b.shape[2])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, ends = ctx.saved_tensors
+        with torch.enable_grad():
+            a, b = (t.detach().requires_grad_() for t in (a, b))
+            y = torch._grouped_mm(a, b, offs=ends)
+        used = (torch.arange(len(dy), device=dy.device) < ends[-1])[:, None]
+        da, db = torch.autograd.grad(y, (a, b), torch.where(used, dy, 0))
+        some = ends.diff(prepend=ends.new_zeros(1)) > 0
+        # torch writes nothing for rows of no expert, nor for an expert without rows
+        return torch.where(used, da, 0), torch.where(some.view(-1, 1, 1), db, 0), None, None
 
 
 def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *beside: Tensor) -> Tensor:

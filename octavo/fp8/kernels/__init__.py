@@ -3,8 +3,9 @@
 from octavo.fp8.kernels.backends import BACKENDS
 from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_waits
 from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.kernels.layout import PAGED_CHUNK
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
-from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged
+from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged, why_not_rows
 
 __all__ = [
     "BACKENDS",
@@ -13,6 +14,7 @@ __all__ = [
     "CudaGraph",
     "Graph",
     "Groups",
+    "PAGED_CHUNK",
     "PagedKernels",
     "Selection",
     "get",
@@ -21,5 +23,6 @@ __all__ = [
     "select",
     "weights_stay",
     "why_not_paged",
+    "why_not_rows",
     "without_waits",
 ]

@@ -33,6 +33,9 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 
+PAGED_CHUNK = 1024
+"""Tokens of a sequence that one program of the kernels of a paged cache attends to."""
+
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
 REVISION = 2

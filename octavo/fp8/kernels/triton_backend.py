@@ -27,6 +27,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.invariance import KERNELS, RowKernels, active
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
@@ -91,9 +92,13 @@ class TritonBackend(Backend):
         return kernels.cast.relay(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if torch._C._len_torch_function_stack() and active():
+            return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
 
     def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if torch._C._len_torch_function_stack() and active():
+            return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.decode.decode(x_q, w_q, out_dtype, bias)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
@@ -116,6 +121,8 @@ class TritonBackend(Backend):
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
+        if torch._C._len_torch_function_stack() and active():
+            return kernels.rows.fp8_grouped_product(x_q, w_q, groups, out_dtype, bias)
         return kernels.grouped.fwd(x_q, w_q, groups, out_dtype, bias)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -208,6 +215,21 @@ def paged() -> PagedKernels:
     """Import triton, and give the kernels of a paged cache. They run where :func:`why_not_paged` gives None."""
     found: PagedKernels = kernels.paged
     return found
+
+
+def rows() -> RowKernels:
+    """Import triton, and give the kernels whose rows stand for themselves. They run where :func:`why_not_rows` gives
+    None; elsewhere importing them fails."""
+    found: RowKernels = kernels.rows
+    return found
+
+
+KERNELS["cuda"] = rows
+
+
+def why_not_rows(device: torch.device) -> str | None:
+    """Why rows cannot stand for themselves on this device, None if they can: a CPU's own products do."""
+    return None if device.type == "cpu" else _why_not(device.type, device.index)
 
 
 def why_not_paged(device: torch.device) -> str | None:

@@ -5,7 +5,9 @@ what the library did with the rows beside it. Inside :func:`invariant` it is not
 cache, in whatever batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
 
 What it costs: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
-kernel rounds once where layers round twice, and which of them runs depends on who watches).
+kernel rounds once where layers round twice, and which of them runs depends on who watches). On a GPU Triton's kernels
+with fixed tiles take the place of libraries, for FP8 products by ``fp8.backend: triton``, and norms that make codes
+make none.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from torch import nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.invariance import InvarianceError, Rows, active
+from octavo.fp8.invariance import KERNELS, InvarianceError, Rows, active
+from octavo.fp8.kernels import why_not_rows
 from octavo.fp8.moe.experts import Experts
 
 _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
@@ -30,8 +33,9 @@ def invariant(model: nn.Module) -> AbstractContextManager[object]:
     Enter it around a rollout, and around the forwards of a step. Both must run with the same number of threads.
 
     Raises InvarianceError for a model that cannot be: FP8 layers whose activations share a scale between rows
-    (tensorwise, delayed), compiled code, attention other than sdpa, parameters that are not on a CPU. What a model
-    calls is seen when it calls it, and refused there by name.
+    (tensorwise, delayed), or whose products are those of a library; compiled code; attention other than sdpa;
+    parameters on a device without kernels for it. What a model calls is seen when it calls it, and refused there by
+    name; so is a kernel whose rows were tried on the device and differed.
     """
     if (reason := not_invariant(model)) is not None:
         raise InvarianceError(f"invariant: {reason}")
@@ -40,19 +44,21 @@ def invariant(model: nn.Module) -> AbstractContextManager[object]:
 
 def not_invariant(model: nn.Module) -> str | None:
     """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
-    other = next(((n, p.device) for n, p in model.named_parameters() if p.device.type not in ("cpu", "meta")), None)
-    if other is not None:
-        return (
-            f"{other[0]} is on {other[1]}, where products of more rows than decoding has, attention of whole sequences "
-            "and torch's sums and means of a row may depend on other rows. Use rl.invariant: false there"
-        )
+    for device in {p.device: None for p in model.parameters() if p.device.type != "meta"}:
+        if (reason := why_not_rows(device)) is not None:
+            return (
+                f"parameters are on {device}, where libraries' products, attention and sums of a row depend on other "
+                f"rows, and Triton's kernels do not serve: {reason}. Use rl.invariant: false there"
+            )
     for name, module in model.named_modules():
         for site in _sites(module):
             if (reason := _spans_rows(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe blockwise, rowwise or mxfp8"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
-            if backend != "reference":
-                return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: reference"
+            own = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
+            able = ("reference",) if own is None else ("triton", "reference")
+            if backend not in able:
+                return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: {able[0]}"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name} drops {module.p} of its input while it trains, and nothing in rollouts. Set lora.dropout: 0"
         if _is_compiled(module):

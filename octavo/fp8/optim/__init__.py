@@ -1,9 +1,9 @@
 """AdamW whose states and weights may be FP8 or BF16."""
 
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.convert import decode
+from octavo.fp8.optim.convert import decode, set_weight
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.optim.layout import PER_GROUP, groups, touched
+from octavo.fp8.optim.layout import PER_GROUP, groups, like, touched
 from octavo.fp8.optim.offload import OffloadedAdamW
 from octavo.fp8.optim.state_dict import former_coat
 
@@ -18,5 +18,7 @@ __all__ = [
     "former_coat",
     "gradient_norm",
     "groups",
+    "like",
+    "set_weight",
     "touched",
 ]

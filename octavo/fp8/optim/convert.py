@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic import master, moments
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, StateSpec
 from octavo.fp8.optim import sharded
-from octavo.fp8.optim.layout import like, touched
+from octavo.fp8.optim.layout import like, state_specs, touched
 from octavo.fp8.weights.shards import Span, plain, span
 
 _GROUPS = 1 << 13  # worked on at a time
@@ -57,6 +57,22 @@ def fp32_weight(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     if "master_low" in state:
         return like(parameter, master.join(here, plain(state["master_low"]).to(here.device)))
     return like(parameter, plain(state.get("master", parameter)).to(here.device, torch.float32, copy=True))
+
+
+@torch.no_grad()
+def set_weight(
+    optimizer: torch.optim.Optimizer | None, group: dict[str, Any] | None, parameter: Tensor, value: Tensor
+) -> None:
+    """Begin with this value of a weight, fp32 in the shape of this rank's part: into the parameter and into what the
+    optimizer keeps of it beside; `group`: its own (None: the optimizer does not hold it). Follow it with
+    `fp8.invalidate` of the model."""
+    state: Any = {} if optimizer is None or group is None else optimizer.state.get(parameter, {})
+    if optimizer is not None and group is not None and not state and "states" in group:
+        beside = {spec.name for spec in state_specs(group["states"], group["master"], plain(parameter).dtype)}
+        if beside & {"master", "master_low"}:
+            state = optimizer.state[parameter]
+            state.update(cast(Any, optimizer).fresh(parameter, group))
+    _write(parameter, state, value)
 
 
 @torch.no_grad()

@@ -3,6 +3,6 @@
 from octavo.fp8.planning.exchange import needs_of
 from octavo.fp8.planning.file import document
 from octavo.fp8.planning.modules import blocks_of, saving_of
-from octavo.fp8.planning.table import HEAD, WHY, lines, totals
+from octavo.fp8.planning.table import lines, totals
 
-__all__ = ["HEAD", "WHY", "blocks_of", "document", "lines", "needs_of", "saving_of", "totals"]
+__all__ = ["blocks_of", "document", "lines", "needs_of", "saving_of", "totals"]

@@ -128,13 +128,13 @@ def load_plan(
     except PlanError as error:  # a line is named by its file and place already
         raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
     rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
-    notes = [*made.notes, *_separated(path.name, found, made)]
+    changes = [*_separated(path.name, found, made)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
-        notes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
+        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
     elif changed and not here.emulated:
-        notes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
-    return replace(made, rows=tuple(rows), notes=tuple(notes))
+        changes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
+    return replace(made, rows=tuple(rows), notes=(*made.notes, *changes), changes=tuple(changes))
 
 
 def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:

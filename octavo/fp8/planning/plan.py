@@ -16,7 +16,7 @@ from octavo.fp8.policy.policy import Policy
 @dataclass(frozen=True)
 class Plan:
     """Rows in the order of the model, ``blocks`` around them (norms, gated MLPs), and ``notes`` on what else
-    matters."""
+    matters; of a plan that was loaded, ``changes`` are those on what is not as when it was made."""
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -27,6 +27,7 @@ class Plan:
     machine: Machine
     micro_steps: int = 1
     blocks: tuple[PlanBlock, ...] = ()
+    changes: tuple[str, ...] = ()
 
     @cached_property
     def share(self) -> float:

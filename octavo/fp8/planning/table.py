@@ -11,8 +11,6 @@ from octavo.fp8.policy.globs import template
 
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
-WHY = ("recipe", "N x K", "gemm", "backend", "reason", "passed over")
-
 
 class BackendLine(NamedTuple):
     """Where one GEMM of a recipe and shape runs, why, and each backend that was passed over with its reason."""
@@ -27,11 +25,6 @@ class BackendLine(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         rejected = [list(pair) for pair in self.rejected]
         return {**self._asdict(), "shape": list(self.shape), "rejected": rejected}
-
-    def cells(self) -> tuple[str, ...]:
-        """The line under :data:`WHY`."""
-        passed = "; ".join(f"{name}: {why}" for name, why in self.rejected) or "-"
-        return self.recipe, f"{self.shape[0]} x {self.shape[1]}", self.gemm, self.backend, self.reason, passed
 
 
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:

@@ -13,10 +13,19 @@ from math import isinf
 from typing import Any
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
-_BEGINS = re.compile(r"\W*([A-Z])(?:[).:\]*]|\s*$|\s*\n)|\W*([A-Za-z])\W*$")
 _BOXED = re.compile(r"\\boxed\{\W*(?:\\text\{)?([A-Z])\W*\}")
-_ANSWER = re.compile(r"(?i:answer)\W*(?:(?i:is|would be)\W*)?(?:(?i:option|choice)\W*)?(?!I\s+[a-z])([A-Z])(?![\w'])")
-_BRACKETED = re.compile(r"\(([A-Z])\)")
+_CHOSEN = re.compile(  # a small letter, which may be the article, ends what is said
+    r"(?i:answer(?![a-z])|(?:correct|right|best)\s+(?:option|choice|letter|one)\b|\b(?:I|we)(?:\s+would|'d)?\s+(?:choose|pick"
+    r"|select|go\s+with)\b)\W*(?i:(?:is|would\s+be|should\s+be|must\s+be)\b\W*)?(?i:(?:option|choice)\b\W*)?"
+    r"(?:(?!I\s+[a-z])([A-Z])(?!'?\w)|([a-z])(?=[^\w\n]*(?:$|\n|<)|[).,;:!?\]*]+\s))"
+)
+_BEGINS = re.compile(
+    r"\W*([A-Z])(?:[).:\]*]|\s*$|\s*\n|\s+[-\u2013\u2014]\s|(?<!I),(?!\s*[A-Z]\b)"
+    r"|,?\s+(?:because|since|is\s+(?:the\s+)?(?:correct|right|best|answer))\b)"
+    r"|\W*(?i:option|choice)\W+([A-Z])(?!'?\w)|\W*([A-Za-z])\W*$"
+)
+_NAMED = re.compile(r"\(([A-Z])\)|\b(?i:option|choice)\W+([A-Z])(?!'?\w)")
+_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|arc|cos|cot|csc|exp|inf|infinity|log|sec|sin|sqrt|tan)\b)[A-Za-z]{3,}")
 
 
 class Unjudged(ValueError):
@@ -46,8 +55,10 @@ def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float =
 
 
 def choice(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    r"""The letter that the completion chooses is that of the reference, as in "B", "(B) two", "b.", "The answer is B.",
-    "\boxed{B}". What was said last counts; a completion that chooses nothing is wrong."""
+    r"""The letter that the completion chooses is that of the reference. It is looked for in this order: "\boxed{B}";
+    "The answer is B", "Answer: b", "The correct option is B", "I choose B"; at the beginning "B", "b.", "B) two",
+    "B: two", "B, since ...", "B because ...", "B is right", "Option B ..."; anywhere "(B)", "option B". What was said
+    last counts, and a completion that chooses nothing is wrong."""
 
     def equal(text: str, truth: str) -> bool:
         right = letter(truth)
@@ -82,15 +93,20 @@ def format(completions: Sequence[str], pattern: str = "") -> list[float]:
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
     """The completion's answer equals the reference as mathematics: fractions, roots, sets, intervals, LaTeX; by
-    math-verify (the extra `math`)."""
+    math-verify (the extra `math`). In a completion of more than a line it stands in $...$ or \\boxed{...}, or is a
+    number. A reference in words and without a digit is none."""
     from math_verify import parse, verify
 
     def equal(text: str, truth: str) -> bool:
-        marked = "$" in truth or "\\boxed" in truth
-        right = parse(truth) if marked else parse(f"${truth}$") or parse(truth)
-        if not right:
+        right = parse(truth) if _marked(truth) else parse(f"${truth}$") or parse(truth)
+        words = not _marked(truth) and _WORD.search(truth) and not re.search(r"\d", truth)
+        if not right or words:
             raise Unjudged(f"the reference {truth[:60]!r} is no mathematics that math-verify reads")
-        return bool(verify(right, parse(text)))
+        bare = text.strip()
+        return bool(
+            verify(right, parse(text))
+            or (bare and not _marked(bare) and "\n" not in bare and verify(right, parse(f"${bare}$")))
+        )
 
     return _judge(completions, answer, equal)
 
@@ -106,6 +122,11 @@ BUILTIN: dict[str, tuple[Callable[..., list[float]], tuple[str, ...]]] = {
 }
 
 
+def _marked(text: str) -> bool:
+    """Whether a text says where its mathematics is."""
+    return any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+
+
 def last_number(text: str) -> float | None:
     """The last number of a text, or None."""
     found = None
@@ -115,8 +136,8 @@ def last_number(text: str) -> float | None:
 
 
 def letter(text: str) -> str | None:
-    """The letter that a text chooses, or None: in a box, behind "answer", at its beginning, in brackets."""
-    for pattern, where in ((_BOXED, -1), (_ANSWER, -1), (_BEGINS, 0), (_BRACKETED, -1)):
+    """The letter that a text chooses, or None: see :func:`choice`."""
+    for pattern, where in ((_BOXED, -1), (_CHOSEN, -1), (_BEGINS, 0), (_NAMED, -1)):
         found = [pattern.match(text)] if where == 0 else list(pattern.finditer(text))
         if found and (last := found[where]) is not None:
             return next(group for group in last.groups() if group).upper()

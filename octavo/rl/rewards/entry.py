@@ -3,6 +3,7 @@
     exact_match                                                a built-in function (`builtin.py`)
     {reward: format, pattern: "<think>.*</think>.*", weight: 0.5}
     rewards.py:score                                           a function of a file
+    {reward: rewards.py:score, arguments: {bonus: 2}}          and keyword arguments of it, whatever they are called
     {reward: ./reward_model, load_in_fp8: rowwise}             a folder with a sequence classification model
 
 Paths are relative to the configuration's folder.
@@ -25,6 +26,7 @@ from octavo.reading import printable, read_text
 from octavo.rl.rewards.builtin import BUILTIN
 
 COMMON = ("reward", "name", "weight")
+OF_FUNCTIONS = ("arguments",)
 OF_MODELS = ("load_in_fp8", "batch")
 _ENDS = 1 << 20  # bytes at either end of a large file that stand for it
 _BUILTIN_FILE = Path(__file__).with_name("builtin.py")
@@ -52,9 +54,13 @@ class Entry:
     function: str = ""
     source: str = ""
 
-    def digest(self) -> dict[str, Any]:
-        """What the reward is, as JSON: text, weight, arguments, and the SHA-256 of what lies behind it."""
-        content = "" if self.kind == "builtin" else _folder(self.path) if self.kind == "model" else _hash(self.source)
+    def digest(self, beside: Mapping[str, str]) -> dict[str, Any]:
+        """What the reward is, as JSON: text, weight, arguments, and the SHA-256 of what lies behind it; `beside`: that
+        of each file which the function's own imported."""
+        more = "".join(f"\0{name}\0{beside[name]}" for name in sorted(beside))
+        content = (
+            "" if self.kind == "builtin" else _folder(self.path) if self.kind == "model" else _hash(self.source + more)
+        )
         return {"name": self.name, "reward": self.reward, "weight": self.weight, "arguments": self.arguments,
                 "sha256": content}  # fmt: skip
 
@@ -87,7 +93,7 @@ def _entry(given: Any, directory: Path) -> Entry:
     name = raw.get("name")
     if name is not None and not (isinstance(name, str) and re.fullmatch(r"[\w.:-]{1,64}", name)):
         raise RewardError(f"reward {reward} has the name {_shown(name)}; expected up to 64 letters, digits and _ . : -")
-    arguments = {str(key): value for key, value in raw.items() if key not in COMMON}
+    arguments: dict[str, Any] = {str(key): value for key, value in raw.items() if key not in COMMON}
     if reward in BUILTIN:
         return _builtin(reward, name or reward, float(weight), arguments)
     file, colon, function = reward.rpartition(":")
@@ -95,6 +101,9 @@ def _entry(given: Any, directory: Path) -> Entry:
         path = (directory / file).resolve()
         if not function.isidentifier():
             raise RewardError(f"reward {reward}: {function!r} is no name of a function; write FILE.py:FUNCTION")
+        _refuse_unknown(reward, arguments, OF_FUNCTIONS)
+        if not isinstance(arguments := arguments.get("arguments", {}), Mapping):
+            raise RewardError(f"reward {reward} has the arguments {_shown(arguments)}; expected a mapping of names")
         if clash := sorted({"completions", "self"} & arguments.keys()):
             raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which is given to it; remove it")
         if not path.exists():
@@ -104,7 +113,7 @@ def _entry(given: Any, directory: Path) -> Entry:
             )
         source = read_text(path, RewardError, encoding="utf-8-sig")
         return Entry(
-            name or function, reward, "function", path, float(weight), _json(reward, arguments), function, source
+            name or function, reward, "function", path, float(weight), _json(reward, {**arguments}), function, source
         )
     path = (directory / reward).resolve()
     if not (path / "config.json").is_file():

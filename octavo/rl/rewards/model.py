@@ -1,24 +1,30 @@
-"""A reward model: a folder with a text model that gives each conversation one number (sequence classification)."""
+"""A reward model: a folder whose model gives each conversation one number (sequence classification), of its text or,
+where it is of a vision-language family, of its images too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from octavo import fp8
-from octavo.models import ModelError, describe, freeze_all, load, load_processor, read_config
-from octavo.models.chat import render
+from octavo import data, fp8
+from octavo.data.conversations import PLACEHOLDER
+from octavo.data.images import ImageProblem
+from octavo.data.images import load as opened
+from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
+from octavo.models.skeleton import SCORING, VISION_FAMILIES
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.finished.target import fitting
 
 
 class RewardModel:
-    """Scores conversations by the folder's own tokenizer and chat template, the completion as the last turn.
+    """Scores conversations by the folder's own processor and chat template, the completion as the last turn.
 
-    folder       config.json with one label, safetensors, tokenizer, chat template
+    folder       config.json with one label, safetensors, tokenizer, chat template; with images those of its processor
     load_in_fp8  rowwise, blockwise, tensorwise: linear layers are frozen FP8 codes while they are read, and multiply
                  in FP8. A folder that holds codes keeps them, and multiplies by the recipe that fits them
     batch        conversations at a time, padded on the right to the longest
@@ -35,7 +41,7 @@ class RewardModel:
             raise RewardError(f"reward {folder.name} has the batch {batch!r}; expected a whole number from 1")
         config = read_config(folder)
         kind = (config.architectures or ["no architecture"])[0]
-        if not kind.endswith("ForSequenceClassification") or config.num_labels != 1:
+        if not kind.endswith(SCORING) or config.num_labels != 1:
             raise RewardError(
                 f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
                 "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
@@ -51,43 +57,72 @@ class RewardModel:
         self.tokenizer = self.processor.tokenizer
         if self.processor.chat_template is None:
             raise RewardError(f"{folder} has no chat template, by which a conversation becomes its text; add one")
-        if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.most = getattr(config, "max_position_embeddings", None) or self.tokenizer.model_max_length
+        text = self.model.config.get_text_config()
+        if text.pad_token_id is None:
+            text.pad_token_id = self.tokenizer.pad_token_id
+        self.pad_id = text.pad_token_id
+        self.most = getattr(text, "max_position_embeddings", None) or self.tokenizer.model_max_length
+        self.sees = family.has_vision
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
-        """A number for each completion, or why there is none. Columns: `messages` (turns) or `prompt` (a text); rows
-        with `images` are refused, for the model would judge what it has not seen."""
+        """A number for each completion, or why there is none. Columns: `messages` (turns) or `prompt` (a text), and
+        `images` (files or :class:`octavo.data.images.Picture`, one for each `<image>` in the turns). A text model
+        refuses rows with images: it would judge what it has not seen."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
             rows = range(first, min(first + self.batch, len(completions)))
-            texts = [
-                self._tokens(completions[row], {key: column[row] for key, column in columns.items()}) for row in rows
+            images: dict[Any, Any] = {}  # completions of a prompt have the same
+            made = [
+                self._sample(completions[row], {key: column[row] for key, column in columns.items()}, images)
+                for row in rows
             ]
-            scores = iter(self._scores([ids for ids in texts if not isinstance(ids, str)]))
-            values += [ids if isinstance(ids, str) else next(scores) for ids in texts]
+            scores = iter(self._scores([sample for sample in made if not isinstance(sample, str)]))
+            values += [sample if isinstance(sample, str) else next(scores) for sample in made]
         return values
 
-    def _tokens(self, completion: str, row: dict[str, Any]) -> list[int] | str:
-        if row.get("images"):
-            return "has images, and the reward model reads text alone"
+    def _sample(self, completion: str, row: dict[str, Any], images: dict[Any, Any]) -> data.Sample | str:
+        """A conversation as numbers, or why it is none. `images`: those that are open, by their files."""
+        files = row.get("images") or []
+        if files and not self.sees:
+            return (
+                f"has images, and the reward model ({self.model.config.model_type}) reads text alone; those that see "
+                f"are ...{SCORING} of {', '.join(VISION_FAMILIES)}"
+            )
         asked = row.get("messages") or row.get("prompt")
         turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         if asked is None:
             return "has no column 'messages' and none named 'prompt', which the reward model reads"
+        if self.sees:
+            turns = [{**turn, "content": _parts(turn.get("content"), bool(files))} for turn in turns]
+        answer = {"role": "assistant", "content": _parts(completion, False) if self.sees else completion}
         try:
-            text = render(self.processor, [*turns, {"role": "assistant", "content": completion}])
-        except ModelError as cause:
+            for file in files:
+                images[file] = images.get(file) or opened(file, math.inf)  # its size was judged with its prompt
+            found = question(self.processor, [*turns, answer], [images[file] for file in files], answered=True)
+        except (ModelError, ImageProblem) as cause:
             return str(cause)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids if len(ids) <= self.most else f"has {len(ids)} tokens, and the reward model takes {self.most}"
+        arrays = {key: value.numpy() for key, value in found.items()}
+        ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")
+        if len(ids) > self.most:
+            return f"has {len(ids)} tokens, and the reward model takes {self.most}"
+        return data.Sample(
+            ids, np.full_like(ids, data.IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
+            arrays.get("image_grid_thw"), len(files),
+        )  # fmt: skip
 
     @torch.no_grad()
-    def _scores(self, rows: list[list[int]]) -> list[float]:
-        if not rows:
+    def _scores(self, samples: list[data.Sample]) -> list[float]:
+        if not samples:
             return []
-        longest = max(map(len, rows))
-        pad = self.model.config.pad_token_id
-        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self.device)
-        return self.model(input_ids=ids, attention_mask=mask).logits[:, 0].double().tolist()
+        batch = data.collate(samples, self.pad_id)
+        given = {key: value.to(self.device) for key, value in batch.items() if key not in ("labels", "meta")}
+        return self.model(**given).logits[:, 0].double().tolist()
+
+
+def _parts(content: Any, images: bool) -> Any:
+    """What a turn says as the template of a model that sees takes it; with `images` each placeholder is one."""
+    if not isinstance(content, str):
+        return content
+    pieces = [{"type": "text", "text": piece} for piece in (content.split(PLACEHOLDER) if images else [content])]
+    parts = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
+    return [part for part in parts if part.get("text") != ""] or pieces

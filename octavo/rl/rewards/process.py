@@ -28,10 +28,14 @@ class Raised(Fault):
 
 
 class Worker:
-    """Runs the functions of one file, given as text, in a process of their own (`worker.py` says how it lives)."""
+    """Runs the functions of one file, given as text, in a process of their own (`worker.py` says how it lives).
+    Once it was started: `needs`, of each function the parameters that it must be given beside completions; `beside`,
+    the SHA-256 of each file of its folder that the file imported."""
 
     def __init__(self, path: Path, source: str, functions: Sequence[str]) -> None:
         self.path, self.source, self.functions = path, source, list(dict.fromkeys(functions))
+        self.needs: dict[str, list[str]] = {}
+        self.beside: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._rest = b""
@@ -48,7 +52,12 @@ class Worker:
             )
         self._socket, self._rest = ours, b""
         try:
-            self._ask({"path": str(self.path), "source": self.source, "functions": self.functions}, STARTING)
+            asked = {"path": str(self.path), "source": self.source, "functions": self.functions}
+            found = self._ask(asked, STARTING)
+            before = self.beside if self.needs else found["beside"]  # the file itself is the text that was read first
+            if other := sorted(dict(before.items() ^ found["beside"].items())):
+                raise Fault(f"imports what is not as it was when the run began: {', '.join(other)}")
+            self.needs, self.beside = found["needs"], found["beside"]
         except Fault:
             self.close()
             raise

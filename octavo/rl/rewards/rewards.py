@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +24,8 @@ ON_BAD = ("error", "zero")
 
 @dataclass(frozen=True)
 class RewardTable:
-    """What N completions are worth. `totals` [N] float64, the weighted sum; `each`: name -> [N] float64 before weights;
-    `bad`: (row, name, reason) of what counts as 0 because it is no finite number."""
+    """What N completions are worth. `totals` [N] float64, the weighted sum; `each`: name -> [N] float64 before weights,
+    NaN where a reward gave no number, which counts 0 in the sum; `bad`: (row, name, reason) of each such place."""
 
     totals: np.ndarray
     each: dict[str, np.ndarray] = field(default_factory=dict)
@@ -58,14 +60,21 @@ class Rewards:
             raise RewardError(f"the time limit of rewards is {timeout!r}; expected seconds over 0")
         self.on_bad, self.timeout = on_bad, timeout
         self.entries = read_entries(entries, Path(directory))
-        self._digest = [entry.digest() for entry in self.entries]
+        self._columns: tuple[str, ...] = ()
         self._workers: dict[Path, Worker] = {}
         self._ask: dict[str, Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]] = {}
+        self._known: set[tuple[str, str]] = set()
+        self._news: list[str] = []
+        self._counts: Counter[str] = Counter()
         try:
             for entry in self.entries:
                 self._ask[entry.name] = self._model(entry, device) if entry.kind == "model" else self._function(entry)
             for worker in self._workers.values():
                 self._start(worker)
+            self._digest = [
+                entry.digest(self._workers[entry.path].beside if entry.kind == "function" else {})
+                for entry in self.entries
+            ]
         except BaseException:
             self.close()
             raise
@@ -74,39 +83,66 @@ class Rewards:
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
+    def expect(self, columns: Sequence[str]) -> None:
+        """Columns that the rows have, all data sets together: a function is given each of them at each call, with None
+        for rows without. Raises RewardError where a function asks for one that there is not."""
+        for entry in self.entries:
+            needs = self._workers[entry.path].needs[entry.function] if entry.kind == "function" else ()
+            if lacks := [name for name in needs if name not in columns and name not in entry.arguments]:
+                raise RewardError(
+                    f"reward {entry.name} ({entry.reward}) takes {', '.join(lacks)}, and the columns of the rows are "
+                    f"{', '.join(columns)}. Add it to the rows, name it under `arguments`, or give it a default"
+                )
+        self._columns = tuple(columns)
+
     def score(
-        self, completions: Sequence[str], columns: dict[str, list[Any]], where: Sequence[str] | None = None
+        self,
+        completions: Sequence[str],
+        columns: dict[str, list[Any]],
+        where: Sequence[str] | None = None,
+        pictures: Sequence[Sequence[Any]] | None = None,
     ) -> RewardTable:
         """What each completion is worth.
 
         Columns are lists of the same length, of what JSON holds: `answer`, `prompt`, `messages`, `images` and all
-        others of the rows (`octavo.data.reward_columns`). `where` names rows in errors (file and row). Raises
-        RewardError where a reward gives anything but N finite numbers and `on_bad` is "error".
+        others of the rows (`octavo.data.reward_columns`). `where` names rows in errors (file and row). `pictures`: the
+        image files of each row, which reward models are shown; None: those that `images` names. Raises RewardError
+        where a reward gives anything but N finite numbers and `on_bad` is "error".
         """
         texts, count = list(completions), len(completions)
         for name, column in columns.items():
             if len(column) != count:
                 raise ValueError(f"column {name!r} has {len(column)} values for {count} completions")
+        columns = {name: [None] * count for name in self._columns} | columns
+        shown = columns if pictures is None else {**columns, "images": [*pictures]}
         each: dict[str, np.ndarray] = {}
         bad: list[tuple[int, str, str]] = []
         for entry in self.entries if count else ():
             try:
-                values = self._ask[entry.name](texts, columns)
+                values = self._ask[entry.name](texts, shown if entry.kind == "model" else columns)
             except Fault as fault:
                 values = [str(fault)] * count
             told = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
-            if told and self.on_bad == "error":
-                raise self._error(entry, told, texts, where)
+            if told:
+                self._hear(entry, told, texts, where)
             bad += [(row, entry.name, reason) for row, reason in told]
             each[entry.name] = np.array([value if not isinstance(value, str) else 0.0 for value in values], np.float64)
-            each[entry.name][[row for row, _ in told]] = 0.0
+            each[entry.name][[row for row, _ in told]] = np.nan
         totals = np.zeros(count)
         for entry in self.entries if count else ():
-            totals += entry.weight * each[entry.name]
+            totals += entry.weight * np.nan_to_num(each[entry.name])
         return RewardTable(totals, each or {name: np.zeros(0) for name in self.names}, bad)
 
+    def taken(self) -> tuple[list[str], Counter[str]]:
+        """Since the last call, where `on_bad` is "zero": a sentence of each fault of a kind that there was not before,
+        and how many times each reward gave no number."""
+        found = self._news, self._counts
+        self._news, self._counts = [], Counter()
+        return found
+
     def digest(self) -> list[dict[str, Any]]:
-        """What the rewards are, as JSON: name, text, weight, arguments and the SHA-256 of file or folder of each."""
+        """What the rewards are, as JSON: name, text, weight, arguments and the SHA-256 of each one's folder, or of its
+        file and what that imported of its own folder."""
         return self._digest
 
     def close(self) -> None:
@@ -144,9 +180,23 @@ class Rewards:
                 f"the rewards of {printable(worker.path)} cannot be used: the file {printable(fault)}"
             ) from fault
 
-    def _error(
+    def _hear(
         self, entry: Entry, told: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
-    ) -> RewardError:
+    ) -> None:
+        """End the run, or keep what is to be said; kinds of reasons differ before their first number or quote."""
+        said = self._said(entry, told, completions, where)
+        if self.on_bad == "error":
+            bad = [(row, entry.name, reason) for row, reason in told]
+            raise RewardError(f"{said}. Mend the function or the rows, or set on_bad_reward: zero", bad)
+        kinds = {(entry.name, re.split(r"[\d'\"]", reason)[0]) for _, reason in told}
+        if kinds - self._known:
+            self._news.append(f"{said}. They count 0; others like them are counted and not told")
+        self._known |= kinds
+        self._counts[entry.name] += len(told)
+
+    def _said(
+        self, entry: Entry, told: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
+    ) -> str:
         rows: dict[str, list[int]] = {}
         for row, reason in told:
             rows.setdefault(reason, []).append(row)
@@ -159,11 +209,10 @@ class Rewards:
                 f"Row{many} {_listed(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
             )
         more = f"; {len(rows) - TOLD} more reasons" if len(rows) > TOLD else ""
-        message = (
+        return printable(
             f"reward {entry.name} ({entry.reward}) gave no number for {len(told)} of {len(completions)} completions. "
-            f"{'. '.join(lines)}{more}. Mend the function or the rows, or set on_bad_reward: zero"
+            f"{'. '.join(lines)}{more}"
         )
-        return RewardError(printable(message), [(row, entry.name, reason) for row, reason in told])
 
 
 def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str | None:
@@ -176,7 +225,10 @@ def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> 
     for name, one in then.items():
         for key in sorted({*one, *today[name]}):
             if one.get(key) != today[name].get(key):
-                what = {"sha256": "file or folder has another content", "reward": "entry is another"}
+                what = {
+                    "sha256": "file, one that it imports, or its folder has another content",
+                    "reward": "entry is another",
+                }
                 found = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
                 return f"the reward {name!r} is another: its {found}"
     return None

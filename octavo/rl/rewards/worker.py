@@ -7,7 +7,9 @@ It is two processes in a group of their own. The first runs nothing but a look a
 both end with a trainer that was killed, whatever code the second hangs in (a regular expression holds Python's lock as
 long as it searches). The second reads lines of JSON and answers each with one:
 
-    {"path", "source", "functions"}  -> {"ready": true} | {"error"} | {"raised"}     the file's text, run once
+    {"path", "source", "functions"}                              the file's text, run once
+        -> {"needs": function -> what it must be given, "beside": file -> SHA-256, of what it imported of its folder}
+           | {"error"} | {"raised"}
     {"function", "completions", "columns", "arguments"}
         -> {"values": [number or text that says what it is]} | {"error"} | {"raised"}
     {"function", ..., "apart": true} -> the same, of each row alone: what a trainer asks where a batch raised
@@ -15,6 +17,7 @@ long as it searches). The second reads lines of JSON and answers each with one:
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import json
@@ -22,6 +25,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -65,7 +69,8 @@ def _serve(trainer: socket.socket) -> None:
             if "source" in asked:
                 path = asked["path"]
                 functions = _load(path, asked["source"], asked["functions"])
-                answer = {"ready": True}
+                needs = {name: sorted(_needed(one)) for name, one in functions.items()}
+                answer = {"needs": needs, "beside": _beside(os.path.dirname(path))}
             else:
                 answer = {"values": _values(functions[asked["function"]], asked, path)}
         except _Wrong as cause:
@@ -106,14 +111,26 @@ def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., A
     return {name: getattr(module, name) for name in names}
 
 
+def _beside(folder: str) -> dict[str, str]:
+    """SHA-256 of each file below the folder that was imported, by its name there; not of libraries installed below."""
+    inside = os.path.join(folder, "")
+    installed = tuple(os.path.join(lib, "") for lib in sysconfig.get_paths().values() if lib.startswith(inside))
+    found = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__dict__", {}).get("__file__")
+        own = isinstance(file, str) and file.startswith(inside) and not file.startswith(installed)
+        if own and name not in ("__main__", "reward_functions") and os.path.isfile(file):
+            with open(file, "rb") as content:
+                found[file[len(inside) :]] = hashlib.sha256(content.read()).hexdigest()
+    return found
+
+
 def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> list[Any]:
     completions, columns = asked["completions"], asked["columns"]
     accepted = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in accepted):
         columns = {name: columns[name] for name in columns if name in {one.name for one in accepted}}
-    rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    needed = {one.name for one in accepted if one.default is one.empty and one.kind not in rest}
-    if lacks := sorted(needed - {"completions", *columns, *asked["arguments"]}):
+    if lacks := sorted(_needed(function) - {*columns, *asked["arguments"]}):
         have = ", ".join(sorted(asked["columns"])) or "none"
         raise _Wrong(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
     if not asked.get("apart"):
@@ -128,6 +145,13 @@ def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> l
         except Exception as cause:
             values.append(_told(cause, path))
     return values
+
+
+def _needed(function: Callable[..., Any]) -> set[str]:
+    """Parameters without a default, beside the completions."""
+    rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    there = inspect.signature(function).parameters.values()
+    return {one.name for one in there if one.default is one.empty and one.kind not in rest} - {"completions"}
 
 
 def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:

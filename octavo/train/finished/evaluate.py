@@ -24,6 +24,10 @@ Progress = Callable[[int, int], None]
 More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float]]
 
 
+def _nothing_more(model: nn.Module, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float]:
+    return {}
+
+
 def load_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
 ) -> tuple[nn.Module, Any, Config]:
@@ -63,7 +67,7 @@ def evaluate_target(
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
     pieces: list[dict[str, Any]] | None = None,
-    more: More = lambda model, processor, forward, cfg: {},
+    more: More = _nothing_more,
 ) -> dict[str, Any]:
     """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
@@ -139,7 +143,7 @@ def compare_bases(
     return {
         **({} if step is None else {"step": step}),
         "bases": rows,
-        "gap": {key: first[key] - last[key] for key in ("loss", "exact_match")},
+        "gap": {key: first[key] - last[key] for key in ("loss", "exact_match") if key in first},
         "weights": {
             "count": len(weights.rows),
             "relative": weights.relative,
@@ -179,7 +183,7 @@ def _judge(
     model: nn.Module,
     progress: Progress,
     pieces: list[dict[str, Any]] | None = None,
-    more: More = lambda model, processor, forward, cfg: {},
+    more: More = _nothing_more,
 ) -> dict[str, Any]:
     processor = models.load_processor(found.base, cfg.data.max_pixels, cfg.data.min_pixels)
     evalset = data.eval_set(data_settings(cfg), processor)

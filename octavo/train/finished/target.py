@@ -27,7 +27,7 @@ from torch import nn
 from octavo import checkpoint, fp8, models, parallel, reading
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
-from octavo.config.sections import FITTING
+from octavo.config.model import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
@@ -67,6 +67,7 @@ class Target:
     quantization  how the base is quantized on disk; None in high precision
     moved         True where another base was given than the one that was trained on
     trained_kinds component -> kind of the codes that an adapter in a run directory was trained over
+    random        (seed, standard deviation or None) of weights that are drawn, where the base has none to be read
     notes         what a reader should know about how this was found
     """
 
@@ -78,6 +79,7 @@ class Target:
     quantization: Quantization | None = None
     moved: bool = False
     trained_kinds: Mapping[str, str] = field(default_factory=dict)
+    random: tuple[int, float | None] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -134,6 +136,8 @@ class Target:
     def _load(
         self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, say: Say
     ) -> Any:
+        if self.random is not None:
+            return models.fresh(self.base, dtype, device, *self.random)
         high = load_in_fp8 == HIGH
         kinds = None if high else load_in_fp8
         return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, say=say)
@@ -332,7 +336,7 @@ def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
 def _run(folder: Path, base: str | Path | None) -> Target:
     cfg = configuration(folder)
     if base is None:
-        return Target(folder, "run", Path(cfg.model.path), cfg=cfg)
+        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=bases.drawn(cfg))
     if cfg.lora is None:
         raise TrainError(f"a base was given ({base}), and the run {folder} trained all weights: only adapters have one")
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(_base_folder(base, folder))})})

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -97,6 +98,8 @@ def fake_forward(
 
     Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.disabled = True  # it prints the traceback of what is told below in a sentence
     try:
         dressed = model if dressed is None else dressed
         found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
@@ -114,6 +117,8 @@ def fake_forward(
             f"what a forward of {tokens.row} tokens a row keeps cannot be counted, because {type(model).__name__} does "
             f"not run it: {' '.join(str(error).split())[:300]}"
         ) from error
+    finally:
+        log.disabled = False
 
 
 def _counted(

@@ -65,28 +65,30 @@ class Rollouts:
         rl = cfg.rl
         assert rl is not None
         own = max(1, rl.prompts * rl.group // ranks)
-        sampling = generation.Sampling(rl.max_new_tokens, rl.temperature)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
+        never = (0,) if patches else ()  # whichever token stands for images
+        sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
 
+        in_place = self.usable is not None and not rl.invariant  # a card's kernels gather nothing
         check_pages(rl, prompt, generation.PAGE)
 
         def shape(sequences: int) -> generation.Shape:
             return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
 
         def predicted(sequences: int) -> generation.Bytes:
-            key = (shape(sequences), rl.kv, dtype)
+            key = (shape(sequences), rl.kv, dtype, sampling)
             if key not in self._found:
-                self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling)
+                self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
             return self._found[key]
 
         still = sum(standing.values()) + more
         slots = min(rl.slots or own, own)
         if rl.slots is None and rl.pages is not None:
-            slots = largest(slots, lambda count: shape(count).takes <= shape(count).pages)
+            slots = generation.most_that_fit(slots, lambda count: shape(count).takes <= shape(count).pages) or 1
         if rl.slots is None and self.usable is not None:
             room = self.usable - still
-            slots = largest(slots, lambda count: predicted(count).total <= room)
+            slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
         found = predicted(slots)
         kinds = {**standing, "kv_cache": found.held, "workspace": found.total - found.held + more}
         return Rollout(kinds, slots, own, generation.bytes_of_token(self.config, rl.kv, dtype))
@@ -94,24 +96,13 @@ class Rollouts:
 
 def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
     """Raise TrainError where `rl.pages` hold no completion of a prompt of so many tokens."""
-    need = generation.pages_needed(prompt, rl.max_new_tokens, rl.group, page)
+    need = generation.pages_needed(prompt, rl.max_new_tokens, page)
     if rl.pages is not None and need > rl.pages:
         raise TrainError(
             f"rl.pages is {rl.pages}, pages of {page} tokens, and one completion of {name or 'a prompt'}, {prompt} "
             f"tokens, with {rl.max_new_tokens} new ones (rl.max_new_tokens) may need {need}. Raise rl.pages (with "
             "rl.kv: fp8 they take half the bytes), lower rl.max_new_tokens, or leave rl.pages out"
         )
-
-
-def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, as every smaller one does; 1 where none does."""
-    low, high = 1, most + 1
-    if fits(most):
-        return most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:

@@ -23,9 +23,11 @@ from tests.fp8.kernels.forms import Variant
 
 _TYPES = {
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.float32: "fp32",
     torch.uint8: "u8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }
@@ -60,6 +62,8 @@ def variant(name: str, arch: int, kernel: Any, args: tuple[Any, ...], options: d
                 constants[key] = 1
             else:
                 signature[key] = "i32:16" if key not in loose and value % 16 == 0 else "i32"
+        elif isinstance(value, float):
+            signature[key] = "fp32"
         else:  # a tensor descriptor
             box = ", ".join(map(str, value.block_shape))
             swizzled = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's

@@ -71,6 +71,7 @@ def gemm(
     bias: Tensor | None = None,
     gpu: Gpu | None = None,
     tile: Tile | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """Contract dimension ``a_contract`` of a with dimension ``b_contract`` of b.
 
@@ -80,6 +81,7 @@ def gemm(
         out_dtype: fp32, bf16 or fp16; rounded to once.
         bias: added in fp32 before that, [free dimension of b].
         gpu, tile: in place of the device's own, for tests and measurements.
+        fixed: by the tile that serves every number of rows.
 
     Returns:
         [free dimension of a, free dimension of b], contiguous.
@@ -93,7 +95,7 @@ def gemm(
         )
     sizes = a_q.data.shape[1 - a_contract], b_q.data.shape[1 - b_contract], a_q.data.shape[a_contract]
     jobs, gpu = ((a_q.spec, a_contract), (b_q.spec, b_contract)), gpu or tiles.gpu_of(a_q.data.device)
-    plan = _plan(jobs, sizes, gpu, tile, bias is not None)
+    plan = _plan(jobs, sizes, gpu, tile, bias is not None, fixed)
     out = torch.empty(sizes[:2], dtype=out_dtype, device=a_q.data.device)
     if 0 in plan.grid:
         return out
@@ -123,7 +125,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    jobs: tuple[cast.Job, cast.Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool
+    jobs: tuple[cast.Job, cast.Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool, fixed: bool
 ) -> Plan:
     """Worked out once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
     rows, cols, contracted = sizes
@@ -131,6 +133,6 @@ def _plan(
     form = tiles.form(*grains, fast=jobs[0][1] == jobs[1][1] == 1, gpu=gpu)
     if not contracted:  # nothing to describe, and nothing will be read
         form = form._replace(tma=False)
-    tile = tile or tiles.choose(rows, cols, form, gpu)
+    tile = tile or (tiles.fixed(form, gpu) if fixed else tiles.choose(rows, cols, form, gpu))
     grid = (layout.ceil_div(rows, tile.m) * layout.ceil_div(cols, tile.n),)
     return Plan(tile, form.tma, grid, tiles.options(form, tile) | {"BIAS": bias})

@@ -115,10 +115,12 @@ def fwd(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     gpu: Gpu | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus bias [E, N]; zeros in tiles of no expert.
+    ``fixed``: by the tile that serves every number of rows.
     Raises CastError for operands that do not agree with each other or with ``groups``."""
-    return _rows("fwd", x_q, w_q, 1, groups, out_dtype, bias, gpu)
+    return _rows("fwd", x_q, w_q, 1, groups, out_dtype, bias, gpu, fixed)
 
 
 def dgrad(dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, gpu: Gpu | None = None) -> Tensor:
@@ -136,6 +138,7 @@ def _rows(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     gpu: Gpu | None,
+    fixed: bool = False,
 ) -> Tensor:
     a_shape, w_shape = tuple(a_q.data.shape), tuple(w_q.data.shape)
     if (
@@ -156,7 +159,10 @@ def _rows(
         return out.zero_()
     if b.codes.numel() == 0:  # nothing to describe, and nothing will be read
         form = form._replace(tma=False)
-    tile = tiles.choose(groups.rows, b.free, form, gpu, tallest=OWNED_ROWS)
+    if fixed:
+        tile = tiles.fixed(form, gpu, OWNED_ROWS)
+    else:
+        tile = tiles.choose(groups.rows, b.free, form, gpu, tallest=OWNED_ROWS)
     bias = None if bias is None else bias.contiguous()
     launch(
         grouped_rows_kernel,

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.fp8.kernels.layout import ceil_div
+from octavo.fp8.kernels.layout import PAGED_CHUNK, ceil_div
 from octavo.fp8.kernels.triton_kernels.bits import (
     INTERPRETED,
     amax_bits,
@@ -42,8 +42,9 @@ from octavo.fp8.kernels.triton_kernels.bits import (
     widen,
 )
 from octavo.fp8.kernels.triton_kernels.launch import launch
+from octavo.fp8.kernels.triton_kernels.tile_products import dot, weighted
 
-CHUNK = 1024
+CHUNK = PAGED_CHUNK
 """Tokens of a program. 64 sequences with 8 heads of keys are 512 programs without a second chunk; o of a chunk is 1.6 %
 of its keys and values in bf16 (4 queries a head)."""
 
@@ -182,6 +183,7 @@ def attend_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     found = tl.zeros((ROWS, COLS), tl.float32)
+    LOW: tl.constexpr = tl.bfloat16 if CODED and x.dtype != tl.float32 else x.dtype  # codes are numbers of bf16
     for start in range(first, last, TILE):
         token = start + tl.arange(0, TILE)
         seen = token < last
@@ -190,7 +192,7 @@ def attend_kernel(
         inside = seen[:, None] & (column < DIM)
         k = _numbers(tl.load(keys + at, mask=inside, other=0), x.dtype, CODED)
         v = tl.load(values + at, mask=inside, other=0)
-        s = _dot(x, tl.trans(k)) * scale
+        s = dot(x, tl.trans(k)) * scale
         if CODED:
             s *= tl.load(k_scales + place, mask=seen, other=0.0)[None, :]
         s = tl.where(seen[None, :], s, float("-inf"))
@@ -200,7 +202,7 @@ def attend_kernel(
         total = total * fade + tl.sum(p, axis=1)
         if CODED:
             p *= tl.load(v_scales + place, mask=seen, other=0.0)[None, :]
-        found = found * fade[:, None] + _weighted(p, v, x.dtype, CODED)
+        found = found * fade[:, None] + weighted(p, _numbers(v, LOW, CODED))
         top = above
     if CHUNKS > 1:
         part = (row.to(tl.int64) * HEADS * QUERIES + query) * CHUNKS + chunk
@@ -248,23 +250,3 @@ def _numbers(x, DTYPE: tl.constexpr, CODED: tl.constexpr):
         return decode_bits(x, False)
     else:
         return x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-
-
-@triton.jit
-def _dot(a, b):
-    """a . b in fp32, products of 16 bits exact."""
-    if INTERPRETED:  # whose products of bf16 are none
-        return tl.dot(widen(a), widen(b), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _weighted(p, v, DTYPE: tl.constexpr, CODED: tl.constexpr):
-    """p . v, p in fp32 as the sum of two numbers of v's 16 bits; codes as bf16, in whose range p by a scale lies."""
-    if DTYPE == tl.float32:  # noqa: SIM300 (a constexpr on the left, or == is not Triton's)
-        return _dot(p, _numbers(v, tl.float32, CODED))
-    else:
-        LOW: tl.constexpr = tl.bfloat16 if CODED else DTYPE
-        v = _numbers(v, LOW, CODED)
-        high = round_to(p, LOW)
-        return _dot(high, v) + _dot(round_to(p - widen(high), LOW), v)

@@ -148,6 +148,11 @@ def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: 
     return min((c for c in candidates(what, gpu) if c[0].m <= tallest), key=cost)[0]
 
 
+def fixed(what: Form, gpu: Gpu, tallest: int = 256) -> Tile:
+    """The one tile of a product whose rows must not depend on their number: good for 128 rows of a usual layer."""
+    return choose(STEP, 32 * STEP, what, gpu, tallest=tallest)
+
+
 def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
     """The tiles of a form, each with its rate."""
     k = 32 if what.fine else STEP

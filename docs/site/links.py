@@ -1,0 +1,63 @@
+"""A hook of mkdocs: links of the pages work in the repository and on the site.
+
+Pages link to each other and to files of the repository by relative paths, as a reader of the repository needs them. On
+the site README.md is the first page and docs/X.md is X; what else is linked keeps its path: pages beside docs/ become
+pages, other files are copied. So nothing leads out of the site, and a link to what is not there ends the build.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = "README.md"
+BESIDE = (HOME, "CHANGELOG.md", "examples/README.md")  # pages outside docs/
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
+
+
+def _in_repository(uri: str) -> str:
+    """Where the page that the site calls `uri` lies."""
+    if uri == "index.md":
+        return HOME
+    return f"docs/{uri}" if (ROOT / "docs" / uri).is_file() else uri
+
+
+def _on_site(path: str) -> str:
+    """What the site calls a file of the repository; of a folder the page that describes it."""
+    if (ROOT / path).is_dir():
+        path = f"{path}/README.md"
+    return "index.md" if path == HOME else path.removeprefix("docs/")
+
+
+def _linked(text: str, page: str) -> Iterator[str]:
+    """Files of the repository that the page `page` links to."""
+    for found in LINK.finditer(text):
+        yield posixpath.normpath(posixpath.join(posixpath.dirname(page), found[0]))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    named = {path: None for page in (*BESIDE, *pages) for path in _linked((ROOT / page).read_text("utf-8"), page)}
+    for path in (*BESIDE, *named):
+        uri = _on_site(path)
+        if files.get_file_from_path(uri) is None and (ROOT / _in_repository(uri)).is_file():
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / _in_repository(uri))))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = page.file.src_uri
+    origin = posixpath.dirname(_in_repository(here))
+
+    def rewritten(found: re.Match[str]) -> str:
+        there = _on_site(posixpath.normpath(posixpath.join(origin, found[0])))
+        return posixpath.relpath(there, posixpath.dirname(here) or ".")
+
+    return LINK.sub(rewritten, markdown)

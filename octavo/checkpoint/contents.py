@@ -1,0 +1,97 @@
+"""What of a model and its optimizer a run state holds, by name, and whether it is the state of this model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from octavo import fp8
+from octavo.checkpoint import optimizer as states
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.rows import Rows
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
+    """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
+    Without frozen FP8 weights; with `trained_only` the parameters that ask for a gradient alone.
+
+    Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
+    FSDP modules; only then are the module's parameters the ones that the optimizer knows.
+    """
+    result: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if trained_only and not getattr(tensor, "requires_grad", False):
+            continue
+        if id(tensor) not in seen and not fp8.is_frozen(tensor):
+            seen.add(id(tensor))
+            result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    if optimizer is not None:
+        result.update(states.tensors(model, optimizer))
+    return result
+
+
+def here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What of each tensor of model and optimizer lies on this rank; extra tensors may hold what the caller likes."""
+    ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
+    return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
+
+
+def named(entry: str) -> str:
+    """An entry for people."""
+    kind, _, name = entry.partition(".")
+    if kind == "model":
+        return name
+    parameter, _, key = name.rpartition(".")
+    return f"the optimizer's {key} of {parameter}" if kind == "optimizer" else entry
+
+
+def refuse_dead(state: Mapping[str, Any], path: Path, fix: str) -> None:
+    """Raise CheckpointError where what was read from a checkpoint is not finite."""
+    if bad := fp8.not_finite(here(state)):
+        raise CheckpointError(
+            f"{path}: {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run was dead when it "
+            f"was saved. {fix}"
+        )
+
+
+def all_tensors(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, (torch.Tensor, Rows)):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
+                "else. Make it a tensor, or a counter"
+            )
+
+
+def same_names(
+    state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module,
+    passed: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
+    saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
+    spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))
+    if trained_only and spare:
+        raise CheckpointError(
+            f"{path} holds trained parameters alone ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
+            f"run saves its adapters, and this model does not train {spare[0].removeprefix('model.')}. Continue it "
+            "with the `lora` section that it was trained with; adapter/ in its run directory is for all other uses"
+        )
+    frozen = {f"model.{n}" for n, p in model.named_parameters() if not p.requires_grad}
+    lacking = sorted(n for n in state if n not in saved and n not in frozen)
+    if frozen and lacking and not any(n in saved for n in state if n not in frozen):
+        raise CheckpointError(
+            f"{path} holds a whole model, and not one of the parameters that this model trains (first "
+            f"{lacking[0].removeprefix('model.')}): it is of a run without these adapters. Start a LoRA run from its "
+            "weights (hf/ in its run directory as model.path), or continue it without `lora`"
+        )
+    if spare:
+        raise CheckpointError(
+            f"{path} holds {len(spare)} tensors that this model lacks, first {spare[0].removeprefix('model.')}: "
+            "it was written by another model"
+        )

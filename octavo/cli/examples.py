@@ -1,0 +1,31 @@
+"""Copies the example configurations into a folder of yours.
+
+octavo examples examples
+octavo plan examples/qwen3_vl_8b_lora_24gb.yaml --shape qwen3_vl_8b --card 24GB
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import octavo
+from octavo.cli.arguments import UsageError
+
+#: a link to the project's examples/; a wheel holds the files
+SOURCE = Path(octavo.__file__).parent / "examples"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder to write, which is new or empty")
+
+
+def run(args: argparse.Namespace) -> int:
+    target = Path(args.directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is there and not empty; name a new folder, nothing is overwritten")
+    shutil.copytree(SOURCE, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+    written = sorted(file for file in target.rglob("*") if file.is_file())
+    print(f"wrote {len(written)} files to {target}; what each one shows is in {target / 'README.md'}")
+    return 0

@@ -1,0 +1,120 @@
+"""`octavo train FILE --nproc N`: this machine's processes of a run, started, watched and ended together.
+
+What torchrun does on one machine, by the same variables (RANK, WORLD_SIZE, ...) and its own kind of store, without what
+a person does not need: a signal reaches every process once and nobody is killed while it saves (run.timeout bounds
+that), an exit code stays what the run's own is, and an error is printed without the launcher's traceback. Several
+machines are torchrun's: `torchrun --nnodes ... -m octavo train FILE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from octavo.cli.arguments import UsageError, positive
+
+LOOK = 0.2  # seconds between looks at the processes
+MERCY = 30.0  # seconds that those left have to end once one has failed, as under torchrun
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+
+
+def processes(text: str) -> int | None:
+    """An argparse type: a number of processes, or auto (None): one for each GPU."""
+    return None if text == "auto" else positive(text)
+
+
+def how_many(asked: int | None) -> int:
+    """The number of processes. Raises UsageError for more than there are GPUs, and under torchrun."""
+    if "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            "--nproc starts the processes of a run, and torchrun has started this one; leave one of them out"
+        )
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked is None:
+        return max(1, gpus)
+    if gpus and asked > gpus:
+        raise UsageError(f"--nproc {asked}: this machine has {gpus} GPU(s), one for each process; use --nproc auto")
+    return asked
+
+
+def launch(words: Sequence[str], count: int) -> int:
+    """Run `octavo WORDS...` as `count` ranks; the exit code of the first that failed, else that of rank 0. What ranks
+    but the first print on stderr is shown where one fails."""
+    from torch.distributed import TCPStore
+
+    from octavo.report.side_by_side import COMMAND  # which ends, saved, where this process is no more
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count))),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(1, count)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", COMMAND, str(os.getpid()), *words], stderr=error,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # a terminal's Ctrl-C comes from here alone, once
+            )
+            for rank, error in enumerate([None, *errors])
+        ]  # fmt: skip
+        for process in ranks:
+            stack.callback(process.kill)
+        with _forwarding(ranks):
+            code = _end(ranks)
+        for rank, error in enumerate(errors, 1):
+            error.seek(0)
+            if ranks[rank].returncode and (text := error.read().strip()):
+                print(f"rank {rank}, exit code {ranks[rank].returncode}:\n{text}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
+    """Signals go to every rank. One that is ignored (nohup) stays so."""
+
+    def forward(number: int, frame: object) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(ranks: Sequence[subprocess.Popen[Any]]) -> int:
+    """Wait for all. A rank that fails by itself takes the others along: asked to end, then made to."""
+    failed, since = 0, 0.0
+    while running := [process for process in ranks if process.poll() is None]:
+        if not failed:
+            ended = [process.returncode for process in ranks if process.returncode is not None]
+            failed = next((code for code in ended if code and code not in [128 + number for number in _SIGNALS]), 0)
+            if failed:
+                since = time.monotonic()
+                for process in running:
+                    process.terminate()
+        elif time.monotonic() - since > MERCY:
+            for process in running:
+                process.kill()
+        time.sleep(LOOK)
+    code = failed or next((process.returncode for process in ranks if process.returncode), 0)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,35 @@
+"""Writes the page of a run, finished or not: curves, held-out figures and answers, FP8 health, memory, plan and proof.
+Several runs stand side by side: their curves, last figures, and the settings that differ. A run that trains writes its
+own page as it goes, RUN/page.html.
+
+octavo report runs/first
+octavo report runs/first runs/second -o beside.html
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from octavo.cli.arguments import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, as octavo train wrote it")
+    parser.add_argument(
+        "-o", "--out", metavar="OUT.html", help="the page (default: RUN/page.html; of several runs, runs.html here)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    out = Path(args.out or (f"{args.runs[0]}/page.html" if len(args.runs) == 1 else "runs.html"))
+    if out.suffix != ".html":
+        raise UsageError(f"-o {out}: a page ends with .html; its picture stands beside it, with .png")
+    if lost := [run for run in args.runs if not Path(run).is_dir()]:
+        raise UsageError(f"there is no run directory {', '.join(lost)}; name what octavo train wrote (run.dir)")
+
+    from octavo.report import run_page
+
+    page, image = run_page.write(run_page.read(args.runs), out)
+    print(f"wrote {page}, {image}")
+    return 0

@@ -1,0 +1,20 @@
+"""Writes a set of plain text to pretrain on: source and documentation of the installed Python, split by file.
+
+octavo text ./text
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder to write: train.jsonl and test.jsonl")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.data import text
+
+    made = text.write(args.directory)
+    print(f"wrote {made.rows['train']} documents to train on and {made.rows['test']} held out to {args.directory}")
+    return 0

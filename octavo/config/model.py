@@ -1,0 +1,95 @@
+"""The section of the model: where its weights come from, and which of them are loaded as FP8 codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from octavo.config.texts import FilePath, Text
+from octavo.config.words import COMPONENTS, FROM_LIST, Frozen, FrozenName, Section, Short, frozen_word
+
+#: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
+FITTING: Mapping[str, tuple[Text, ...]] = {
+    "row": ("rowwise",),
+    "block": ("blockwise",),
+    "tensor": ("tensorwise", "delayed"),
+}
+
+
+class LoadInFp8Section(Section):
+    """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
+    128 x 128, or each tensor; absent: in high precision."""
+
+    foundation: Frozen = Field(default=None, description="Linear layers and experts of the language model.")
+    image_encoder: Frozen = Field(default=None, description="Linear layers of the vision tower.")
+    image_projector: Frozen = Field(default=None, description="Linear layers of the projector (merger).")
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
+        return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(self, name)) is not None}
+
+
+def for_foundation(value: Any) -> Any:
+    """One word (or `true`) speaks of the language model; towers stay in high precision unless they are named."""
+    word = frozen_word(value)
+    return {"foundation": word} if word is None or word in get_args(FrozenName) else value
+
+
+_OR_KIND = BeforeValidator(
+    for_foundation, json_schema_input_type=Literal[FrozenName, Short] | bool | LoadInFp8Section | None
+)
+
+
+class ModelSection(Section):
+    """The checkpoint to train."""
+
+    path: FilePath = Field(
+        min_length=1,
+        description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), relative to the "
+        "file that names it; or where there is none a name of the hub, org/name. With load_in_fp8 its published FP8 "
+        "twin of that kind is taken, if there is one.",
+    )
+    revision: Text | None = Field(
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a model of the hub, which is then taken itself. Absent: the newest.",
+    )
+    init: Literal["checkpoint", "random"] = Field(
+        default="checkpoint",
+        description="What training begins with: the weights of the folder; or random ones, drawn from run.seed as the "
+        "family initialises them, for which config.json, tokenizer and processor are enough.",
+    )
+    init_std: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="Standard deviation of random weights. Absent: the configuration's own (initializer_range).",
+    )
+    freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
+        default=(),
+        description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
+        'names ("**.layers.0.**"). Each must match something.',
+    )
+    attention: Literal[
+        "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3"
+    ] = Field(
+        default="sdpa",
+        description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
+        "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
+        "math), of transformers (eager), or of a package. One that cannot run here is refused.",
+    )
+    load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
+        default_factory=LoadInFp8Section,
+        description="Quantize the frozen base of LoRA while it is read: rowwise (or true), blockwise or tensorwise; "
+        "false: not. One word means the language model's linear layers; components can be named each. Embeddings, "
+        "lm_head and routers stay as they are. fp8.recipe, where nobody names it, is the one that multiplies by such "
+        "codes. A checkpoint that is in FP8 already is used as it is, without this.",
+    )
+    keep_fp8: bool = Field(
+        default=True,
+        description="Train LoRA beside the very codes of a checkpoint that is in FP8; false: beside its dequantized "
+        "values. Without LoRA its weights are dequantized in any case, since they are trained.",
+    )

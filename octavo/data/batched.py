@@ -1,0 +1,197 @@
+"""Rows side by side: what each wants of the processor is answered for all of them in one call.
+
+A call of a stock processor costs hundreds of microseconds, however little it is given. So making a row numbers is a
+generator, which says what it wants processed and is sent what became of it; :func:`together` runs many of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from octavo.data.errors import DataError
+from octavo.data.expansion import Mismatch
+from octavo.data.images import ImageFile, ImageProblem, load
+
+Outputs = dict[str, Any]
+T = TypeVar("T")
+OPEN_PIXELS = 1 << 25  # of images that are decoded at once: 100 MB
+KNOWN_OUTPUTS = {
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
+    "pixel_values", "image_grid_thw", "num_patches",
+}  # fmt: skip
+_BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids")
+
+
+class Wanted(NamedTuple):
+    """A rendered text that is to become tokens, its images pixels."""
+
+    text: str
+    images: tuple[ImageFile, ...] = ()
+
+
+Encoding = Generator[Wanted, Outputs, T]
+
+
+def together(
+    rows: Sequence[Encoding[T]], answer: Callable[[Sequence[Wanted]], Sequence[Outputs | Exception]]
+) -> list[T | DataError]:
+    """What each row returns, or the `DataError` that it raises; others go through. What rows want is given to `answer`
+    all at once; an exception among what it gives is raised where that row waits."""
+    found: list[Any] = [None] * len(rows)
+    waiting: list[tuple[int, Wanted]] = []
+
+    def go_on(number: int, answered: Outputs | Exception | None) -> None:
+        row = rows[number]
+        try:
+            wanted = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
+        except StopIteration as done:
+            found[number] = done.value
+        except DataError as bad:
+            found[number] = bad
+        else:
+            waiting.append((number, wanted))
+
+    for number in range(len(rows)):
+        go_on(number, None)
+    while waiting:
+        asked, waiting = waiting, []
+        for (number, _), answered in zip(asked, answer([wanted for _, wanted in asked]), strict=True):
+            go_on(number, answered)
+    return found
+
+
+class Calls:
+    """Calls of a processor (`.tokenizer`, `(text=, images=)`) for several rows at a time. One without
+    `.image_processor` is text-only."""
+
+    def __init__(self, processor: Any, max_image_megapixels: float) -> None:
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.max_image_megapixels = max_image_megapixels
+        self.multimodal = getattr(processor, "image_processor", None) is not None
+        self.image_token: str | None = processor.image_token if self.multimodal else None
+
+    def tokens(self, texts: list[str]) -> Outputs:
+        """What the tokenizer alone makes of texts that hold all their special tokens."""
+        return dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True))
+
+    def __call__(self, wanted: Sequence[Wanted]) -> list[Outputs | Exception]:
+        """What becomes of each, or what the processor or an image says against it. Rows of one kind go into one call,
+        unless their images are too many to be open at once; they are opened here, so that they are no longer."""
+        found: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
+        groups: dict[tuple[bool, bool], list[_Row]] = {}
+        for number, (text, paths) in enumerate(wanted):
+            try:
+                self._check(text, len(paths))
+                row = _Row(number, text, [load(path, self.max_image_megapixels) for path in paths])
+            except (ImageProblem, Mismatch) as problem:
+                found[number] = problem
+                continue
+            group = groups.setdefault((bool(paths), self._bare(text)), [])
+            group.append(row)
+            if sum(row.pixels for row in group) > OPEN_PIXELS:
+                self._answer(group, found)
+                group.clear()
+        for group in groups.values():
+            self._answer(group, found)
+        return found
+
+    def _check(self, text: str, images: int) -> None:
+        """That each image has its place: of several rows the sums might agree, and an image go to another row."""
+        places = text.count(self.image_token) if self.image_token is not None else 0
+        if places != images:
+            raise Mismatch(f"the chat template writes {places} places for its {images} image(s)")
+
+    def _bare(self, text: str) -> bool:
+        """Whether a template wrote the BOS itself, which then gets no second one."""
+        bos = self.tokenizer.bos_token
+        return bos is not None and text.startswith(bos)
+
+    def _answer(self, rows: Sequence[_Row], found: list[Outputs | Exception]) -> None:
+        """Put into `found` what one call makes of rows; where it refuses them, what it makes of each by itself."""
+        if not rows:
+            return
+        try:
+            with _one_thread():
+                outputs = self._call(rows)
+        except Exception as cause:  # a stranger's program, as the template is; whatever it meets is this row's
+            if len(rows) == 1:
+                found[rows[0].number] = refused(cause)
+            else:
+                for row in rows:
+                    self._answer([row], found)
+            return
+        if unknown := sorted(set(outputs) - KNOWN_OUTPUTS):
+            for row in rows:
+                found[row.number] = DataError(
+                    f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass on to "
+                    "the model; this family is not available in this version"
+                )
+            return
+        place = getattr(self.processor, "image_token_id", None)
+        for row, own in zip(rows, parted(outputs, [len(row.images) for row in rows], place), strict=True):
+            found[row.number] = own
+
+    def _call(self, rows: Sequence[_Row]) -> Outputs:
+        texts = [row.text for row in rows]
+        if not self.multimodal:
+            return self.tokens(texts)
+        images = [image for row in rows for image in row.images]
+        options = {"add_special_tokens": False} if self._bare(texts[0]) else {}
+        return dict(self.processor(text=texts, images=images or None, return_offsets_mapping=True, **options))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A tokenizer's own threads take more time to wake than a few rows take, and make every later fork warn. Whoever
+    has set `TOKENIZERS_PARALLELISM` is not overruled."""
+    if "TOKENIZERS_PARALLELISM" in os.environ:
+        yield
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+
+
+class _Row(NamedTuple):
+    number: int
+    text: str
+    images: list[Any]
+
+    @property
+    def pixels(self) -> int:
+        return sum(image.width * image.height for image in self.images)
+
+
+def refused(cause: Exception) -> Mismatch:
+    return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
+
+
+def parted(outputs: Outputs, images: Sequence[int], place: int | None) -> list[Outputs]:
+    """What a processor made of several rows, row by row; row k has `images[k]` images. Where no grid says how many
+    rows of `pixel_values` an image has, each has as many tokens `place` as any other."""
+    count = len(outputs["input_ids"])
+    rows = [{key: outputs[key][number] for key in _BY_ROW if outputs.get(key) is not None} for number in range(count)]
+    if outputs.get("pixel_values") is None:
+        return rows
+    pixels, ends = np.asarray(outputs["pixel_values"]), np.cumsum([0, *images])
+    grid = None if outputs.get("image_grid_thw") is None else np.asarray(outputs["image_grid_thw"])
+    if grid is not None:
+        shares = [grid[a:b].prod(axis=1).sum() for a, b in zip(ends, ends[1:], strict=False)]
+    else:
+        tokens = np.array([np.count_nonzero(np.asarray(row["input_ids"]) == place) for row in rows])
+        shares = tokens * len(pixels) // tokens.sum()
+    stops = np.cumsum([0, *shares])
+    for number, row in enumerate(rows):
+        if images[number]:
+            own = pixels[stops[number] : stops[number + 1]]
+            row["pixel_values"] = own if count == 1 else own.copy()  # or a row that is kept would keep its neighbours'
+            if grid is not None:
+                row["image_grid_thw"] = grid[ends[number] : ends[number + 1]]
+    return rows

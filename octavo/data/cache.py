@@ -1,0 +1,139 @@
+"""What is made of data files once: a folder of files that processes map into memory and share.
+
+A file of the cache is named after what it was made of (path, size, time of the last change), appears whole or not at
+all, and is never written or replaced again; so ranks, workers, runs and several machines with one mount may all use the
+folder. Whoever comes while another process converts the same file waits for it, where the file system has locks that
+reach so far; where it has none (NFS without its lock service, Lustre mounted without flock) two make the file, the
+first to finish gives it its name by a hard link, which no file system lets a second one take, and the other's is
+dropped: what somebody has mapped into memory is never exchanged beneath it. Nothing is deleted: the folder may be
+emptied by whoever owns it when nobody trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from filelock import FileLock
+
+from octavo import atomic
+from octavo.data.errors import DataError
+from octavo.hub import is_name
+
+FORM = 1  # of the files; another one is another name
+SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
+SHARDS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # files of a folder that hold rows
+KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it says of them
+EVERY = 5.0  # seconds between words on a conversion
+
+Say = Callable[[str], None]
+Write = Callable[[Path, Callable[[float], None]], None]
+"""Writes what is kept of a data file to a path; tells from time to time which share of it is done."""
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def default_folder() -> Path:
+    """`OCTAVO_CACHE`, else `octavo` in the user's folder of caches."""
+    if found := os.environ.get("OCTAVO_CACHE"):
+        return Path(found)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def kept(
+    folder: Path | None, source: Path, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
+) -> Path:
+    """The file that `write` makes of `source`, made now where it is not there. `folder`: of the cache (None: the
+    default); `more`: what else the content depends on; `form`: what it becomes, in a word.
+
+    Raises DataError where the folder cannot be written to or the disk is full, and where `source` changes meanwhile.
+    """
+    folder = default_folder() if folder is None else folder
+    before = _identity(source)
+    name = hashlib.sha256(f"{FORM}:{before}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
+    target = folder / f"{name}.{form.lower()}"
+    if target.is_file():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{name}.lock"):
+            if not target.is_file():
+                _make(target, source, write, say, form)
+                if _identity(source) != before:
+                    target.unlink()
+                    raise DataError(f"{source} changed while it was read; start again when it is whole")
+    except OSError as cause:
+        why = atomic.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
+        raise DataError(
+            f"{folder} cannot keep {source.name} as {form}: {why}. Name a folder with room that can be written to in "
+            "data.cache (or OCTAVO_CACHE)"
+        ) from cause
+    return target
+
+
+def _make(target: Path, source: Path, write: Write, say: Say, form: str) -> None:
+    aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    size, told = source.stat().st_size / 1e6 if source.is_file() else 0.0, time.monotonic()
+
+    def progress(share: float) -> None:
+        nonlocal told
+        if time.monotonic() - told > EVERY:
+            told = time.monotonic()
+            say(f"{source.name} ({size:.0f} MB): {share:.0%} converted to {form}")
+
+    say(f"{source.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
+    try:
+        write(aside, progress)
+        atomic.sync(aside)
+        _publish(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """While nobody else has this lock, where the file system has locks at all."""
+    lock = FileLock(file)
+    try:
+        lock.acquire()
+    except NotImplementedError:  # nobody waits then, and the same work may be done twice
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Give a file its name, unless somebody gave it to one of the same content."""
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(made, target)
+
+
+def files_of(source: Path) -> list[Path]:
+    """What of a data file or folder holds rows: a folder's own files of data, and none of the images beside or below
+    them, of which there may be millions."""
+    if not source.is_dir():
+        return [source]
+    with os.scandir(source) as entries:
+        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in KINDS and not e.name.startswith("."))
+    return [file for name in names if (file := source / name).is_file()]
+
+
+def _identity(source: Path) -> str:
+    if is_name(str(source)):  # of the hub: whoever asks says at which revision
+        return str(source)
+    found = [(str(file.resolve()), file.stat()) for file in files_of(source)]
+    return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)

@@ -1,0 +1,148 @@
+"""Rows read where they lie (`stream: true`), without a copy in the cache, by number: the order of a run and its resume
+are what they are without.
+
+Lines of JSONL and CSV are found once, which reads the file through, and then read one by one; what is kept of a row is
+where it begins and ends, 24 bytes. Of parquet the row group is read that holds the row, and the last ones stay in
+memory: a shuffled order costs a group for nearly every row, so groups should be small (`datasets` writes some 100 to
+1,000 rows).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from octavo.data.errors import DataError
+from octavo.data.table import Text, keys_of, parsed, row_of
+
+KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
+
+
+class Place(NamedTuple):
+    """Where a row lies: its first line (from 1), its first byte and the byte behind it; why it cannot be read."""
+
+    line: int
+    start: int
+    end: int
+    problem: str | None = None
+
+
+class Lines:
+    """Rows of a file of lines. `read` makes the text of a row of the bytes that it has, where those are no JSON."""
+
+    def __init__(self, path: Path, places: Iterable[Place], read: Callable[[bytes, int], Text] = Text) -> None:
+        self.path, self._read = path, read
+        self._file: int | None = None
+        self._at = self._identity(os.stat(path))
+        self._lines, self._starts, self._ends = array("q"), array("q"), array("q")
+        self._problems: dict[int, str] = {}
+        for row, place in enumerate(places):
+            self._lines.append(place.line)
+            self._starts.append(place.start)
+            self._ends.append(place.end)
+            if place.problem is not None:
+                self._problems[row] = place.problem
+
+    @staticmethod
+    def _identity(stat: os.stat_result) -> tuple[int, int]:
+        return stat.st_size, stat.st_mtime_ns
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+    def line(self, row: int) -> int:
+        """The line number (from 1) that a row begins in."""
+        return self._lines[row]
+
+    def keys(self) -> set[str]:
+        """Every key that some row has: the file is read through once more."""
+        return keys_of(self)
+
+    def __getitem__(self, row: int) -> Any:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        if self._identity(os.fstat(self._file)) != self._at:
+            raise DataError(f"{self.path} changed while it was read (stream: true); start again when it is whole")
+        line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
+        raw = b"" if problem else os.pread(self._file, self._ends[row] - start, start)
+        return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def unreadable(path: Path, cause: Exception) -> DataError:
+    """What is said of a parquet file whose reading raises ArrowException, or the OSError that Arrow's readers raise."""
+    return DataError(f"{path} is no parquet file that can be read ({cause})")
+
+
+def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
+    """A parquet file, open. `open_file`: what is read, where it is not the path. Raises DataError, also where two of
+    its columns have one name."""
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(path if open_file is None else open_file())
+        names = file.schema_arrow.names
+    except (pa.ArrowException, OSError) as cause:
+        raise unreadable(path, cause) from cause
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path}: its columns are {names!r}, {', '.join(map(repr, twice))} more than once; rename one")
+    return file
+
+
+class Groups:
+    """Rows of a parquet file, by its row groups. `open_file`: what is read, a path or an open file."""
+
+    def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
+        self.path, self._open = path, open_file
+        self._parquet: Any = None
+        metadata = self._file().metadata
+        self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
+        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parquet": None, "_kept": OrderedDict(), "_bytes": 0}
+
+    def keys(self) -> set[str]:
+        return {*self._file().schema_arrow.names}
+
+    def __getitem__(self, row: int) -> Any:
+        number = bisect_right(self._ends, row)
+        first = self._ends[number - 1] if number else 0
+        return row_of(self.path, row, self._group(number).slice(row - first, 1))
+
+    def _file(self) -> Any:
+        if self._parquet is None:
+            self._parquet = parquet_file(self.path, self._open)
+        return self._parquet
+
+    def _group(self, number: int) -> pa.Table:
+        found = self._kept.get(number)
+        if found is None:
+            try:
+                found = self._file().read_row_group(number, use_threads=False)
+            except (pa.ArrowException, OSError) as cause:
+                raise DataError(f"{self.path}: row group {number} cannot be read ({cause})") from cause
+            self._kept[number] = found
+            self._bytes += found.nbytes
+            while len(self._kept) > 1 and self._bytes > KEPT:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._kept.move_to_end(number)
+        return found

@@ -1,0 +1,211 @@
+"""Rows of files that are tables: CSV, parquet, folders of shards, and what Hugging Face's `datasets` saved.
+
+A cell of a CSV file is a text. Columns of parquet and Arrow have types; where one is null the row lacks it. Images may
+stand in the rows themselves, as `datasets` writes them: {"bytes": ..., "path": ...}.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from octavo.data import cache
+from octavo.data.errors import DataError
+from octavo.data.streams import Lines, Place, parquet_file, unreadable
+from octavo.data.table import BATCH_ROWS, ColumnRows, Rows, Text, row_of, writer
+
+_CELL = 1 << 30  # characters of a cell; the module's own limit, 128 KiB, is that of all readers of this process
+_COUNT = -1  # of a shard that was not opened yet
+
+
+def csv_texts(path: Path) -> Iterator[Text]:
+    """The rows of a CSV file (of a .tsv file with tabs) as texts of JSON objects, by the names in its first line.
+
+    Raises DataError where that line names a column twice or not at all, and where a quote is never closed."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        for names, cells, line in _cells(path, file):
+            if cells and cells is not names:
+                yield _row_of(names, cells, line)
+
+
+def csv_places(path: Path) -> Iterator[Place]:
+    """The same rows by where they lie in the file, behind one for the line of names."""
+    at = begun = 0
+
+    def lines(file: BinaryIO) -> Iterator[str]:
+        nonlocal at
+        for raw in (line for some in file for line in some.splitlines(keepends=True)):  # a bare CR ends one too
+            at += len(raw)
+            yield raw.decode("utf-8-sig" if at == len(raw) else "utf-8", "surrogateescape")
+
+    with path.open("rb") as file:
+        for _, cells, line in _cells(path, lines(file)):
+            if cells:
+                yield Place(line, begun, at)
+            begun = at
+
+
+def open_csv(path: Path) -> Lines:
+    """The rows of a CSV file, read where they lie. Raises DataError as `csv_texts` does."""
+    places = csv_places(path)
+    first = next(places)
+    with path.open("rb") as file:
+        names = _one(path, file.read(first.end).removeprefix(codecs.BOM_UTF8))
+    return Lines(path, places, partial(_row_at, path, names))
+
+
+def _row_at(path: Path, names: list[str], raw: bytes, line: int) -> Text:
+    return _row_of(names, _one(path, raw), line)
+
+
+def _one(path: Path, raw: bytes) -> list[str]:
+    """The cells of one row."""
+    with _long_cells():
+        return next(csv.reader(io.StringIO(raw.decode("utf-8", "surrogateescape"), newline=""), delimiter=_mark(path)))
+
+
+def _row_of(names: list[str], cells: list[str], line: int) -> Text:
+    if len(cells) == len(names):
+        return Text(json.dumps(dict(zip(names, cells, strict=True))).encode(), line)
+    return Text(b"", line, f"has {len(cells)} cells, and the first line names {len(names)} columns")
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    before = csv.field_size_limit(_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _mark(path: Path) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else ","
+
+
+def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[str], int]]:
+    """(names, cells, line that they end in) of each row of a CSV file, the names as the first."""
+    reader = csv.reader(lines, delimiter=_mark(path), strict=True)
+    try:
+        with _long_cells():
+            names = next(reader, [])
+            if not names or len({*names}) < len(names) or not all(name.strip() for name in names):
+                raise DataError(f"{path}: its first line is {names!r}; it must name every column, each once")
+            yield names, names, reader.line_num
+            for cells in reader:
+                yield names, cells, reader.line_num
+    except csv.Error as cause:
+        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause
+
+
+def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
+    """The rows of a parquet file. Raises DataError where it is none, and as `cache.kept` does."""
+
+    def write(target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+        with parquet_file(path) as file:
+            done, rows = 0, max(1, file.metadata.num_rows)
+            with writer(target, file.schema_arrow) as out:
+                for batch in _batches(path, file):
+                    out.write_batch(batch)
+                    done += batch.num_rows
+                    progress(done / rows)
+
+    try:
+        if path.stat().st_size >= cache.SMALL:
+            return ColumnRows(path, cache.kept(folder, path, write, say))
+        sink = pa.BufferOutputStream()
+        write(sink)
+        return ColumnRows(path, sink.getvalue())
+    except pa.ArrowException as cause:
+        raise unreadable(path, cause) from cause
+
+
+def _batches(path: Path, file: Any) -> Iterator[pa.RecordBatch]:
+    """The rows of an open parquet file. Its errors are of the file, whatever folder is written to meanwhile."""
+    try:
+        yield from file.iter_batches(BATCH_ROWS)
+    except (pa.ArrowException, OSError) as cause:
+        raise unreadable(path, cause) from cause
+
+
+class Shards:
+    """The rows of several files, one behind the other; each is opened when a row of it is asked for, where its length
+    is known without."""
+
+    def __init__(self, path: Path, files: Sequence[Any], open_file: Callable[[Any], Rows]) -> None:
+        self.path, self._files, self._open = path, files, open_file
+        self._rows: dict[int, Rows] = {}
+        counts = [_rows_of(file) if isinstance(file, Path) else _COUNT for file in files]
+        self._ends = list(accumulate(len(self._part(n)) if c == _COUNT else c for n, c in enumerate(counts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> Any:
+        part = bisect_right(self._ends, row)
+        return self._part(part)[row - (self._ends[part - 1] if part else 0)]
+
+    def keys(self) -> set[str]:
+        return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
+
+    def _part(self, number: int) -> Rows:
+        if number not in self._rows:
+            self._rows[number] = self._open(self._files[number])
+        return self._rows[number]
+
+
+def _rows_of(file: Path) -> int:
+    """How many rows a file says that it has."""
+    if file.suffix.lower() != ".parquet":
+        return _COUNT
+    import pyarrow.parquet as parquet
+
+    try:
+        return int(parquet.read_metadata(file).num_rows)
+    except (pa.ArrowException, OSError) as cause:
+        raise unreadable(file, cause) from cause
+
+
+class DatasetRows:
+    """The rows of a `datasets.Dataset`, memory-mapped by that library."""
+
+    def __init__(self, path: Path, dataset: Any) -> None:
+        self.path, self._dataset = path, dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def keys(self) -> set[str]:
+        return {*self._dataset.column_names}
+
+    def __getitem__(self, row: int) -> Any:
+        return row_of(self.path, row, self._dataset[row : row + 1])
+
+
+def open_saved(path: Path) -> DatasetRows:
+    """A folder that `Dataset.save_to_disk` wrote. Raises DataError where it cannot be read, and for one of several
+    splits."""
+    import datasets
+
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
+        raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"
+                        if splits else f"{path} names splits, and none of them is there")  # fmt: skip
+    try:
+        return DatasetRows(path, datasets.load_from_disk(os.fspath(path)))
+    except Exception as cause:  # whatever a stranger's files make that library run into
+        raise DataError(
+            f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"
+        ) from cause

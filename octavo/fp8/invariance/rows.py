@@ -1,0 +1,257 @@
+"""Sums, norms and softmax of rows where a device's own look at how many rows there are.
+
+A GPU's library cuts a row among threads and blocks by the number of rows and by their alignment; the order of a sum,
+and with it the last bits of a norm, then differ between one token and a thousand. Where a device has kernels of its own
+(:mod:`octavo.fp8.invariance.devices`) every sum over dimensions of a tensor is one of a row by itself, and so::
+
+    softmax = e / sum e          with  e = exp(x - max x)         log_softmax = x - max x - log sum e
+    mean = sum x / N             layer_norm = (x - mean) / sqrt(mean((x - mean)^2) + eps) * w + b
+                                 rms_norm   =  x         / sqrt(mean(x^2) + eps) * w
+
+in fp32, rounded once to the dtype that torch gives (autocast has an opinion). Maxima round nothing, and other functions
+look at one element. Gradients are those of torch's functions. The largest k are taken by a stable sort, so that equal
+ones keep their order: torch's own choice among them depends on the algorithm that a number of rows gets.
+
+Elsewhere torch's functions stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for, unlowered
+
+Stock = Callable[..., Any]
+
+
+def _where_kernels_are(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
+    """A stand-in for ``stock``, called with (kernels, stock, input, ...) where the input's device has kernels."""
+
+    def stands_in(other: Callable[..., Any]) -> Stock:
+        @wraps(stock)
+        def called(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            kernels = kernels_for(input) if input.is_floating_point() and input.numel() else None
+            return stock(input, *args, **kwargs) if kernels is None else other(kernels, stock, input, *args, **kwargs)
+
+        return called
+
+    return stands_in
+
+
+def of_sum(stock: Stock) -> Stock:
+    return _where_kernels_are(stock)(partial(_reduced, mean=False))
+
+
+def of_mean(stock: Stock) -> Stock:
+    return _where_kernels_are(stock)(partial(_reduced, mean=True))
+
+
+def of_softmax(stock: Stock) -> Stock:
+    return _where_kernels_are(stock)(partial(_normalised, _softmax))
+
+
+def of_log_softmax(stock: Stock) -> Stock:
+    return _where_kernels_are(stock)(partial(_normalised, _log_softmax))
+
+
+def of_logsumexp(stock: Stock) -> Stock:
+    @_where_kernels_are(stock)
+    def logsumexp(kernels: RowKernels, stock: Stock, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+        dim = dim if isinstance(dim, int) else _only(stock, dim)
+
+        def formula(x: Tensor) -> Tensor:
+            top = x.amax(dim, keepdim=True)
+            top = top.masked_fill(top.isinf(), 0.0)  # as torch does
+            y = _sum(kernels, torch.exp(x - top), dim).log() + top
+            return y if keepdim else y.squeeze(dim)
+
+        return _applied(formula, partial(stock, dim=dim, keepdim=keepdim), x)
+
+    return logsumexp
+
+
+def _reduced(
+    kernels: RowKernels, stock: Stock, x: Tensor, dim: Any = None, keepdim: bool = False, *, mean: bool, **more: Any
+) -> Tensor:
+    """The sum or mean over some dimensions; that of all elements is no row's."""
+    if dim is None or dim == () or more.get("out") is not None:
+        return stock(x, dim=dim, keepdim=keepdim, **more) if dim is not None else stock(x, **more)
+    dims = sorted(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
+    kept = [d for d in range(x.dim()) if d not in dims]
+    out = stock(x.new_empty(0, 1), dim=1, **more).dtype
+    rows = x.permute(*kept, *dims).reshape(-1, _count([x.shape[d] for d in dims]))
+    y = _Sums.apply(rows, kernels).view([x.shape[d] for d in kept])
+    y = (y / rows.shape[1] if mean else y).to(out)
+    return y.view([1 if d in dims else n for d, n in enumerate(x.shape)]) if keepdim else y
+
+
+def _normalised(
+    formula: Callable[[RowKernels, Tensor, int], Tensor], kernels: RowKernels, stock: Stock, x: Tensor,
+    dim: int | None = None, **more: Any,
+) -> Tensor:  # fmt: skip
+    if dim is None:
+        dim = _only(stock, dim)
+    return _applied(lambda x: formula(kernels, x, dim), partial(stock, dim=dim, **more), x)
+
+
+def _softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
+    e = torch.exp(x - x.amax(dim, keepdim=True))
+    return e / _sum(kernels, e, dim)
+
+
+def _log_softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
+    x = x - x.amax(dim, keepdim=True)
+    return x - _sum(kernels, torch.exp(x), dim).log()
+
+
+def _sum(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
+    """Over one dimension, which stays."""
+    rows = x.movedim(dim, -1)
+    return kernels.sums(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], 1).movedim(-1, dim)
+
+
+def _only(stock: Stock, dim: Any) -> int:
+    """The one dimension of ``dim``."""
+    if isinstance(dim, Sequence) and len(dim) == 1 and isinstance(dim[0], int):
+        return dim[0]
+    raise InvarianceError(
+        f"invariant: {stock.__name__} over dimensions {dim} was found, and rows along one dimension are known by their "
+        "rows; name one"
+    )
+
+
+@_where_kernels_are(torch.native_layer_norm)
+def native_layer_norm(
+    kernels: RowKernels, stock: Stock, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, mean, 1 / deviation) as torch's own; without a gradient of its own, as in an autograd function."""
+    wide = x.float().reshape(-1, _count(shape))
+    y, mean, rstd = _standardised(kernels, wide, eps)
+    lead = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
+    return _scaled(y.view(x.shape), weight, bias).to(x.dtype), mean.view(lead), rstd.view(lead)
+
+
+@_where_kernels_are(F.layer_norm)
+def layer_norm(
+    kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    def formula(x: Tensor, *given: Tensor) -> Tensor:
+        y = _standardised(kernels, x.reshape(-1, _count(normalized_shape)), eps)[0].view(x.shape)
+        return _scaled(y, *_in_place(given, weight, bias))
+
+    def own(x: Tensor, *given: Tensor) -> Tensor:
+        return stock(x, normalized_shape, *_in_place(given, weight, bias), eps)
+
+    return _applied(formula, own, x, *(p for p in (weight, bias) if p is not None))
+
+
+def of_rms_norm(stock: Stock) -> Stock:
+    @_where_kernels_are(stock)
+    def rms_norm(
+        kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        least = torch.finfo(x.dtype).eps if eps is None else eps
+
+        def formula(x: Tensor, *given: Tensor) -> Tensor:
+            rows = x.reshape(-1, _count(normalized_shape))
+            rstd = torch.rsqrt(kernels.sums(rows * rows) / rows.shape[1] + least)
+            return _scaled((rows * rstd[:, None]).view(x.shape), *given)
+
+        def own(x: Tensor, *given: Tensor) -> Tensor:
+            return stock(x, normalized_shape, *given, eps=least)
+
+        return _applied(formula, own, x, *(() if weight is None else (weight,)))
+
+    return rms_norm
+
+
+def of_topk(stock: Stock) -> Stock:
+    @_where_kernels_are(stock)
+    def topk(
+        kernels: RowKernels, stock: Stock, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> Any:
+        values, places = torch.sort(x, dim=dim, descending=largest, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), places.narrow(dim, 0, k)))
+
+    return topk
+
+
+def refused(stock: Stock, why: str) -> Stock:
+    """What nothing stands in for where kernels compute rows."""
+
+    @_where_kernels_are(stock)
+    def never(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise InvarianceError(f"invariant: the model calls {stock.__name__} on {x.device}, {why}")
+
+    return never
+
+
+def _standardised(kernels: RowKernels, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    mean = kernels.sums(rows) / rows.shape[1]
+    centred = rows - mean[:, None]
+    rstd = torch.rsqrt(kernels.sums(centred * centred) / rows.shape[1] + eps)
+    return centred * rstd[:, None], mean, rstd
+
+
+def _scaled(y: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def _in_place(given: Sequence[Tensor], *asked: Tensor | None) -> list[Tensor | None]:
+    """``given`` where something was asked, None elsewhere."""
+    left = iter(given)
+    return [None if p is None else next(left) for p in asked]
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _applied(formula: Callable[..., Tensor], stock: Stock, *given: Tensor) -> Tensor:
+    """``formula`` of the tensors in fp32, in the dtype that ``stock`` gives, and with its gradients."""
+    empty = [t.new_empty(0, *t.shape[1:]) if i == 0 else t for i, t in enumerate(given)]
+    with torch.no_grad():
+        out = stock(*empty).dtype
+    y: Tensor = _Formula.apply(formula, stock, out, *given)
+    return y
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kernels: RowKernels) -> Tensor:
+        ctx.shape, ctx.dtype = rows.shape, rows.dtype
+        return kernels.sums(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy.to(ctx.dtype)[:, None].expand(ctx.shape), None
+
+
+class _Formula(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, formula: Stock, stock: Stock, out: torch.dtype, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        ctx.stock, ctx.out = stock, out
+        with unlowered(given[0]):
+            return formula(*(t if t.dtype == torch.float64 else t.float() for t in given)).to(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        given = [t.detach().to(ctx.out).requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad(), unlowered(dy):
+            y = ctx.stock(*given)
+        grads = torch.autograd.grad(y, given, dy)
+        return None, None, None, *(g.to(t.dtype) for g, t in zip(grads, ctx.saved_tensors, strict=True))

@@ -1,0 +1,234 @@
+"""The story of one run, in memory that its length does not decide: every figure as at most ``2 * POINTS`` means.
+
+Rows come one by one, from ``metrics.jsonl`` or from a run that trains, and are forgotten. The files beside are read
+when a page is made; of those that grow with the run, the beginning and the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo import reading
+from octavo.config import Config, ConfigError, load_config
+from octavo.report.rundir import ReportError, json_of, layer_health, rows_of
+
+POINTS = 400
+EVALS = 12  # evaluations that a page lists: the first, and the newest
+BEGINNING, END = 1 << 16, 1 << 18  # bytes of a file that grows with the run
+
+#: what rows hold beside the figures of a step
+_NO_FIGURES = ("step", "skipped", "empty", "zeroed_v")
+
+
+class Series:
+    """A figure over the steps: means of ``width`` values that follow each other; where there would be too many, two
+    neighbours become one. What is not finite is left out."""
+
+    def __init__(self) -> None:
+        self.width, self.last = 1, math.nan
+        self._steps: list[float] = []
+        self._values: list[float] = []
+        self._open = (0.0, 0.0, 0)  # sums of steps and values of the mean that is under way, and of how many
+
+    def add(self, step: int, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self.last = value
+        steps, values, count = self._open
+        self._open = steps + step, values + value, count + 1
+        if count + 1 < self.width:
+            return
+        self._steps.append((steps + step) / self.width)
+        self._values.append((values + value) / self.width)
+        self._open = 0.0, 0.0, 0
+        if len(self._steps) == 2 * POINTS:
+            self._steps, self._values = _halved(self._steps), _halved(self._values)
+            self.width *= 2
+
+    @property
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values."""
+        steps, values, count = self._open
+        more = ([steps / count], [values / count]) if count else ([], [])
+        return np.array(self._steps + more[0]), np.array(self._values + more[1])
+
+    @property
+    def newest(self) -> float:
+        """The mean of the last twentieth; NaN of nothing."""
+        values = self.curve[1]
+        return float(values[-max(1, len(values) // 20) :].mean()) if values.size else math.nan
+
+    @property
+    def median(self) -> float:
+        """The first tenth left out as warm-up; NaN of nothing."""
+        values = self.curve[1]
+        return float(np.median(values[len(values) // 10 :])) if values.size else math.nan
+
+
+def _halved(values: list[float]) -> list[float]:
+    return [(first + second) / 2 for first, second in zip(values[::2], values[1::2], strict=True)]
+
+
+@dataclass
+class History:
+    """A run so far. ``figures`` has a series for every number of its rows, ``judged`` one for every number of its
+    evaluations, which ``evals`` lists with their steps; ``memory`` is the most that any step held, by kind; ``health``
+    has by component and figure (sqnr, underflow, saturation, cosine) the worst of its layers, and ``layers`` what each
+    had in the newest measured step."""
+
+    directory: Path
+    cfg: Config
+    plan: Mapping[str, Any]
+    figures: dict[str, Series] = field(default_factory=dict)
+    judged: dict[str, Series] = field(default_factory=dict)
+    first_eval: tuple[int, Mapping[str, Any]] | None = None
+    newest_evals: deque[tuple[int, Mapping[str, Any]]] = field(default_factory=lambda: deque(maxlen=EVALS - 1))
+    memory: dict[str, int] = field(default_factory=dict)
+    health: dict[str, dict[str, Series]] = field(default_factory=dict)
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    measured: int = 0
+    step: int = 0
+    steps: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    time: str = ""
+
+    def __post_init__(self) -> None:
+        self._component = {row["name"]: row.get("component") or "" for row in self.plan.get("rows", ())}
+
+    @classmethod
+    def begin(cls, directory: str | Path) -> History:
+        """Of a directory, before any row. Raises ReportError for one that is no run's."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
+        if not (directory / "config.yaml").is_file():
+            raise ReportError(f"{directory} has no config.yaml; is it a run directory of Octavo?")
+        try:
+            cfg = load_config(directory / "config.yaml")
+        except ConfigError as error:
+            raise ReportError(f"{directory / 'config.yaml'} cannot be read: {error}") from error
+        return cls(directory, cfg, json_of(directory / "plan.json"))
+
+    @classmethod
+    def read(cls, directory: str | Path) -> History:
+        """All that a run wrote. Raises ReportError for a directory that is no run's, or without a step."""
+        found = cls.begin(directory)
+        for row in rows_of(found.directory):
+            found.add(row)
+        if not found.steps:
+            raise ReportError(
+                f"{found.directory / 'metrics.jsonl'} holds no training step yet; a page needs one. Wait for it, or "
+                "look at what the run said"
+            )
+        return found
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics.jsonl; one that is written again counts once more, which no curve shows."""
+        step = self.step = int(row["step"])
+        self.steps += "loss" in row
+        self.skipped += bool(row.get("skipped"))
+        self.time = row.get("time") or self.time
+        self.seconds += row.get("seconds") or 0.0
+        self._keep(self.figures, step, {key: value for key, value in row.items() if key not in _NO_FIGURES})
+        if row.get("eval"):
+            self._keep(self.judged, step, row["eval"])
+            if self.first_eval is None:
+                self.first_eval = step, row["eval"]
+            else:
+                self.newest_evals.append((step, row["eval"]))
+        for kind, size in (row.get("memory") or {}).items():
+            if isinstance(size, int | float):
+                self.memory[kind] = max(self.memory.get(kind, 0), int(size))
+        if row.get("health"):
+            self._measure(step, row["health"])
+
+    @staticmethod
+    def _keep(into: dict[str, Series], step: int, numbers: Mapping[str, Any]) -> None:
+        for key, value in numbers.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                into.setdefault(key, Series()).add(step, float(value))
+
+    def _measure(self, step: int, table: Mapping[str, Any]) -> None:
+        self.layers, self.measured = table, step
+        worst: dict[str, dict[str, float]] = {}
+        for layer in layer_health([table]):
+            of = worst.setdefault(self._component.get(layer.layer, ""), {})
+            operands = [layer.sqnr.get(role, math.inf) for role in ("x", "w", "dy")]
+            of["sqnr"] = min(of.get("sqnr", math.inf), *operands)
+            for name in ("underflow", "saturation"):
+                of[name] = max([of.get(name, 0.0), *getattr(layer, name).values()])
+            if layer.cosine is not None:
+                of["cosine"] = min(of.get("cosine", math.inf), layer.cosine)
+        for component, found in worst.items():
+            self._keep(self.health.setdefault(component, {}), step, found)
+
+    @property
+    def evals(self) -> list[tuple[int, Mapping[str, Any]]]:
+        return [*([self.first_eval] if self.first_eval else []), *self.newest_evals]
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        return json_of(self.directory / "result.json")
+
+    @property
+    def predicted(self) -> Mapping[str, int]:
+        """Bytes by kind that were predicted before the first step; nothing where nobody asked, as in 0.4.0."""
+        return json_of(self.directory / "memory.json").get("bytes", {})
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """A figure of the steps, or ``eval/NAME`` of the evaluations; None where the run has none."""
+        kind, _, name = key.partition("/")
+        series = self.judged.get(name) if kind == "eval" else self.figures.get(key)
+        return None if series is None or not series.curve[0].size else series.curve
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What was answered at the first and at the newest evaluation, ``[{"step", "rows"}]``."""
+        return _ends(self.directory / "answers.jsonl", {"prompt", "wanted", "said", "right", "reward"})
+
+    def completions(self) -> list[dict[str, Any]]:
+        """What was written at the first and at the newest step of reinforcement learning."""
+        return _ends(self.directory / "completions.jsonl", {"prompt", "answer", "completion", "reward"})
+
+    def when(self) -> datetime | None:
+        """When the newest row was written; None of 0.4.0, which did not say."""
+        try:
+            return datetime.fromisoformat(self.time)
+        except ValueError:
+            return None
+
+
+def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
+    """The rows of the first and of the last step in a file of JSON lines; what is no whole row is left out."""
+    if not file.exists():
+        return []
+    with reading.open_file(file, ReportError) as opened:
+        beginning = opened.read(BEGINNING)
+        size = opened.seek(0, 2)
+        opened.seek(max(0, size - END))
+        end = opened.read()
+    lines = beginning.split(b"\n")[:-1], end.split(b"\n")[bool(size > END) : -1]
+    first, last = ([row for line in part if (row := _row(line, fields)) is not None] for part in lines)
+    found = []
+    for rows, at in ((first, 0), (last, -1)):
+        if rows and (not found or rows[at]["step"] != found[0]["step"]):
+            step = rows[at]["step"]
+            found.append({"step": step, "rows": [row for row in rows if row["step"] == step]})
+    return found
+
+
+def _row(line: bytes, fields: set[str]) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) and fields <= row.keys() else None

@@ -1,0 +1,162 @@
+"""The plots of runs as they went: a panel for each figure with a line a run, and the health of one run by component.
+
+Each panel is a picture of its own on a page; together they are one picture, the PNG beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from octavo.config.phases import BEYOND_SFT
+from octavo.report import outcomes
+from octavo.report.figures import PALETTE, smooth, window_for
+from octavo.report.history import History
+from octavo.report.outcomes import Panel
+
+COLORS = ("fp8-0", "base", "fp8-1", "fp8-2", "fp8-3", "fp8-4")
+STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+MOST = len(COLORS) * len(STYLES)  # lines that can be told apart
+
+_LOSS = Panel("loss", "Loss", "loss", "nats per token")
+_RIGHT = Panel("eval/exact_match", "Held-out answers right", "right", "share")
+_RATES = (
+    Panel("lr", "Learning rate", "rate", ""),
+    Panel("grad_norm", "Gradient norm", "norm", ""),
+    Panel("tokens_per_s", "Tokens per second", "tokens/s", ""),
+    Panel("seconds", "Seconds a step", "seconds", ""),
+)
+#: where the figures of evaluations lie, of those that a trial's page knows by another name
+_JUDGED = {
+    "exact_match": "eval/exact_match",
+    "held_out_reward": "eval/reward",
+    "held_out_accuracies": "eval/rewards/accuracies",
+}
+_HEALTH = (
+    Panel("sqnr", "Lowest SQNR of a layer", "sqnr", "dB"),
+    Panel("underflow", "Most underflow of a layer", "underflow", "share"),
+    Panel("saturation", "Most saturation of a layer", "saturation", "share"),
+    Panel("cosine", "Lowest cosine of a weight gradient", "cosine", ""),
+)
+#: rates are smoothed by medians, that steps which were measured or evaluated do not show as slow stretches; what the
+#: schedule says is no measurement
+_MEDIAN, _EXACT = ("tokens_per_s", "seconds"), ("lr",)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run as it is drawn."""
+
+    label: str
+    history: History
+    color: str
+    style: str | tuple = "-"
+
+
+def lines_of(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
+    """Runs with a colour each, and from the seventh on another stroke."""
+    return [
+        Line(label, history, COLORS[n % len(COLORS)], STYLES[n // len(COLORS)])
+        for n, (label, history) in enumerate(zip(labels, histories, strict=True))
+    ]
+
+
+def comparable(history: History) -> bool:
+    """Whether steps and held-out data have losses of one kind: not where rewards or preferences are learnt."""
+    return history.cfg.train.phase not in BEYOND_SFT
+
+
+def panels_of(phase: str) -> tuple[Panel, ...]:
+    """What the curves of a phase show: what it learns by, then how fast."""
+    own = outcomes.PANELS.get(phase)
+    if own is None:
+        return (_LOSS, _RIGHT, *_RATES)
+    return (*(panel._replace(key=_JUDGED.get(panel.key, panel.key)) for panel in own), _LOSS._replace(unit=""), *_RATES)
+
+
+def shown(lines: Sequence[Line], phase: str) -> list[Panel]:
+    """The panels of a phase that any of the runs has figures for."""
+    return [panel for panel in panels_of(phase) if any(line.history.curve(panel.key) for line in lines)]
+
+
+def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
+    """All panels in one picture."""
+    rows = max(1, -(-len(panels) // 2))
+    figure = Figure(figsize=(9, 0.4 + 2.1 * rows), layout="constrained")
+    every = list(figure.subplots(rows, 2, squeeze=False).flatten())
+    for axes, panel in zip(every, panels, strict=False):
+        _runs(axes, lines, panel)
+    for axes in every[len(panels) :]:
+        axes.set_axis_off()
+    if len(lines) > 1:
+        named = [pair for axes in every for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+        handles = {label: handle for handle, label in named}
+        figure.legend(handles.values(), handles, loc="outside upper left", ncols=min(len(handles), 3))
+    return figure
+
+
+def panel_figure(lines: Sequence[Line], panel: Panel) -> Figure:
+    """One panel as a picture of its own: a page puts as many beside each other as it has room for."""
+    figure, axes = _small()
+    _runs(axes, lines, panel)
+    return figure
+
+
+def health_figures(history: History) -> list[tuple[str, Figure]]:
+    """A panel for each figure of health, with a line for each component."""
+    found = []
+    for panel in _HEALTH:
+        if any(panel.key in series for series in history.health.values()):
+            figure, axes = _small()
+            for number, (component, series) in enumerate(history.health.items()):
+                if panel.key in series:
+                    curve = series[panel.key].curve
+                    axes.plot(*curve, color=PALETTE[COLORS[number]], lw=1.4, marker="o", ms=3, label=component)
+            _finish(axes, panel)
+            found.append((panel.key, figure))
+    return found
+
+
+def _small() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.6, 2.3), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _runs(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
+    """Raw values faint, smoothed ones strong; in the panel of the loss the held-out loss as dots."""
+    for line in lines:
+        color, label = PALETTE[line.color], line.label
+        if (curve := line.history.curve(panel.key)) is not None:
+            steps, values = curve
+            rare, window = len(steps) <= 12, window_for(len(steps))
+            plain = rare or window == 1 or panel.key in _EXACT
+            if not plain:
+                axes.plot(steps, values, color=color, lw=0.6, alpha=0.3)
+                values = (_medians if panel.key in _MEDIAN else smooth)(values, window)
+            axes.plot(steps, values, color=color, ls=line.style, lw=1.6, marker="o" if rare else "", ms=3, label=label)
+        held = line.history.curve("eval/loss") if panel.key == "loss" and comparable(line.history) else None
+        if held is not None:
+            axes.plot(*held, color=color, lw=0, marker="o", ms=4.5, mfc=PALETTE["paper"])
+    _finish(axes, panel)
+
+
+def _medians(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred medians; near the ends of what is there."""
+    half = max(window, 7) // 2
+    return np.array([np.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
+
+
+def _finish(axes: Axes, panel: Panel) -> None:
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+    if low > 0 and (panel.log or (panel.key == "loss" and high > 20 * low)):
+        axes.set_yscale("log")
+    if low == high == 0:  # a flat line on the ground, not one between what cannot be
+        axes.set_ylim(-0.05, 1)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set(ylabel=panel.unit, xlabel="step")
+    axes.margins(x=0.02)

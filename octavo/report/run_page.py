@@ -1,0 +1,258 @@
+"""The page of a run as it goes, and of several runs side by side: one HTML file that opens offline, a PNG beside it.
+
+What it shows comes from the run directories alone, and its size is bounded: curves have at most so many points, of
+evaluations and answers the first and the newest are listed, of layers those with the lowest SQNR.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from octavo import atomic
+from octavo.config import to_yaml
+from octavo.report import figures, parts, run_figures
+from octavo.report.claims import mean_gap
+from octavo.report.history import History
+from octavo.report.parts import KINDS, TOTALS, bytes_text, fixed, flat, memory_kinds, short, unit_of
+from octavo.report.rundir import ROLES, ReportError, json_of, layer_health
+from octavo.report.verdict import percent
+
+LAYERS = 40
+NOT_FINISHED = "not finished"
+_PILLS = {"finished": "pass", "running": "reported", "stopped": "warn", "failed": "fail", NOT_FINISHED: "reported"}
+
+
+def read(directories: Sequence[str | Path]) -> list[History]:
+    """The runs of a page. Raises ReportError for what is no run with a step in it, for a run that is named twice, and
+    for runs of several phases."""
+    found = [History.read(directory) for directory in directories]
+    homes = [run.directory.resolve() for run in found]
+    if twice := next((home for n, home in enumerate(homes) if home in homes[:n]), None):
+        raise ReportError(f"{twice} is named twice; name each run once")
+    if len(found) > run_figures.MOST:
+        raise ReportError(f"{len(found)} runs on one page: at most {run_figures.MOST} lines can be told apart")
+    phases = {run.cfg.train.phase: run.directory for run in found}
+    if len(phases) > 1:
+        told = ", ".join(f"{directory} is of phase {phase}" for phase, directory in phases.items())
+        raise ReportError(f"runs of several phases have no curves in common ({told}); make a page for each phase")
+    return found
+
+
+def write(runs: Sequence[History], out: Path, status: str | None = None) -> tuple[Path, Path]:
+    """Write the page and its PNG; gives both. ``status`` of a single run, where the caller knows it: running, stopped.
+
+    Raises OSError where nothing can be written there.
+    """
+    image = out.with_suffix(".png")
+    states = [status or _status(run) for run in runs]
+    labels = names(runs)
+    lines = run_figures.lines_of(labels, runs)
+    phase = runs[0].cfg.train.phase
+    with matplotlib.rc_context(figures.STYLE):
+        panels = run_figures.shown(lines, phase)
+        picture = figures.png(run_figures.curves_figure(lines, panels))
+        curves = [figures.svg(run_figures.panel_figure(lines, panel), panel.key) for panel in panels]
+        health = run_figures.health_figures(runs[0]) if len(runs) == 1 else []
+        bars = _bars(runs, labels)
+        memory = figures.svg(_memory_figure(bars), "memory") if bars else ""
+    values = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "phase": phase,
+        "curves": curves,
+        "curves_of_health": [figures.svg(figure, key) for key, figure in health],
+        "drawing": memory,
+        "keys": [
+            (line.label, line.color, "" if line.style == "-" else " ".join(str(2 * part) for part in line.style[1]))
+            for line in lines
+        ],
+        "bars": bars,
+        "kinds": [(kind, KINDS.get(kind, kind.replace("_", " "))) for kind in _held(bars)],
+        "totals": [(kind, word) for kind, word in TOTALS.items() if any(kind in memory for _, memory in bars)],
+        "pills": _PILLS,
+        "configs": [(label, to_yaml(run.cfg)) for label, run in zip(labels, runs, strict=True)],
+        "title": labels[0] if len(runs) == 1 else f"{len(runs)} runs",
+    }
+    if len(runs) == 1:
+        html = parts.render("run.html.jinja", **values, **_one(runs[0], states[0]))
+    else:
+        html = parts.render("runs.html.jinja", **values, **_several(runs, labels, states))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_bytes(image, picture, shared=True)
+    atomic.write_text(out, html, shared=True)  # last: where it is, its picture is
+    return out, image
+
+
+def names(runs: Sequence[History]) -> list[str]:
+    """What runs are called: the ends of their paths, as short as tells them apart."""
+    homes = [run.directory.resolve().parts for run in runs]
+    for length in range(1, max(map(len, homes)) + 1):
+        found = ["/".join(home[-length:]) for home in homes]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def _status(run: History) -> str:
+    return "finished" if run.result.get("status") == "finished" else NOT_FINISHED
+
+
+def _bars(runs: Sequence[History], labels: Sequence[str]) -> list[tuple[str, Mapping[str, int]]]:
+    """Memory by kind: of one run as measured and as predicted, of several as measured."""
+    if len(runs) > 1:
+        return [(label, run.memory) for label, run in zip(labels, runs, strict=True) if run.memory]
+    told = (("measured", runs[0].memory), ("predicted", runs[0].predicted))
+    return [(label, memory) for label, memory in told if memory]
+
+
+def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
+    kinds = _held(bars)
+    most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
+    return figures.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most))
+
+
+def _held(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
+    """The kinds of which anything was held."""
+    return [kind for kind in memory_kinds(bars) if any(memory.get(kind) for _, memory in bars)]
+
+
+def _one(run: History, status: str) -> dict[str, Any]:
+    """What the page of a single run has beside."""
+    proof = json_of(run.directory / "proof.json")
+    layers = sorted(layer_health([run.layers]), key=lambda layer: min(layer.sqnr.values(), default=math.inf))
+    plain = [(step, dict(flat(found))) for step, found in run.evals]
+    return {
+        "status": status,
+        "line": _line(run),
+        "rings": run_figures.comparable(run) and run.curve("eval/loss") is not None,
+        "tiles": _tiles(run, proof, status),
+        "steps": run.cfg.train.steps,
+        "directory": str(run.directory),
+        "evals": plain,
+        "judged": list(dict.fromkeys(key for _, found in plain for key in found)),
+        "answers": run.answers(),
+        "completions": run.completions(),
+        "health": _health(run),
+        "measured": run.measured,
+        "layers": layers[:LAYERS],
+        "more_layers": max(0, len(layers) - LAYERS),
+        "roles": dict(zip(ROLES, ("x", "w", "dy", "x, wgrad", "dy, wgrad"), strict=True)),
+        "groups": parts.plan_groups(run.plan),
+        "notes": run.plan.get("notes") or [],
+        "proof": proof,
+        "counted": parts.counted(proof),
+        "environment": flat(json_of(run.directory / "environment.json")),
+    }
+
+
+def _line(run: History) -> str:
+    skipped = f", {run.skipped} skipped" if run.skipped else ""
+    return f"step {run.step} of {run.cfg.train.steps}{skipped}"
+
+
+def _tiles(run: History, proof: Mapping[str, Any], status: str) -> list[dict[str, str]]:
+    """The figures at the head of the page."""
+    found = [{"figure": text, "word": word} for word, text in _told(run, proof) if text]
+    left = (run.cfg.train.steps - run.step) * (run.figures["seconds"].median if "seconds" in run.figures else math.nan)
+    if status == "running" and math.isfinite(left) and left:
+        found.append({"figure": _duration(left), "word": f"left, for {run.cfg.train.steps - run.step} steps"})
+    return found
+
+
+def _told(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is told of a run first, in words and figures; an empty one is not known."""
+
+    def of(key: str, text: Callable[[float], str], how: str = "newest") -> str:
+        kind, _, name = key.partition("/")
+        series = run.judged.get(name) if kind == "eval" else run.figures.get(key)
+        value = math.nan if series is None else getattr(series, how)
+        return text(value) if math.isfinite(value) else ""
+
+    def share(value: float) -> str:
+        return percent(value, 1)
+
+    own = {"rl": ("reward", "reward, last twentieth"), "preference": ("rewards/margins", "margin, last twentieth")}
+    first = own.get(run.cfg.train.phase, ("loss", "loss, last twentieth"))
+    memory = sum(run.memory.get(kind, 0) for kind in memory_kinds([("", run.memory)]))
+    return [
+        (first[1], of(first[0], short)),
+        ("held-out loss", of("eval/loss", short, "last")),
+        ("held-out answers right", of("eval/exact_match", share, "last")),
+        ("held-out reward", of("eval/reward", short, "last")),
+        ("held-out pairs told apart", of("eval/rewards/accuracies", share, "last")),
+        ("of linear FLOPs in FP8, counted", share(float(proof["share"])) if proof.get("share") is not None else ""),
+        ("tokens per second, median", of("tokens_per_s", lambda value: fixed(value, 0), "median")),
+        ("seconds a step, median", of("seconds", short, "median")),
+        ("memory, all kinds", bytes_text(memory) if memory else ""),
+    ]
+
+
+def _health(run: History) -> list[dict[str, Any]]:
+    """The newest figures of each component, the worst of its layers."""
+    return [
+        {"component": component, "color": color, **{name: series.last for name, series in found.items()}}
+        for (component, found), color in zip(run.health.items(), run_figures.COLORS, strict=False)
+    ]
+
+
+def _several(runs: Sequence[History], labels: Sequence[str], states: Sequence[str]) -> dict[str, Any]:
+    """What the page of several runs has beside."""
+    told = [dict(_told(run, json_of(run.directory / "proof.json"))) for run in runs]
+    words = [word for word in told[0] if any(one[word] for one in told)]
+    return {
+        "words": words,
+        "runs": [
+            {"label": label, "status": status, "line": _line(run), "figures": [one[word] for word in words]}
+            for label, status, run, one in zip(labels, states, runs, told, strict=True)
+        ],
+        "labels": labels,
+        "differ": differences(runs),
+        "seeds": _seeds(runs, labels),
+    }
+
+
+def differences(runs: Sequence[History]) -> list[tuple[str, list[str]]]:
+    """Settings in which runs differ, where they lie aside: the key, and the value of each run."""
+    each = [dict(flat(run.cfg.model_dump(mode="json"))) for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    found = [
+        (key, [settings.get(key, "") for settings in each]) for key in keys if key not in ("run.dir", "run.resume")
+    ]
+    return [(key, values) for key, values in found if len(set(values)) > 1]
+
+
+def _seeds(runs: Sequence[History], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs that differ in their seed alone: the mean of their last figures, with Student's 95 % interval."""
+    groups: dict[str, dict[int, int]] = {}
+    for place, run in enumerate(runs):
+        settings = run.cfg.model_dump(mode="json")
+        seed = settings["run"]["seed"]
+        settings["run"] = {}
+        groups.setdefault(repr(settings), {}).setdefault(seed, place)
+    found = []
+    for group in (list(group.values()) for group in groups.values() if len(group) > 1):
+        rows = []
+        for word, key, how in (
+            ("loss, last twentieth", "loss", "newest"), ("reward, last twentieth", "reward", "newest"),
+            ("held-out loss", "eval/loss", "last"), ("held-out answers right", "eval/exact_match", "last"),
+            ("held-out reward", "eval/reward", "last"),
+        ):  # fmt: skip
+            kind, _, name = key.partition("/")
+            series = [
+                runs[place].judged.get(name) if kind == "eval" else runs[place].figures.get(key) for place in group
+            ]
+            values = [math.nan if one is None else float(getattr(one, how)) for one in series]
+            if (interval := mean_gap(values)) is not None:
+                rows.append((word, short(interval.estimate), f"{short(interval.low)} to {short(interval.high)}"))
+        found.append({"runs": [labels[place] for place in group], "rows": rows})
+    return found
+
+
+def _duration(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"

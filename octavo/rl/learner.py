@@ -1,0 +1,35 @@
+"""What critic and limit ask of the stepper (:class:`octavo.rl.step.RlStepper`) that they are a part of."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from octavo.config import Config
+from octavo.generation import Engine
+from octavo.parallel import World
+from octavo.rl.experience import Rollout
+from octavo.rl.figures import Figures
+from octavo.rl.objectives import Counts
+from octavo.rl.settings import Settings
+from octavo.train.forward import Forward
+
+
+class Learner(Protocol):
+    cfg: Config
+    number: int
+    model: nn.Module
+    world: World
+    forward: Forward
+    settings: Settings
+    engine: Engine | None
+    rollout: Rollout | None
+    pad_id: int
+    counts: Counts | None
+    told: list[Figures]
+
+    def rows(self) -> AbstractContextManager[object]: ...
+    def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...
+    def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -1,0 +1,140 @@
+"""`octavo train --nproc`: ranks started, watched and ended together, as small programs and as a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import launch
+from octavo.cli.main import main
+from octavo.report import side_by_side
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """What a rank runs in place of Octavo: Python with `rank` and `here`; a file a rank says that it is there."""
+
+    def use(text: str) -> None:
+        head = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
+        monkeypatch.setattr(side_by_side, "COMMAND", f"{head}here = pathlib.Path({str(tmp_path)!r})\n{text}")
+
+    return use
+
+
+def test_ranks_meet_at_the_launchers_store(program, tmp_path):
+    program(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo'); found = [None] * dist.get_world_size()\n"
+        "dist.all_gather_object(found, (rank, int(os.environ['LOCAL_RANK'])))\n"
+        "(here / f'{rank}').write_text(repr(found)); dist.destroy_process_group()\n"
+    )
+    assert launch.launch([], 2) == 0
+    assert {(tmp_path / str(rank)).read_text() for rank in (0, 1)} == {"[(0, 0), (1, 1)]"}
+
+
+def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(program, capfd):
+    program("if rank == 1: sys.exit('rank one has no data')\ntime.sleep(60)\n")
+    began = time.monotonic()
+    assert launch.launch([], 3) == 1
+    assert time.monotonic() - began < 30
+    told = capfd.readouterr().err
+    assert "rank 1, exit code 1:\nrank one has no data" in told
+    program("sys.exit(2 if rank else 0)")
+    assert launch.launch([], 2) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_once_and_is_waited_for(number, program, tmp_path):
+    program(
+        "seen = []\n"
+        f"signal.signal({int(number)}, lambda *_: seen.append(1))\n"
+        "(here / f'up{rank}').touch()\n"
+        "while not seen: time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"  # as if it were saving
+        f"(here / f'saved{{rank}}').write_text(str(len(seen))); sys.exit({128 + number})\n"
+    )
+
+    def send() -> None:
+        while sum((tmp_path / f"up{rank}").exists() for rank in (0, 1)) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert launch.launch([], 2) == 128 + number
+    sender.join()
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "a.json").write_text("[]")
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: model}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 1}\n")
+    assert main(["train", str(file), "--nproc", "two"]) == 2
+    assert "expected a whole number" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert (launch.how_many(None), launch.how_many(3)) == (4, 3)
+    assert main(["train", str(file), "--nproc", "8"]) == 2
+    assert "--nproc 8: this machine has 4 GPU(s)" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", str(file), "--nproc", "2"]) == 2
+    assert "torchrun has started this one" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path):
+    """The words of the command line reach every rank; SIGTERM saves; the same command continues."""
+    from octavo.data import digits
+    from octavo.models import tiny
+
+    tiny.write("qwen3", tmp_path / "model", size="mini")
+    digits.write(tmp_path / "digits", train=16, test=4)
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: model}\ndata: {train: [{path: digits/train_text.json}]}\n"
+        "train: {steps: 30, micro_batch: 1, global_batch: 2, seq_length: 256}\n"
+        "run: {hf: false, tensorboard: false, health_every: 0, threads: 1}\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "octavo",
+            "train",
+            "run.yaml",
+            "--fp8-recipe",
+            "rowwise",
+            "--nproc",
+            "2",
+            *words,
+        ]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    stopped = start("run.dir=stopped")
+    metrics, patience = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < patience:
+        time.sleep(0.1)
+    stopped.terminate()
+    out, err = stopped.communicate(timeout=120)
+    assert stopped.returncode == 143, err
+    assert "next: octavo train run.yaml run.dir=stopped fp8.recipe=rowwise run.resume=auto --nproc 2" in out
+    again = start("run.dir=stopped", "run.resume=auto")
+    out, err = again.communicate(timeout=180)
+    assert again.returncode == 0 and out.count("finished after step 30") == 1, err
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 31)]

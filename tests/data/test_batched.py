@@ -1,0 +1,131 @@
+"""Rows that are made together are what each is alone, to the bit, and harm each other in nothing."""
+
+import copy
+import os
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from octavo.data import BadSample, Document, DocumentEncoder, Encoder
+from octavo.data import batched as module
+from octavo.data.batched import Calls, Wanted, together
+from octavo.data.errors import DataError
+from tests.data.test_encode import FAMILIES, rows
+
+NAME = "TOKENIZERS_PARALLELISM"
+
+
+@pytest.fixture
+def source(folder):
+    (folder.path / "broken.png").write_bytes(b"no")
+    made = [rows(folder).rows[row] for row in range(3)]
+    return folder.read(
+        [
+            *made,
+            folder.llava("<image>", "x", image="broken.png"),
+            folder.llava("<image>?", "y", image=folder.image("long.png", (4000, 4))),  # Qwen's processor refuses it
+            folder.llava("<image>Third?", "z", image=folder.image("big.png", (48, 40), (1, 2, 3))),
+            folder.llava("Nothing", "to see"),
+            folder.llava("spells <|image_pad|> <img>", "x"),
+        ],
+        "together.json",
+    )
+
+
+def same(one, other):
+    if isinstance(one, DataError):
+        return type(one) is type(other) and str(one) == str(other)
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+def alone(encoder, row):
+    try:
+        return encoder.encode(row)
+    except DataError as bad:
+        return bad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("open_pixels", [module.OPEN_PIXELS, 600])
+def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
+    monkeypatch.setattr(module, "OPEN_PIXELS", open_pixels)
+    encoder = Encoder(models(family), 512)
+    every = [source[row] for row in (*range(len(source)), 0)]
+    made = encoder.encode_all(every)
+    assert len(made) == 9 and all(map(same, made, [alone(encoder, row) for row in every]))
+    bad = [row for row, found in enumerate(made) if isinstance(found, BadSample)]
+    assert bad == ([3, 7] if family == "internvl" else [3, 4, 7])
+
+
+def test_the_processor_is_called_once(source, models, monkeypatch):
+    calls = []
+    call = Calls._call
+    monkeypatch.setattr(Calls, "_call", lambda self, rows: calls.append(len(rows)) or call(self, rows))
+    Encoder(models("qwen3_vl"), 512).encode_all([source[row] for row in (0, 1, 2, 5, 6, 0)])
+    assert calls == [4, 2]  # those with images, those without
+    Encoder(models("qwen3"), 512).encode_all([source[row] for row in (2, 6, 2)])
+    assert calls == [4, 2, 3]
+
+
+def test_a_few_rows_start_no_threads_of_the_tokenizer(source, models, monkeypatch):
+    seen = []
+    call = Calls._call
+    monkeypatch.setattr(Calls, "_call", lambda *given: seen.append(os.environ[NAME]) or call(*given))
+    for asked, told in ((None, "false"), ("true", "true")):
+        monkeypatch.delenv(NAME, raising=False) if asked is None else monkeypatch.setenv(NAME, asked)
+        Encoder(models("qwen3"), 512).encode_all([source[2]])
+        assert (seen.pop(), os.environ.get(NAME)) == (told, asked)
+
+
+def test_an_image_never_goes_to_another_row(folder, models):
+    """A template may write an image twice and another not at all: their sums agree with those of the images."""
+    processor = copy.copy(models("qwen3_vl"))
+    processor.chat_template = processor.chat_template.replace(
+        "{% for message", "{% if messages[0].content[-1].text == 'twice' %}<|image_pad|>{% endif %}{% for message", 1
+    ).replace("== 'image' or", "== 'image' and messages[0].content[-1].text != 'none' or", 1)
+    colours = {"twice": (255, 0, 0), "none": (0, 255, 0), "once": (0, 0, 255)}
+    listed = [
+        folder.llava(f"<image>{word}", "x", image=folder.image(f"{word}.png", color=colour))
+        for word, colour in colours.items()
+    ]
+    source, encoder = folder.read(listed), Encoder(processor, 512)
+    made = encoder.encode_all([source[row] for row in range(3)])
+    assert [isinstance(found, BadSample) for found in made] == [True, True, False]
+    assert "the chat template writes 2 places for its 1 image(s)" in str(made[0])
+    assert same(made[2], encoder.encode(source[2]))
+
+
+def test_documents(folder, models):
+    image = folder.image("wide.png", (32, 16))
+    rows = [{"text": "plain"}, {"text": "seen: <image>!", "images": [image]}, {"image": image, "text": "caption"}]
+    source = folder.read(rows, kind="documents")
+    encoder = DocumentEncoder(models("qwen3_vl"), 512)
+    every = [source[row] for row in range(3)]
+    assert all(isinstance(row, Document) for row in every)
+    made = encoder.encode_all(every)
+    assert len(made) == 3 and all(map(same, made, map(encoder.encode, every)))
+
+
+def test_what_is_answered_goes_to_who_asked():
+    def row(number):
+        first = yield Wanted(f"{number}")
+        if number == 2:
+            raise DataError("of two")
+        try:
+            second = yield Wanted(f"{number}{first}")
+        except ValueError as cause:
+            return str(cause)
+        return first, second
+
+    def answer(wanted):
+        asked.append([text for text, _ in wanted])
+        return [ValueError("refused") if text == "1a" else "a" for text, _ in wanted]
+
+    asked = []
+    found = together([row(number) for number in range(4)], answer)
+    assert asked == [["0", "1", "2", "3"], ["0a", "1a", "3a"]]
+    assert [*found[:2], found[3]] == [("a", "a"), "refused", ("a", "a")] and str(found[2]) == "of two"
+    with pytest.raises(ZeroDivisionError):  # no fault of the row
+        together([(1 / 0 for _ in [0])], answer)

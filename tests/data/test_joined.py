@@ -1,0 +1,191 @@
+"""Documents joined: every token once, in an order of the seed's, out of a file that is made once."""
+
+import json
+import os
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from octavo.config import Dataset
+from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, cache, joined, train_loader
+from octavo.data.joined import join, joins
+
+WORDS = ["one", "two two", "three three three", "fünf 五\n" * 9, "x", "seven " * 30]
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def read(folder, *rows, name="rows.jsonl", **more):
+    return folder.read([{"text": row} if isinstance(row, str) else row for row in rows], name, "documents", **more)
+
+
+def stream(samples):
+    return np.concatenate([samples[i].input_ids for i in range(len(samples))]).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_every_token_once_and_any_sample_at_once(folder, models, family):
+    source, tokenizer = read(folder, *WORDS), models(family).tokenizer
+    single = [[*tokenizer(words)["input_ids"], tokenizer.eos_token_id] for words in WORDS]
+    in_order = sum(single, [])
+    for length in (2, 7, len(in_order) - 1, len(in_order), 10_000):
+        encoder = DocumentEncoder(models(family), length)
+        held_out = join(source, encoder, "error", None)
+        whole = len(in_order) // length * length
+        rest = len(in_order) - whole
+        kept = in_order[: whole if rest == 1 else None]  # a token alone teaches nothing
+        assert stream(held_out) == kept and len(held_out) == -(-len(kept) // length)
+        sizes = [len(held_out[i].input_ids) for i in range(len(held_out))]
+        assert set(sizes[:-1]) <= {length} and sizes[-1] in (length, rest)
+        assert encoder.encode(held_out[0]).labels.tolist() == [-100, *in_order[1:length]]
+    mixed, again, other = (stream(join(source, DocumentEncoder(models(family), 5), "error", n)) for n in (1, 1, 2))
+    assert mixed == again and mixed != other and sorted(mixed) == sorted(other)
+    at = [i + 1 for i, token in enumerate(mixed) if token == tokenizer.eos_token_id]
+    assert sorted(mixed[a:b] for a, b in zip([0, *at], at, strict=False)) == sorted(single)
+    with pytest.raises(IndexError, match="makes .* samples of 5 tokens, asked for 999"):
+        join(source, DocumentEncoder(models(family), 5), "error", 1)[999]
+    with pytest.raises(DataError, match="seq_length is 1, and joined documents need 2"):
+        join(source, DocumentEncoder(models(family), 1), "error", 1)
+
+
+def test_tokens_are_made_once(folder, models, kept, monkeypatch):
+    source, said, calls = read(folder, *WORDS), [], []
+    plain = DocumentEncoder.tokens_of
+    monkeypatch.setattr(
+        DocumentEncoder, "tokens_of", lambda self, texts: calls.append(len(texts)) or plain(self, texts)
+    )
+    monkeypatch.setattr(joined, "AT_ONCE", 30)
+
+    def made(length=7, family="qwen3", **more):
+        encoder = DocumentEncoder(models(family), length)
+        found = folder.read(source.rows.path, kind="documents", **more)
+        return stream(join(found, encoder, "error", None, say=said.append))
+
+    first = made()
+    assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in said[0] and len(said) == 1
+    assert len(list(kept.glob("*.tokens"))) == 1
+    assert made() == first and made(length=11) == first and len(calls) == 2  # whatever seq_length is
+    assert made(max_samples=3) == first[: len(made(max_samples=3))] and len(calls) == 3
+    made(family="llama")
+    assert len(calls) == 5
+    folder.json([{"text": "another"}], "rows.jsonl")
+    assert len(made()) < 20 and len(calls) == 6
+    assert not list(kept.glob(".*"))
+
+
+def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypatch):
+    source = read(folder, *WORDS)
+    plain = DocumentEncoder.tokens_of
+
+    def slow(self, texts):
+        with open(source.rows.path, "a") as file:
+            file.write('{"text": "late"}\n')
+        return plain(self, texts)
+
+    monkeypatch.setattr(DocumentEncoder, "tokens_of", slow)
+    with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is whole"):
+        join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
+    assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
+    with pytest.raises(DataError, match="changed while it was read; start again"):
+        os.truncate(source.rows.path, 10)
+        join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
+    assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
+
+
+def test_a_damaged_file_of_the_cache_is_named(folder, models, kept):
+    source, encoder = read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8)
+    join(source, encoder, "error", None)
+    (file,) = kept.glob("*.tokens")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:10], whole[:-1], whole[:-16] + b"\xff" * 16, whole[:-16] + b"\0" * 16, whole[100:]):
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{file.name}, a file of the data cache, is damaged .*; remove it"):
+            join(source, encoder, "error", None)
+    file.write_bytes(b"\xff" * 8 + whole[8:])  # tokens that no vocabulary has
+    with pytest.raises(DataError, match=rf"{file.name}.* is damaged \(sample 0 has the token 65535, .*; remove it"):
+        join(source, encoder, "error", None)[0]
+    file.unlink()
+    assert len(join(source, encoder, "error", None))
+
+
+def test_bad_rows_are_named_when_made_and_when_found(folder, models):
+    image = folder.image("a.png")
+    rows = ["good", {"text": 7, "id": "seven"}, {"text": "a <|im_end|> b"}, {"text": "see", "image": image}, "also"]
+    encoder = DocumentEncoder(models("qwen3_vl"), 8)
+    fresh = folder.json([rows[0], rows[1]], "two.jsonl")
+    with pytest.raises(BadSample, match=r"two.jsonl, row 0: is 'good'; expected an object"):
+        join(folder.read(fresh, kind="documents", format="text"), encoder, "error", None)
+    source = read(folder, *rows)
+    found = join(source, encoder, "skip", None)
+    told = [(record["row"], record["id"], record["action"]) for record in found.records]
+    assert told == [(1, "seven", "skipped"), (2, None, "with control tokens"), (3, None, "skipped")]
+    assert "set data.join: false" in found.records[2]["reason"]
+    assert [made.count(encoder.end_id) for made in (stream(found),)] == [4]  # three documents, and what one spells
+    assert join(source, encoder, "skip", None).records == found.records
+    with pytest.raises(BadSample, match=r"row 1 \(id seven\): 'text' is 7; expected a text"):
+        join(source, encoder, "error", None)
+    empty = read(folder, {"text": ""}, {"text": "a <|image_pad|>"}, name="bad.jsonl", format="text")
+    with pytest.raises(DataError, match=r"every one of its 2 rows was left out; the last one \(row 1\) because it its"):
+        join(empty, encoder, "skip", None)
+
+
+def test_which_data_sets_are_joined(folder):
+    image = folder.image("a.png")
+    assert joins(read(folder, *WORDS))
+    assert joins(read(folder, "a", {"text": 7}, {"text": "b", "images": None}))
+    assert not joins(read(folder, "a", {"text": "b", "image": image}))
+    assert not joins(read(folder, folder.llava("Hi", "Ho")))
+
+
+def config(path, report, **more):
+    dataset = Dataset(path=str(path))
+    data = {"train": [dataset], "eval": [], "on_long": "drop", "train_on_prompt": True, "system": None, "workers": 0,
+            "max_image_megapixels": 100.0, "on_bad_sample": "skip", "join": True, **more}  # fmt: skip
+    train = SimpleNamespace(phase="pretrain", seq_length=6, micro_batch=2, global_batch=4)
+    return SimpleNamespace(
+        data=SimpleNamespace(**{"cache": None, **data}), train=train, run=SimpleNamespace(seed=3, timeout=60.0)
+    )
+
+
+def batches(loader, steps):
+    try:
+        return [batch["input_ids"].tolist() for _ in range(steps) for batch in next(loader)]
+    finally:
+        loader.close()
+
+
+def test_one_number_resumes_for_any_ranks_and_workers(folder, models, tmp_path):
+    path = folder.json([{"text": words} for words in (*WORDS, " ")], "rows.jsonl")
+    cfg, report = config(path, tmp_path / "skipped.jsonl"), tmp_path / "skipped.jsonl"
+    whole = batches(train_loader(cfg, models("qwen3"), report_path=report), 9)
+    assert len(whole) == 18 and all(len(row) == 6 for batch in whole for row in batch)
+    (listed,) = [json.loads(line) for line in report.read_text().splitlines()]
+    assert (listed["row"], listed["action"]) == (6, "skipped") and listed["file"].endswith("rows.jsonl")
+    assert batches(train_loader(cfg, models("qwen3"), start_row=12), 6) == whole[6:]
+    by_workers = config(path, report, workers=2)
+    assert batches(train_loader(by_workers, models("qwen3")), 9) == whole
+    ranks = [batches(train_loader(cfg, models("qwen3"), rank=r, world=2), 9) for r in (0, 1)]
+    assert [batch for pair in zip(*ranks, strict=True) for batch in pair] == whole
+    apart = batches(train_loader(config(path, report, join=False), models("qwen3")), 1)
+    assert apart != whole[:2]
+
+
+def test_a_joined_set_is_small_to_send(folder, models):
+    source = read(folder, *(["long " * 1000] * 50))
+    whole = join(source, DocumentEncoder(models("qwen3"), 64), "error", 5)
+    sent = pickle.dumps(Loader(Mixture([whole]), SimpleNamespace(pad_id=0), 1, 1).mixture)
+    assert len(sent) < 10_000
+    assert stream(pickle.loads(sent).sources[0]) == stream(whole)
+
+
+def test_a_folder_that_cannot_keep_it_is_named(folder, models, monkeypatch, kept):
+    kept.write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot keep rows.jsonl as tokens: .*Name a folder"):
+        join(read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8), "error", None)
+    assert cache.default_folder() == kept

@@ -1,0 +1,324 @@
+"""Rows of CSV, parquet, folders of shards and of what `datasets` saved: the same as those of JSON."""
+
+import datetime
+import decimal
+import json
+import pickle
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.config import Dataset
+from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, images
+from octavo.data.files import open_rows
+from octavo.data.sources import preferences
+
+TEXT = [{"instruction": f"Say {n}", "input": "é" * (n % 3), "output": f"<{n}>"} for n in range(40)]
+
+
+def saved(folder, rows, kind: str):
+    """The rows as a file or folder of a kind."""
+    path = folder.path / f"rows.{kind}"
+    if kind in ("json", "jsonl"):
+        return folder.json(rows, path.name)
+    if kind in ("csv", "tsv"):
+        mark = "\t" if kind == "tsv" else ","
+        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
+        path.write_text("\r\n".join(lines) + "\r\n")
+    elif kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif kind == "saved":
+        datasets.Dataset.from_list(rows[::-1]).select(range(len(rows))[::-1]).save_to_disk(path)
+    else:
+        path.mkdir()
+        for start in range(0, len(rows), 16):
+            part = saved(folder, rows[start : start + 16], kind.removeprefix("shards of "))
+            part.rename(path / f"part-{start:03}{part.suffix}")
+    return path
+
+
+KINDS = ("json", "jsonl", "csv", "tsv", "parquet", "saved", "shards of parquet", "shards of jsonl")
+STREAMED = ("jsonl", "csv", "tsv", "parquet", "shards of parquet", "shards of csv")
+
+
+@pytest.mark.parametrize(("kind", "stream"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in STREAMED)])
+def test_every_kind_of_file_gives_the_same_batches(folder, models, kind, stream, monkeypatch):
+    """Rows, tokens, order, a resume in the middle, and all of it through the cache, or past it."""
+    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
+    encoder = Encoder(models("qwen3"), 64)
+
+    def tokens(kind: str, first: int = 0, stream: bool = False) -> list:
+        path = saved(folder, TEXT, kind) if not first else folder.path / f"rows.{kind}"
+        source = pickle.loads(pickle.dumps(folder.read(path, stream=stream)))  # as a worker gets it
+        assert (source.format, len(source)) == ("alpaca", 40)
+        loader = Loader(Mixture([source], seed=3), encoder, 4, 4, start_row=first)
+        return [next(loader)[0]["input_ids"].tolist() for _ in range(15 - first // 4)]
+
+    whole = tokens(kind, stream=stream)
+    assert whole[8:] == tokens(kind, 32, stream) and (folder.path / "cache").exists() == (
+        not stream and kind != "saved"
+    )
+    assert whole == tokens("json")
+
+
+def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
+    """Cells with line ends, marks and quotes in them, long ones, blank lines, a byte order mark; groups come and go."""
+    content = b'\xef\xbb\xbfa,b\r\n"x\r\ny","1,""2"""\r\n\r\n"' + b"z" * 200_000 + 'é",\u2028\n3,4'.encode()
+    (folder.path / "x.csv").write_bytes(content)
+    streamed, kept = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
+    assert [streamed[n] for n in (2, 0, 1)] == [kept[n] for n in (2, 0, 1)]
+    assert kept[0] == {"a": "x\r\ny", "b": '1,"2"'} and len(streamed) == len(kept) == 3
+    monkeypatch.setattr("octavo.data.streams.KEPT", 1)
+    rows = open_rows(saved(folder, TEXT, "parquet"), stream=True)
+    assert [rows[n] for n in (39, 0, 6, 7, 20)] == [TEXT[n] for n in (39, 0, 6, 7, 20)]
+    assert len(rows._kept) == 1
+
+
+@pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved", "shards of jsonl"))
+def test_the_columns_for_rewards_are_those_of_any_row(folder, kind, monkeypatch):
+    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
+    rows = [{"question": f"{n}?", "answer": "1"} for n in range(20)]
+    rows[17]["level"] = rows[18]["output"] = "2"
+    columns = dict.fromkeys(("level", "output")) if kind in ("parquet", "saved") else {}
+    path = saved(folder, [columns | row for row in rows], kind)
+    if kind == "jsonl":
+        path.write_text(path.read_text() + '{"bad": \n[{"list": 1}]\n')
+    source = folder.read(path, kind="prompts", columns={"prompt": "question", "hint": "level"})
+    assert source[17].columns["hint"] == "2" and sorted(source.columns()) == ["hint", "output"]
+    if kind in STREAMED:
+        again = folder.read(path, kind="prompts", columns={"prompt": "question", "hint": "level"}, stream=True)
+        assert sorted(again.columns()) == ["hint", "output"]
+    if kind == "jsonl":  # and they are kept
+        monkeypatch.setattr("octavo.data.table.parse_json", None)
+        assert sorted(source.columns()) == ["hint", "output"]
+
+
+def test_a_row_of_a_table_is_what_json_would_have_said(folder):
+    day, price = datetime.date(2026, 1, 2), decimal.Decimal("1.20")
+    rows = [
+        {"a": None, "b": {"c": None, "d": [1, 2.5]}, "when": day, "price": price},
+        {"a": "x", "b": None, "when": None, "price": None},
+    ]
+    for kind in ("parquet", "saved"):
+        found = open_rows(saved(folder, rows, kind))
+        assert [found[0], found[1]] == [{"b": {"d": [1, 2.5]}, "when": "2026-01-02", "price": "1.20"}, {"a": "x"}]
+        assert pickle.loads(pickle.dumps(found))[1] == {"a": "x"}
+
+
+@pytest.mark.parametrize(
+    "content", (b"a,b\r1,2\r3,4\r", b'a,b\r"1\r\n2",3\r\n4,5', b"a,b\n1\r2,3\n4,5\n", b"\xef\xbb\xbfa,b\r\r\n\r1,2")
+)
+def test_lines_that_end_with_cr_are_the_same_in_a_stream(folder, content):
+    (folder.path / "x.csv").write_bytes(content)
+    kept, streamed = (open_rows(folder.path / "x.csv", stream=stream) for stream in (False, True))
+
+    def told(rows) -> list:
+        found = []
+        for row in range(len(rows)):
+            try:
+                found.append(rows[row])
+            except BadSample as bad:
+                found.append(str(bad))
+        return found
+
+    assert told(kept) == told(streamed) and len(kept) > 0
+    assert [kept.line(n) for n in range(len(kept))] == [streamed.line(n) for n in range(len(kept))]
+
+
+def not_utf8(*values: bytes) -> pa.Array:
+    return pa.array(values, pa.binary()).view(pa.string())
+
+
+@pytest.mark.parametrize("kind", ("parquet", "stream", "saved"))
+def test_a_value_that_cannot_be_read_is_wrong_with_its_row_alone(folder, kind):
+    """Times that Python has no value for harm no row; a text that is no text does."""
+    numbers = pa.array([0, 1 << 38])
+    table = pa.table({
+        "a": not_utf8(b"x", b"y\xff"),
+        "when": numbers.cast(pa.timestamp("s")), "there": numbers.cast(pa.timestamp("us", "Mars/Utopia")),
+        "day": pa.array([0, 1 << 30], pa.int32()).cast(pa.date32()),
+        "took": pa.array([0, 1 << 62]).cast(pa.duration("s")),
+    })  # fmt: skip
+    path = folder.path / ("rows" if kind == "saved" else "rows.parquet")
+
+    def opened(table: pa.Table):
+        if kind == "saved":
+            datasets.Dataset(table).save_to_disk(path)
+        else:
+            parquet.write_table(table, path)
+        return open_rows(path, stream=kind == "stream")
+
+    rows = opened(table)
+    assert rows[0]["a"] == "x" and rows[0]["when"] == "1970-01-01 00:00:00"
+    with pytest.raises(BadSample, match=r"rows.*, row 1: its column 'a' \(string\) cannot be read \('utf-8' codec"):
+        rows[1]
+    path = folder.path / ("times" if kind == "saved" else "times.parquet")
+    times = opened(table.drop_columns(["a"]))[1]
+    assert (
+        times["when"].startswith("10680-07-14 06:09:04")
+        and "1073741824" in times["day"]
+        and times["took"] == str(1 << 62)
+    )
+    assert times["there"].startswith("1970-01-04 04:21:17")
+
+
+@pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved"))
+def test_a_key_that_is_null_is_not_there(folder, kind):
+    """Of JSON as of a table, in the looks that tell what rows are and in the rows."""
+    spare = dict.fromkeys(("messages", "prompt", "instruction", "output", "chosen", "rejected", "label", "text", "id"))
+    talk = {"conversations": folder.llava("hi", "yo")["conversations"]}
+    made = {
+        "conversations": spare | talk,
+        "prompts": spare | {"prompt": "2+3?", "answer": "5"},
+        "pairs": spare | {"prompt": "p", "chosen": "c", "rejected": "r"},
+        "labelled": spare | {"prompt": "p", "completion": "c", "label": True},
+        "documents": spare | {"text": "once", "texts": None},
+    }
+    for of, row in made.items():
+        (folder.path / of).mkdir()
+        path = saved(type(folder)(folder.path / of), [row, row], kind)
+        if of in ("pairs", "labelled"):
+            assert preferences(Dataset(path=str(path))) == of
+        full = {key: value for key, value in row.items() if value is not None}
+        source, truth = folder.read(path, kind=of), folder.read([full] * 2, f"{of}.json", kind=of)
+        told = repr(source[1]).replace(str(path), str(folder.path / f"{of}.json"))
+        assert (source.format, told) == (truth.format, repr(truth[1]))
+
+
+def test_images_may_stand_in_the_rows(folder, models):
+    """As `datasets` writes them; pixels and tokens are those of the files."""
+    names = [folder.image(f"{n}.png", color=(9 * n, 80, 200)) for n in range(3)]
+    rows = [{"image": name, "conversations": folder.llava("<image>What?", name)["conversations"]} for name in names]
+    inside = [{**row, "image": {"bytes": (folder.path / row["image"]).read_bytes(), "path": None}} for row in rows]
+    inside[2]["image"]["path"] = "2.png"
+    named = [{**row, "image": {"bytes": None, "path": row["image"]}} for row in rows]
+    encoder = Encoder(models("qwen3_vl"), 64)
+    truth = folder.read(rows)
+    for given in (saved(folder, inside, "parquet"), saved(folder, named, "saved")):
+        source = folder.read(given, images=str(folder.path))
+        for row in range(3):
+            one, other = encoder.encode(truth[row]), encoder.encode(source[row])
+            assert (one.pixel_values == other.pixel_values).all() and (one.input_ids == other.input_ids).all()
+    pictures = [folder.read(folder.path / "rows.parquet")[row].images[0] for row in range(3)]
+    assert len({*map(str, pictures)}) == 3 and str(pictures[2]).startswith("2.png (")
+    broken = folder.read(saved(folder, [{**inside[0], "image": {"bytes": b"no", "path": "x.png"}}], "parquet"))
+    with pytest.raises(BadSample, match=r"rows\.parquet, row 0: image x\.png \(\w{12}\) cannot be decoded"):
+        encoder.encode(broken[0])
+    bomb = images.Picture((folder.path / names[0]).read_bytes())
+    with pytest.raises(images.ImageProblem, match="decompression bomb"):
+        images.load(bomb, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ("json", "parquet", "saved"))
+def test_an_image_of_neither_bytes_nor_path_is_null(folder, kind):
+    """As `datasets` and Arrow write the null of a struct."""
+    none, name = {"bytes": None, "path": None}, folder.image()
+    there = {"bytes": None, "path": name}
+    made = {
+        "talk": {"image": none, "conversations": folder.llava("hi", "yo")["conversations"]},
+        "parts": {"images": [there], "messages": [
+            {"role": "user", "content": [{"type": "image", "image": none}]}, {"role": "assistant", "content": [
+                {"type": "text", "text": "yo"}]}]},
+        "prose": {"texts": ["a", None], "images": [none, there]},
+    }  # fmt: skip
+    for of, row in made.items():
+        (folder.path / of).mkdir()
+        rows = [row, row | {"image": there} if of == "talk" else row]  # so that the column has a type
+        path = saved(type(folder)(folder.path / of), rows, kind)
+        found = folder.read(path, kind="documents" if of == "prose" else "conversations", images=str(folder.path))[0]
+        assert len(found.images) == (of != "talk")
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_two_columns_of_one_name_are_refused(folder, stream):
+    table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["text", "x", "text"])
+    parquet.write_table(table, folder.path / "x.parquet")
+    with pytest.raises(DataError, match=r"its columns are \['text', 'x', 'text'\], 'text' more than once; rename one"):
+        open_rows(folder.path / "x.parquet", stream=stream)
+
+
+def test_columns_have_their_own_names(folder):
+    rows = [{"question": "q", "solution": f"a{n}", "prompt": "not this", "level": n} for n in range(2)]
+    source = folder.read(rows, kind="prompts", columns={"prompt": "question", "answer": "solution"})
+    assert source[1].answer == "a1" and source[1].conversation.turns[0].text == "q"
+    assert source[1].columns["level"] == 1 and not {"question", "solution"} & source[1].columns.keys()
+    with pytest.raises(DataError, match=r"columns names answer: truth, which none of its first 2 rows has; they have"):
+        folder.read(rows, kind="prompts", columns={"answer": "truth"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": ["a"], "output": "b"}, r"'instruction' is \['a'\]; expected text"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, r"has the history .*expected a list of \[question"),
+        ({"instruction": "a", "input": "b"}, "an alpaca row has instruction and output"),
+        ({"instruction": " ", "input": "", "output": "b"}, "has an empty 'instruction' and no 'input', so nothing is"),
+        ({"instruction": "a", "output": ""}, "turn 2 is an assistant turn without text"),
+    ],
+)  # fmt: skip
+def test_bad_alpaca_rows_are_named(folder, row, message):
+    with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{message}"):
+        folder.read([TEXT[0], row], format="alpaca")[1]
+
+
+def test_an_alpaca_row_with_all_it_may_have(folder):
+    row = {"system": "s", "history": [["q1", "a1"]], "instruction": "q2", "input": "i", "output": "a2"}
+    turns = [(turn.role, turn.text) for turn in folder.read([row])[0].turns]
+    assert turns == [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2\ni"), ("assistant", "a2")]
+    prompt = folder.read([row], kind="prompts")[0]
+    assert (prompt.answer, prompt.columns["prompt"]) == ("a2", "q2\ni") and "instruction" not in prompt.columns
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"a,b\n1,2\n3\n", "row 1: line 3 has 1 cells, and the first line names 2 columns"),
+        ("x.csv", b'a,b\n1,2\n3,"\xff"\n', r"row 1: line 3 holds half a character"),
+        ("x.csv", b"a,a\n1,2\n", r"its first line is \['a', 'a'\]; it must name every column, each once"),
+        ("x.csv", b'a,b\n1,"2\n', r"is no CSV file: unexpected end of data \(line 2\)"),
+        ("x.csv", b"a,b\n", "holds no rows"),
+        ("x.parquet", b"PAR1no table", r"x\.parquet is no parquet file that can be read"),
+    ],
+)
+@pytest.mark.parametrize("stream", (False, True))
+def test_tables_that_cannot_be_used(folder, name, content, message, stream):
+    (folder.path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_rows(folder.path / name, stream=stream)[1]
+
+
+@pytest.mark.parametrize("small", (1 << 30, 0))
+def test_a_broken_page_is_the_files_fault(folder, small, monkeypatch):
+    """Not that of the folder of the cache, which Arrow's OSError would be taken for."""
+    monkeypatch.setattr(cache, "SMALL", small)
+    path = saved(folder, TEXT, "parquet")
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
+    with pytest.raises(DataError, match=r"rows\.parquet is no parquet file that can be read"):
+        open_rows(path, folder.path / "cache")
+
+
+def test_folders_that_cannot_be_used(folder):
+    (folder.path / "shards").mkdir()
+    (folder.path / "shards" / "a.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read"):
+        open_rows(folder.path / "shards")
+    folder.json(TEXT, "shards/b.json")
+    with pytest.raises(DataError, match=r"shards is a folder with files of several kinds \(\.json, \.parquet\)"):
+        open_rows(folder.path / "shards")
+    path = saved(folder, TEXT, "saved")
+    with pytest.raises(DataError, match="what `datasets` saved is read where it lies in any case; leave `stream` out"):
+        open_rows(path, stream=True)
+    both = folder.path / "both"
+    datasets.DatasetDict(train=datasets.load_from_disk(str(path))).save_to_disk(str(both))
+    with pytest.raises(DataError, match=r"holds several splits: name the folder of one of them, such as .*both/train"):
+        open_rows(both)
+    state = json.loads((path / "state.json").read_text())
+    state["_data_files"] = [{"filename": "gone.arrow"}]
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match=r"is no folder of `datasets` that can be read \(FileNotFoundError"):
+        open_rows(path)

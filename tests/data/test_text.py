@@ -1,0 +1,62 @@
+"""The text set: what it holds, that no file is in both parts, and that nothing is overwritten."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import main
+from octavo.data import DataError, text
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return text.write(tmp_path_factory.mktemp("text") / "set")
+
+
+def rows(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_real_source_and_documentation_split_by_file(made):
+    train, test = rows(made.train), rows(made.test)
+    assert made.rows == {"train": len(train), "test": len(test)} and len(test) == (len(train) + len(test)) // 10
+    sources = [row["source"] for row in (*train, *test)]
+    assert len(set(sources)) == len(sources) and {"argparse.py", "json/decoder.py"} <= set(sources)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for row in (train[0], test[-1], *(row for row in train if row["source"] == "argparse.py")):
+        name, _, topic = row["source"].partition(":")
+        if topic:
+            from pydoc_data.topics import topics
+
+            assert row["text"] == topics[topic]
+        else:
+            assert row["text"] == (library / name).read_text()
+    assert not [name for name in sources if "site-packages" in name or name.startswith(("test/", "encodings/"))]
+    assert all(row["text"].strip() for row in (*train, *test))
+    card = (made.directory / "README.md").read_text()
+    assert "PSF License" in card and f"{len(train)} rows" in card
+
+
+def test_the_same_is_accepted_and_nothing_is_overwritten(made, tmp_path, capsys):
+    before = made.train.stat().st_mtime_ns
+    assert main(["text", str(made.directory)]) == 0 and made.train.stat().st_mtime_ns == before
+    assert f"{made.rows['train']} documents to train on and {made.rows['test']} held out" in capsys.readouterr().out
+    (tmp_path / "mine").write_text("notes")
+    with pytest.raises(DataError, match="exists and is not a text set; choose another directory"):
+        text.write(tmp_path)
+    (tmp_path / "mine").unlink()
+    (tmp_path / "settings.json").write_text('{"layout": 1, "python": "2.7.18"}')
+    with pytest.raises(DataError, match=r"holds another text set \(python: 2.7.18 there, 3"):
+        text.write(tmp_path)
+    (tmp_path / "settings.json").write_text((made.directory / "settings.json").read_text())
+    with pytest.raises(DataError, match=rf"not complete \(0 of {made.rows['train']} rows of train\); remove it"):
+        text.write(tmp_path)
+
+
+def test_a_python_without_its_library_as_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
+    with pytest.raises(DataError, match="0 source files in .*python.zip, and the text set is made of them"):
+        text.write(tmp_path / "set")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,109 @@
+"""Rows in which an assistant calls tools: read from every way of writing them, rendered by the template, learned."""
+
+import copy
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.data import IGNORE, BadSample, Encoder
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"name": "weather", "arguments": {"city": "Bern"}}
+TURNS = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "name": "weather", "content": "dry"},
+    {"role": "assistant", "content": "No."},
+]
+ROW = {"tools": [TOOL], "messages": TURNS}
+SPOKEN = [
+    {"from": "human", "value": "Rain?"},
+    {"from": "function_call", "value": json.dumps(CALL)},
+    {"from": "observation", "value": "dry"},
+    {"from": "gpt", "value": "No."},
+]
+# As Qwen3's: tools in front, a thinking block before the last answer alone.
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
+{{- m.content if m.content is string else (m.content | map(attribute='text') | join) }}
+{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + (call.function.arguments | tojson) + '</call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""  # noqa: E501
+FORMS = {
+    "objects": ROW,
+    "texts": {"tools": json.dumps([TOOL]),
+              "messages": [TURNS[0], {**TURNS[1], "tool_calls": json.dumps([CALL])}, *TURNS[2:]]},
+    "arguments as text": {"tools": [TOOL], "messages": [TURNS[0], {"role": "assistant", "tool_calls": [
+        {"function": {"name": "weather", "arguments": json.dumps(CALL["arguments"])}}]}, *TURNS[2:]]},
+    "sharegpt": {"tools": json.dumps([TOOL]), "conversations": SPOKEN},
+}  # fmt: skip
+
+
+def encoder(models, family: str = "qwen3", template: str = TEMPLATE) -> Encoder:
+    processor = copy.deepcopy(models(family))
+    processor.chat_template = processor.tokenizer.chat_template = template
+    return Encoder(processor, 512)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_and_answers_are_learned(folder, models, family, form):
+    made = encoder(models, family)
+    sample = made.encode(folder.read([FORMS[form]])[0])
+    whole = made.tokenizer.decode(sample.input_ids)
+    assert json.dumps(TOOL["function"]["name"]) in whole and "dry" in whole
+    learned = made.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
+    assert learned == '<call>weather{"city": "Bern"}</call><|im_end|><think>\n\n</think>\n\nNo.<|im_end|>'
+
+
+def test_a_table_whose_rows_differ_says_the_same(folder, models):
+    """Parquet has one type for all turns: what a turn has not, is null there."""
+    parquet.write_table(pa.Table.from_pylist([ROW, {"messages": TURNS[:1] + TURNS[3:]}]), folder.path / "x.parquet")
+    source, truth = folder.read(folder.path / "x.parquet"), folder.read([ROW])[0]
+    assert source[0].turns == truth.turns and source[0].tools == truth.tools and source[1].tools == ()
+
+
+def test_prompts_and_pairs_offer_tools_too(folder, models):
+    asked = {"tools": [TOOL], "prompt": SPOKEN[:3], "answer": "No."}
+    prompt = folder.read([asked], kind="prompts")[0].conversation
+    assert [turn.role for turn in prompt.turns] == ["user", "assistant", "tool"] and prompt.tools == (TOOL,)
+    assert prompt.turns[1].calls[0]["function"] == CALL
+    pair = {"tools": [TOOL], "prompt": TURNS[:3], "chosen": "No.", "rejected": "Yes."}
+    assert folder.read([pair], kind="pairs")[0].chosen.tools == (TOOL,)
+    with pytest.raises(BadSample, match="calls a tool in its last answer"):
+        folder.read([{"messages": TURNS[:2]}], kind="prompts")[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": {"a": 1}}, r"'tools' is \{'a': 1\}; expected a list of objects"),
+        ({"tools": "[1"}, "'tools' is not JSON"),
+        ({"tools": [3]}, "'tools' is .*expected a list of objects"),
+        ({"messages": [TURNS[0], {"role": "assistant", "content": None}]}, "content of turn 2 is None"),
+        ({"messages": [{**TURNS[1], "role": "user"}]}, "an assistant calls tools"),
+        ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"name": ""}]}]}, "turn 2 has the call"),
+        ({"messages": [TURNS[0], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}]},
+         "turn 2 has the call .* expected a function's name and its arguments"),
+        ({"messages": [{**TURNS[2], "name": 7}]}, "a name is text"),
+    ],
+)  # fmt: skip
+def test_bad_calls_are_named(folder, change, message):
+    with pytest.raises(BadSample, match=rf"rows\.json, row 1: .*{message}"):
+        folder.read([ROW, {**ROW, **change}])[1]
+
+
+def test_a_template_that_passes_over_tools_is_told(folder, models):
+    silent = TEMPLATE.replace("{%- if tools %}", "{%- if false %}")
+    with pytest.raises(BadSample, match="the chat template has no place for tools, and the row offers some"):
+        encoder(models, template=silent).encode(folder.read([ROW])[0])
+    silent = TEMPLATE.replace("m.tool_calls or []", "[]")
+    with pytest.raises(BadSample, match="no place for calls of tools, and an assistant calls 'weather'"):
+        encoder(models, template=silent).encode(folder.read([{"messages": TURNS}])[0])

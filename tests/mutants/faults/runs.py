@@ -1,0 +1,432 @@
+"""Faults in a run: its rows, rewards, steps, and what it goes on from."""
+
+from faults.fault import area
+
+area(
+    "loader",
+    (
+        "loader-order-after-resume", "data/loader.py",
+        "itertools.count(self.start, self.stride)", "itertools.count(0, self.stride)",
+        "a resumed run reads the rows from the beginning",
+        "data/test_loader.py",
+    ),
+    (
+        "loader-rank-offset", "data/loader.py",
+        "first = self.rank * mine", "first = self.rank",
+        "ranks read rows of each other",
+        "data/test_loader.py",
+    ),
+    (
+        "bad-row-swallowed", "data/loader.py",
+        '(self.on_bad == "error" and not isinstance(made, LongSample))', "False",
+        "on_bad_sample: error leaves bad rows out",
+        "data/test_loader.py",
+    ),
+    (
+        "mixture-same-order-each-epoch", "data/mixture.py",
+        "self.seed, 2, source, epoch)", "self.seed, 2, source)",
+        "every epoch has the order of the first",
+        "data/test_mixture.py",
+    ),
+    (
+        "mixture-weights-without-sizes", "data/mixture.py",
+        "[w * n for w, n in zip(weights, self.sizes", "[w for w, _ in zip(weights, self.sizes",
+        "a weight is a share of rows instead of a multiple of the data set",
+        "data/test_mixture.py",
+    ),
+    (
+        "label-mask-end", "data/expansion.py",
+        "int(inside[-1]) + 1)", "int(inside[-1]))",
+        "the last token of an answer has no loss",
+        "data/test_encode.py",
+    ),
+    (
+        "cut-keeps-half-answers", "data/encode.py",
+        "if span[1] <= end)", "if span[0] < end)",
+        "an answer that was cut counts as a whole one",
+        "data/test_encode.py",
+    ),
+    (
+        "collate-padding-has-a-loss", "data/collate.py",
+        "_padded([s.labels for s in samples], longest, IGNORE)",
+        "_padded([s.labels for s in samples], longest, pad_id)",
+        "padding is learned",
+        "data/test_collate.py",
+    ),
+    (
+        "eval-set-ranks", "data/evalset.py",
+        "(turn * self.world + self.rank) * self.micro_batch", "turn * self.world * self.micro_batch + self.rank",
+        "ranks evaluate some questions twice and some never",
+        "data/test_loader.py", "train/test_evaluation.py", "data/test_build.py",
+    ),
+    (
+        "image-outside-its-folder", "data/images.py",
+        "if not path.is_relative_to(root):", "if not root.exists():",
+        "a row may name a file outside the image folder",
+        "data/test_images.py",
+    ),
+    (
+        "image-of-any-format", "data/images.py",
+        "else path, formats=known)", "else path)",
+        "an image that is PostScript starts Ghostscript",
+        "data/test_pixels.py",
+    ),
+    (
+        "transparent-is-black", "data/images.py",
+        'image.size, "white")', 'image.size, "black")',
+        "what is transparent shows black",
+        "data/test_pixels.py",
+    ),
+    (
+        "long-rows-are-rendered", "data/bound.py",
+        "if room >= 0 and len(turns) <= tokens:", "if True:",
+        "a row of 20 MB is rendered before it is dropped",
+        "data/test_encode.py",
+    ),
+)  # fmt: skip
+
+area(
+    "rewards",
+    (
+        "prompt-without-its-opening", "data/encode.py",
+        "rendered(turns, self._render, given is None)", "rendered(turns, self._render)",
+        "a prompt ends before what opens the answer",
+        "data/test_prompts.py",
+    ),
+    (
+        "given-answers-are-learned", "data/template.py",
+        "answers[given:]", "answers",
+        "answers of the shared prompt of a pair have labels",
+        "data/test_pairs.py",
+    ),
+    (
+        "prompt-numbers-of-a-rank", "data/loader.py",
+        "[(self.rows + n, self._judge", "[(self.rows + n - first, self._judge",
+        "two ranks draw the same random numbers for other prompts",
+        "data/test_prompts.py",
+    ),
+    (
+        "rejected-before-chosen", "data/pairs.py",
+        "[pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]",
+        "[pair.rejected for pair in pairs] + [pair.chosen for pair in pairs]",
+        "the worse answer is preferred",
+        "data/test_pairs.py",
+    ),
+    (
+        "labelled-rows-crossed-with-themselves", "data/pairs.py",
+        "for sample in mine[-1:]] + mine[:-1]", "for sample in mine[:1]] + mine[1:]",
+        "the KL term of KTO sees the answers that belong to the prompts",
+        "data/test_pairs.py",
+    ),
+    (
+        "images-of-the-answer", "data/prompts.py",
+        "find_images(names[:count], images)", "find_images(names, images)",
+        "images behind the prompt are given to it",
+        "data/test_prompts.py",
+    ),
+    (
+        "rewards-of-a-group-shifted", "data/prompts.py",
+        "for sample in samples for _ in range(group)", "for _ in range(group) for sample in samples",
+        "completions are judged by the references of other prompts",
+        "data/test_prompts.py",
+    ),
+    (
+        "nan-is-a-reward", "rl/rewards/rewards.py",
+        "if isinstance(value, str) or not math.isfinite(value)", "if isinstance(value, str)",
+        "NaN and infinity are rewards",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-counts-not-compared", "rl/rewards/worker.py",
+        "if len(values) != len(completions):", "if not values:",
+        "fewer rewards than completions are taken",
+        "rl/test_rewards.py",
+    ),
+    (
+        "rewards-without-weights", "rl/rewards/rewards.py",
+        "totals += entry.weight * np", "totals += np",
+        "weights of rewards do nothing",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-time-limit", "rl/rewards/process.py",
+        "self._socket.settimeout(max(1e-3, until - time.monotonic()))", "self._socket.settimeout(None)",
+        "a reward may hang for ever",
+        "rl/test_rewards.py",
+    ),
+    (
+        "worker-outlives-its-trainer", "rl/rewards/worker.py",
+        "while os.getppid() == trainer:", "while True:",
+        "a reward that hangs goes on after kill -9",
+        "rl/test_rewards.py",
+    ),
+    (
+        "rewards-changed-unseen", "rl/rewards/entry.py",
+        'else _hash(self.source + more)', 'else _hash(self.reward)',
+        "a run goes on with another reward function",
+        "rl/test_rewards.py",
+    ),
+    (
+        "reward-model-reads-the-prompt-alone", "rl/rewards/model.py",
+        '[*turns, answer]', '[*turns]',
+        "a reward model does not see what it judges",
+        "rl/test_reward_model.py",
+    ),
+    (
+        "reward-model-sees-padding", "rl/rewards/model.py",
+        "data.collate(samples, self.pad_id)", "data.collate(samples, self.pad_id + 1)",
+        "a reward depends on its neighbours' lengths",
+        "rl/test_reward_model.py",
+    ),
+)  # fmt: skip
+
+area(
+    "critic",
+    (
+        "policy-is-the-critic", "adapters/attach.py",
+        "layer._active_adapter = [NAME]", "pass",
+        "the second adapter computes where the first should",
+        "adapters/test_attach.py",
+    ),
+    (
+        "critic-shares-the-limit", "train/update.py",
+        "critic.parameters(model) if apart else ()", "()",
+        "a critic that is far off shrinks the policy's step",
+        "rl/test_critic.py",
+    ),
+    (
+        "critic-lr-of-the-policy", "train/optim.py",
+        "lr * group.get(FACTOR, 1.0)", "lr",
+        "rl.critic_lr does nothing",
+        "rl/test_critic.py",
+    ),
+    (
+        "whitened-by-part", "rl/critic.py",
+        "whiten(advantages, mask, of_batch[0])", "whiten(advantages, mask, moments(advantages, mask))",
+        "advantages depend on how completions are cut into micro-batches",
+        "rl/test_critic.py",
+    ),
+    (
+        "returns-are-whitened", "rl/critic.py",
+        "of_batch[0]), returns", "of_batch[0]), whiten(returns, mask, of_batch[1])",
+        "the critic learns whitened returns",
+        "rl/test_critic.py",
+    ),
+)  # fmt: skip
+
+area(
+    "training",
+    (
+        "targets-shift", "train/losses.py",
+        "return labels[:, 1:]", "return labels[:, :-1]",
+        "a token is learned from itself",
+        "train/test_losses.py", "train/test_step.py",
+    ),
+    (
+        "loss-by-sample", "train/losses.py",
+        "known / known.sum(dim=1, keepdim=True).clamp(min=1)", "known / known.sum().clamp(min=1)",
+        "loss: sample weighs samples by their lengths",
+        "train/test_losses.py",
+    ),
+    (
+        "chunked-loss-border", "fp8/logits.py",
+        "(at >= 0) & (target < block.stop)", "(at >= 0) & (target <= block.stop)",
+        "a class at the border of two chunks is taken from the wrong one",
+        "fp8/memory/test_chunked_loss.py",
+    ),
+    (
+        "chunked-loss-last-chunk", "fp8/logits.py",
+        "slice(start, min(start + width, size))", "slice(start, min(start + width, size - size % width or size))",
+        "the classes of a ragged last chunk are left out",
+        "fp8/memory/test_chunked_loss.py",
+    ),
+    (
+        "head-partition-follows-tokens", "fp8/memory/head_gemms.py",
+        "site.codes.block or size + _BLOCK", "size + _BLOCK",
+        "a head's weight is cast again whenever the number of tokens changes",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "head-stays-fp8-in-high-precision", "fp8/memory/chunked_head.py",
+        "site is not None and not site.selections", "site is None",
+        "a head in FP8 gives the losses of a moment of high precision",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "head-reached-by-any-glob", "fp8/policy/decisions.py",
+        "rule.match == row.name and rule.recipe is not None", "rule.recipe is not None",
+        "a rule for all layers takes the head along",
+        "fp8/memory/test_head_fp8.py",
+    ),
+    (
+        "codes-of-a-written-norm", "fp8/dense/compiled.py",
+        "torch.ops.octavo.unwritten(x.detach())", "pass",
+        "a compiled layer multiplies the codes of what its input was before a write",
+        "fp8/blocks/test_compiled.py",
+    ),
+    (
+        "compiled-norm-keeps-its-codes", "fp8/dense/compiled.py",
+        "left is not None and left[0] == x_MK.dtype", "False and left[0] == x_MK.dtype",
+        "compiled layers cast what a norm has cast",
+        "fp8/blocks/test_compiled.py",
+    ),
+    (
+        "schedule-one-step-late", "train/schedule.py",
+        "(step - 1 - warmup) / max(1, steps - warmup)", "(step - warmup) / max(1, steps - warmup)",
+        "the learning rate is one step ahead",
+        "train/test_schedule.py",
+    ),
+    (
+        "infinite-loss-is-applied", "train/update.py",
+        "bool(parts.isfinite().all() & norm.isfinite())", "bool(norm.isfinite())",
+        "a step whose loss is not finite is applied",
+        "train/test_step.py", "train/test_nonfinite.py",
+        "train/test_losses.py",
+    ),
+    (
+        "gain-window-random-numbers", "train/gain.py",
+        "checkpoint.rng.restore(generators, world.rank)", "None",
+        "measuring the gain changes the random numbers of the run",
+        "train/test_gain.py",
+    ),
+    (
+        "gradients-averaged-by-ranks", "parallel/shard.py",
+        "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(float(world.size))",
+        "gradients of ranks are averaged although their losses are shares of one sum",
+        "parallel/test_shard.py",
+    ),
+    (
+        "skipped-step-leaves-histories", "train/step.py",
+        "if not done.applied and histories:", "if False:",
+        "a step that is not applied leaves its amaxes behind",
+        "train/test_step.py -k skipped",
+    ),
+)  # fmt: skip
+
+area(
+    "resume",
+    (
+        "resume-forgets-random-numbers", "checkpoint/rng.py",
+        'torch.set_rng_state(mine["torch"])', "None",
+        "torch's generator does not come back",
+        "checkpoint/test_rng.py",
+    ),
+    (
+        "resume-does-not-restore-random-numbers", "train/build.py",
+        "checkpoint.rng.restore(restored.extra, world.rank)", "None",
+        "a resumed run draws other random numbers",
+        "train/test_lora.py -k bit_for_bit",
+    ),
+    (
+        'resume-forgets-optimizer', 'checkpoint/optimizer.py',
+        'for (name, key), tensor in found.items():',
+        'for (name, key), tensor in ():',
+        "the optimizer's states do not come back",
+        'checkpoint/test_state.py',
+    ),
+    (
+        "resume-forgets-scaling", "train/build.py",
+        "fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))", "None",
+        "amax histories do not come back",
+        "train/test_resume.py -k 'not kill_9'",
+    ),
+    (
+        "resume-repeats-rows", "train/rundir.py",
+        "self.step, self.rows = step, rows", "self.step = step",
+        "a resumed run reads rows that it has read",
+        "train/test_resume.py -k 'sigterm or named'",
+    ),
+    (
+        "dead-weights-go-on", "train/stopping.py",
+        'refuse_weights(run.model, run.world, f"after step {step.number}")', "None",
+        "a run whose weights are not finite skips ten steps before it ends, and names a layer's forward",
+        "train/test_dead.py -k whatever",
+    ),
+    (
+        "dead-weights-are-saved", "checkpoint/state.py",
+        'if bad := fp8.not_finite(here(state)): raise CheckpointError( f"after',
+        'if bad := []: raise CheckpointError( f"after',
+        "a checkpoint is written of NaN",
+        "train/test_dead.py -k 'whatever or optimizer'",
+    ),
+    (
+        "dead-checkpoints-are-loaded", "checkpoint/state.py",
+        "or not_finite(path, document)", "",
+        "a checkpoint of 0.4.0 that holds NaN is the newest good one",
+        "train/test_dead.py -k poisoned",
+    ),
+    (
+        "skipped-to-the-end-is-finished", "train/loop.py",
+        "if not stopped and (in_a_row := run.job.progress.in_a_row):", "if in_a_row := 0:",
+        "a run whose last steps were skipped has finished",
+        "train/test_dead.py -k last_steps",
+    ),
+    (
+        "keep-trusts-the-newest", "train/saving.py",
+        "if step.result.applied and self.newest < step.number:", "if self.newest:",
+        "the checkpoint before one that is dead is deleted before a step has shown it",
+        "train/test_dead.py -k keep_never",
+    ),
+    (
+        "negative-infinity-is-finite", "fp8/weights/finite.py",
+        "low.isfinite() & high.isfinite()", "high.isfinite()",
+        "an infinity below zero passes for a number",
+        "fp8/weights/test_finite.py",
+    ),
+    (
+        "checksum-not-compared", "checkpoint/files.py",
+        "return None if found == wanted else", "return None if found['size'] == wanted['size'] else",
+        "a flipped bit in a checkpoint is not noticed",
+        "checkpoint/test_state.py",
+    ),
+    (
+        "prune-keeps-the-oldest", "checkpoint/files.py",
+        "if step <= newest][-max(keep, 1) :]", "if step <= newest][: max(keep, 1)]",
+        "the newest checkpoints are removed",
+        "checkpoint/test_state.py",
+    ),
+    (
+        'replacement-cut-short', 'checkpoint/files.py',
+        'atomic.restore(aside(directory, step, "old"), place(directory, step))',
+        'None',
+        'a checkpoint that was being replaced is not given back',
+        'checkpoint/test_state.py',
+    ),
+    (
+        'text-written-in-place', 'atomic.py',
+        'else f".{file.name}.tmp")',
+        'else f"{file.name}")',
+        'files of a run are written over instead of replaced',
+        'test_atomic.py', 'train/test_run.py',
+    ),
+    (
+        "other-optimizer-states-taken", "checkpoint/optimizer.py",
+        'was, asked = former.get(key, "fp32"), group.get(key, "fp32")', 'was = asked = group.get(key, "fp32")',
+        "a checkpoint with states of another kind is not refused with its cure",
+        "checkpoint/test_small_states.py",
+    ),
+    (
+        "lock-is-shared", "train/lock.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "two processes train in one run directory",
+        "train/test_lock.py",
+    ),
+    (
+        "seed-may-change", "train/rundir.py",
+        'found["run"] = {"seed": cfg.run.seed}', 'found["run"] = {}',
+        "a run goes on with another seed",
+        "train/test_resume.py -k 'not kill_9'",
+    ),
+    (
+        "changed-data-of-equal-size", "train/datafiles.py",
+        "now[path] != value]", 'now[path]["size"] != value["size"]]',
+        "data of equal size and other contents is taken",
+        "train/test_resume.py -k changed_data",
+    ),
+    (
+        "checkpoint-outside", "checkpoint/dcp_safe.py",
+        'or file != os.path.basename(file) or', "or",
+        "a checkpoint may name files outside its folder",
+        "checkpoint/test_dcp_safe.py",
+    ),
+)  # fmt: skip

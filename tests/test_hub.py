@@ -1,0 +1,276 @@
+"""Names of the Hugging Face hub in place of folders, over a cache that is laid out by hand: no network is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from huggingface_hub import errors
+
+import octavo
+from octavo import data, hub, train
+from octavo.config import ConfigError, load_config_text
+from octavo.models import tiny
+from octavo.train.finished import export_model
+
+SHA = "0123456789abcdef" * 2 + "01234567"
+
+
+def put(cache: Path, name: str, source: Path) -> Path:
+    """A model folder as the hub's cache has it: links into blobs, a snapshot under its SHA, `main` that names it."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / SHA
+    for folder in (repo / "blobs", repo / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(SHA)
+    for number, file in enumerate(sorted(source.iterdir())):
+        shutil.copy(file, repo / "blobs" / f"{number:064x}")
+        (snapshot / file.name).symlink_to(os.path.relpath(repo / "blobs" / f"{number:064x}", snapshot))
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny text model, and the same in blocks of FP8 and in rows."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny.write("qwen3", folder / "plain", size="mini")
+    for kind in ("block", "dynamic"):
+        export_model(folder / "plain", folder / kind, f"fp8-{kind}")
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of the hub, which itself is out of reach."""
+
+    waited = []
+
+    def refuse(self, name, **asked):
+        waited.append(asked["timeout"])
+        assert waited == [hub.SECONDS], "who does not answer is asked once"
+        raise ConnectionError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", refuse)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """online({name: sha or error}): what the hub says of repositories."""
+
+    def answer(known):
+        def repo_info(self, name, repo_type=None, revision=None, timeout=None):
+            found = known.get(name)
+            if found is None:
+                response = SimpleNamespace(headers={}, request=None, status_code=404)
+                raise errors.RepositoryNotFoundError("404 Client Error", response=response)
+            return SimpleNamespace(sha=found)
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+
+    return answer
+
+
+def config(folders: Path, tmp_path: Path, *over: str, path: str = "an/Original"):
+    text = f"""
+model: {{path: {path}}}
+data: {{train: [{{path: {folders / "rows.json"}}}]}}
+train: {{steps: 1, seq_length: 64, micro_batch: 1, global_batch: 1}}
+run: {{dir: {tmp_path / "run"}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
+"""
+    return load_config_text(text, over)
+
+
+BLOCK = ("lora={rank: 2}", "model.load_in_fp8=block")
+
+
+@pytest.mark.parametrize(
+    ("there", "over", "took", "words"),
+    [
+        ({"an/Original": "plain", "an/Original-FP8": "block"}, BLOCK, "an/Original-FP8", "its published FP8 twin"),
+        ({"an/Original": "plain", "an/Original-FP8": "dynamic"}, BLOCK, "an/Original",
+         "note: an/Original-FP8 is not taken: its codes are rowwise"),
+        ({"an/Original": "plain", "an/Original-FP8": "block", "an/Original-FP8-dynamic": "dynamic"},
+         ("lora={rank: 2}", "model.load_in_fp8=true"), "an/Original-FP8-dynamic", "twin (rowwise, load_in_fp8)"),
+        ({"an/Original": "plain", "an/Original-FP8": "block"}, (), "an/Original", "the hub does not answer (Conn"),
+        ({"an/Original": "plain", "an/Original-FP8": "block"}, (*BLOCK, "model.revision=main"), "an/Original", "cache"),
+    ],
+)  # fmt: skip
+def test_what_is_taken_trains_and_is_written_down(folders, cache, tmp_path, there, over, took, words):
+    for name, folder in there.items():
+        put(cache, name, folders / folder)
+    said: list[str] = []
+    cfg = hub.resolved(config(folders, tmp_path, *over), said.append)
+    assert any(words in line for line in said) and said[-1].startswith(f"model.path an/Original: {took} at {SHA[:12]}")
+    assert Path(cfg.model.path).parent.name == "snapshots" and hub.resolved(cfg, None) is cfg  # type: ignore[arg-type]
+    result = train.run(cfg)
+    about = json.loads((result.dir / "environment.json").read_text())
+    assert about["model"] == {"name": took, "revision": SHA}
+    if "taken: its codes" in words or "FP8" in took:
+        assert "frozen FP8 codes" in (result.dir / "plan.json").read_text()
+
+
+def test_load_takes_names_too(folders, cache):
+    put(cache, "an/Original", folders / "plain")
+    said: list[str] = []
+    assert octavo.load("an/Original", say=said.append).config.model_type == "qwen3" and "is taken" in said[-1]
+
+
+def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cache, tmp_path, online, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, repo_type, revision, allow_patterns):
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
+        return put(cache, name, folders / "plain")
+
+    online({"an/Original": SHA})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    said: list[str] = []
+    cfg = hub.resolved(config(folders, tmp_path, *BLOCK), said.append)
+    assert (asked["name"], asked["revision"]) == ("an/Original", SHA)
+    assert "*.safetensors" in asked["patterns"] and not any(p in asked["patterns"] for p in ("*", "*.py", "*.bin"))
+    assert said == [f"model.path an/Original: an/Original at {SHA[:12]} is taken; no published FP8 twin of the kind "
+                    "blockwise was found, so it is quantized here"]  # fmt: skip
+    assert hub.origin(cfg.model.path) == {"name": "an/Original", "revision": SHA} and hub.origin(tmp_path) is None
+    with pytest.raises(hub.HubError, match="there is no model no/Such at the revision 'v2' on the Hugging Face hub"):
+        hub.resolved(config(folders, tmp_path, "model.revision=v2", path="no/Such"), said.append)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "block"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, None),
+        ({"quant_method": "fp8"}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}, None),
+        ({"quant_method": "gptq"}, None),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}, "row"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}, None),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}}}, "tensor"),
+        ({"config_groups": {"a": {}}}, None),
+        ("fp8", None),
+    ],
+)
+def test_which_kind_a_config_announces(tmp_path, said, kind):
+    for form in ({"quantization_config": said}, {"text_config": {"quantization_config": said}}):
+        (tmp_path / "config.json").write_text(json.dumps(form))
+        assert hub.kind_of(tmp_path / "config.json") == kind
+    (tmp_path / "config.json").write_text("[1]")
+    assert hub.kind_of(tmp_path / "config.json") is None is hub.kind_of(tmp_path / "none.json")
+
+
+def test_what_is_a_name_and_what_a_path(tmp_path, folders, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "model").mkdir(parents=True)
+    for path in (
+        "./an/Original",
+        "/an/Original",
+        "an/Original/x",
+        "here/model",
+        "here/other",
+        "Original",
+        "an/rows.json",
+    ):
+        assert Path(config(folders, tmp_path, f"model.path={path}").model.path).is_absolute(), path
+    assert config(folders, tmp_path, "model.path=an/Original").model.path == "an/Original"
+    with pytest.raises(ConfigError, match="model.revision: has no effect on a local path"):
+        config(folders, tmp_path, "model.path=./m", "model.revision=main")
+    with pytest.raises(ConfigError, match=r"data.train.0.split: has no effect on a local path"):
+        config(folders, tmp_path, "data.train.0.split=test")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare"])
+def test_without_a_network_one_sentence_comes_before_torch(folders, tmp_path, command):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: Qwen/Qwen3-8B}}\ndata: {{train: [{{path: {folders}/rows.json}}]}}\n"
+                    "train: {steps: 1}\n")  # fmt: skip
+    code = ("import sys; from octavo.cli.main import main; code = main(sys.argv[1:]); "
+            "assert 'torch' not in sys.modules; sys.exit(code)")  # fmt: skip
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = subprocess.run([sys.executable, "-c", code, command, str(file)], capture_output=True, text=True, env=env)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.splitlines()
+    assert "there is no folder Qwen/Qwen3-8B here, and the Hugging Face hub cannot be asked for the model" in line
+    assert "OfflineModeIsEnabled" in line and "hf download Qwen/Qwen3-8B" in line
+    assert ("--shape qwen3_8b" in line) == (command == "plan")
+
+
+def test_a_data_set_of_the_hub(folders, cache, tmp_path, online, monkeypatch):
+    """At the revision that it has now, which the run writes down; as the same rows in a file."""
+    rows, asked = json.loads((folders / "rows.json").read_text()), []
+
+    def load_dataset(name, subset, split, revision):
+        asked.append((name, subset, split, revision))
+        if split == "none":
+            raise ValueError('Unknown split "none"')
+        return datasets.Dataset.from_list(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    local = config(folders, tmp_path, path=str(folders / "plain"))
+    named = config(
+        folders, tmp_path, "data.train=[{path: an/Set}]", "run.dir=" + str(tmp_path / "b"), path=str(folders / "plain")
+    )
+    with pytest.raises(hub.HubError, match="cannot be asked for the data set an/Set .*give the `revision`"):
+        train.run(named)
+    online({"an/Set": SHA})
+    assert train.run(named).losses() == train.run(local).losses()
+    assert {*asked} == {("an/Set", None, "train", SHA)} and f"revision: {SHA}" in (
+        tmp_path / "b/config.yaml"
+    ).read_text()
+    wrong = named.data.train[0].model_copy(update={"split": "none", "revision": SHA})
+    with pytest.raises(
+        data.DataError, match=r'an/Set, split none, revision 0123.* cannot be had .*Unknown split "none"'
+    ):
+        data.read(wrong)
+
+
+def test_a_data_set_of_the_hub_is_streamed(folders, cache, tmp_path, online, monkeypatch):
+    """Row groups of its parquet files, wherever they are opened: rows, losses and joined documents of a local file."""
+    online({"an/Set": SHA})
+    rows = [{"text": f"{n} and so on"} for n in range(30)]
+    files = [tmp_path / f"{n}.parquet" for n in range(3)]
+    for n, file in enumerate(files):
+        parquet.write_table(pa.Table.from_pylist(rows[10 * n : 10 * n + 10]), file, row_group_size=4)
+    opened = []
+
+    class Elsewhere:
+        def open(self, file, mode):
+            opened.append(file)
+            return open(file.removeprefix("hf://"), mode)
+
+    def builder(name, subset, revision):
+        assert (name, revision) == ("an/Set", SHA)
+        kinds = {"train": [f"hf://{file}" for file in files], "text": ["hf://x.jsonl"]}
+        return SimpleNamespace(config=SimpleNamespace(data_files=kinds))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", Elsewhere)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for join in ("true", "false"):
+        of = ("train.phase=pretrain", f"data.join={join}", "train.steps=3", "train.seq_length=32")
+        losses = []
+        for number, entry in enumerate((f"path: {tmp_path}/rows.json", "path: an/Set, stream: true")):
+            over = (f"data.train=[{{{entry}}}]", f"run.dir={tmp_path}/{join}{number}")
+            named = config(folders, tmp_path, *of, *over, path=str(folders / "plain"))
+            losses.append(train.run(named).losses())
+        assert losses[0] == losses[1]
+    assert len({*opened}) == 3 and len(opened) == 3
+    entry = hub.resolved(named, print).data.train[0]
+    for split, message in (("none", "split none, .* cannot be had"), ("text", "streamed: .*x.jsonl is no parquet")):
+        with pytest.raises(data.DataError, match=message):
+            data.read(entry.model_copy(update={"split": split}))

@@ -1,0 +1,40 @@
+"""The first answers of evaluations: what of them is kept, and what a resumed run drops."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+from octavo.data.collate import Meta
+from octavo.train.answers import ANSWERS, LENGTH, Answers
+from octavo.train.evaluation import Answer, _shown
+
+WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}
+TOKENIZER = SimpleNamespace(
+    added_tokens_decoder={0: SimpleNamespace(special=True)}, decode=lambda ids: " ".join(WORDS[n] for n in ids)
+)
+
+
+def test_an_answer_is_kept_as_far_as_it_goes_right_and_the_first_of_each_row():
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 7, 8, 0, 0, 0]])
+    likeliest = torch.tensor([[9, 3, 9, 9, 6], [7, 8, 0, 0, 0]])
+    batch = {"input_ids": ids, "meta": Meta(files=("a", "b"), rows=(4, 5))}
+    answers = [(0, (2, 5)), (0, (5, 6)), (1, (1, 3))]
+    found = list(_shown(likeliest, batch, answers, [False, True, True], 4))
+    assert found == [Answer("a", 4, [1, 2], [3, 4, 5], [3, 9], False), Answer("b", 5, [1], [7, 8], [7, 8], True)]
+    assert [one.row for one in _shown(likeliest, batch, answers, [False, True, True], 1)] == [4]
+    assert not list(_shown(likeliest, batch, answers, [False, True, True], -3))
+
+
+def test_they_are_text_and_those_behind_the_step_of_a_resume_are_dropped(tmp_path):
+    answers = Answers(tmp_path, TOKENIZER, 0)
+    for step in (2, 4):
+        said = [Answer("f", 1, [1, 0, 2, 3], [4], "x" * 9999, None, 0.5)]
+        answers.write(step, said)
+    Answers(tmp_path, TOKENIZER, 3).write(5, [Answer("f", 1, [0], [4], [0], True)])
+    first, second = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
+    assert first == {
+        "step": 2, "file": "f", "row": 1, "prompt": "w1 | w2 w3", "wanted": "w4", "said": "x" * LENGTH, "right": None,
+        "reward": 0.5,
+    }  # fmt: skip
+    assert (second["step"], second["prompt"], second["said"]) == (5, "", "")
