@@ -9,7 +9,7 @@ when everything that is filled exists. What is assembled runs in :mod:`octavo.tr
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ import numpy
 import torch
 from torch import nn
 
-from octavo import checkpoint, data, environment, fp8, models, parallel
+from octavo import checkpoint, data, environment, fp8, hub, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.models.quantization import read_quantization
-from octavo.train import attention, base, compiled, critic, graphs, planning, routing, rundir, tokens
+from octavo.train import attention, base, compiled, critic, graphs, planning, routing, rundir, starting, tokens
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
 from octavo.train.optim import adamw
@@ -53,6 +53,7 @@ class Job:
     phase: Phase
     base: base.Base | None = None
     attention: str | None = None  # the kernel, unless torch chooses
+    first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
 
     @property
     def model(self) -> nn.Module:
@@ -62,21 +63,28 @@ class Job:
 def build(
     cfg: Config, world: parallel.World, start: rundir.Start, phase: Phase = SFT,
     say: Callable[[str], None] = lambda text: None,
+    tell: Callable[[planning.Planned], Iterable[str]] = lambda planned: (),
 ) -> Job:  # fmt: skip
     """The ordered list. `start` says where the run begins (`rundir.enter`), `phase` what it learns from; `say` gets
-    lines for people.
+    lines for people, `tell` makes those about the plan.
 
     Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
     """
     directory = start.directory
+    first = None if start.first is None else start.first["path"]
+    cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first})})
     check_possible(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
-    if world.is_main:
-        rundir.write_json(directory / "environment.json", {**environment.describe(), "ranks": world.size})
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+    pixels = models.pixels_by(processor)
+    if world.is_main:
+        taken = {} if (of := hub.origin(cfg.model.path)) is None else {"model": of}
+        about = {**environment.describe(), "ranks": world.size, "pixels": pixels, **taken}
+        rundir.write_json(directory / "environment.json", about)
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
+    data.prepare(asked, processor, say)
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
     loader = phase.loader(asked, processor, start_row=start.rows, **share)
     evalset = phase.evalset(asked, processor, **share)
@@ -87,12 +95,17 @@ def build(
     saved = _saved_plan(world, start)
     made = cfg if start.checkpoint is None else base.begun(cfg)
     plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
-    kept = None if start.checkpoint is None else read_state(start.checkpoint)["counters"].get("attention")
-    kernel = attention.decide(cfg, world, kept)
+    kept = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
+    if kept and pixels is not None and (before := kept.get("pixels", "pil")) != pixels:  # 0.4.0 had no other way
+        how = "install" if before == "torchvision" else "remove"
+        say(f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
+            f"{how} torchvision to have the former")  # fmt: skip
+    kernel = attention.decide(cfg, world, kept.get("attention"))
     notes = notes if kernel is None else (*notes, str(kernel))
-    if world.is_main:
-        _keep_plan(directory, saved, family.name, plan, notes, prediction)
-    say(_message(plan, notes, prediction))
+    # Nobody goes on before the file is there: a reference model is quantized by it on every rank.
+    world.from_main(lambda: _keep_plan(directory, saved, family.name, plan, notes, prediction))
+    for line in tell(planning.Planned(made, plan, family, notes, prediction, world.size)):
+        say(line)
     if saved is not None and planning.leaves_open(cfg):
         say(
             f"note: a run that continues takes the plan that it began with, {saved}; fp8.plan is not read again, and "
@@ -131,7 +144,7 @@ def build(
     phase.begin(stepper, processor, directory, progress.step, say)
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
-        found, used,
+        found, used, start.first,
     )  # fmt: skip
 
 
@@ -175,15 +188,6 @@ def _keep_plan(
     there = (rundir.read_json(file) or {}) if saved == file.resolve() else {}
     if "rows" not in there or any(line["fuse"] == "on" for line in there.get("sisters") or ()):
         rundir.write_plan(directory, family, plan, notes, prediction)
-
-
-def _message(plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None) -> str:
-    """The plan for people, before anything is loaded."""
-    if not any(row.fp8 or row.decided for row in plan.rows):
-        off = "FP8 is off: every layer computes in high precision"
-        return "\n".join([off, *plan.notes]) if any(block.saves for block in plan.blocks) else off
-    further = [f"note: {note}" for note in notes if note not in plan.notes]
-    return "\n".join([plan.table(), *further, *([] if prediction is None else prediction.sentences())])
 
 
 def check_possible(cfg: Config, world: parallel.World) -> None:
@@ -259,6 +263,12 @@ def load_weights(
     """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
     halves of fp32 weights where the optimizer keeps them."""
     path, kinds = cfg.model.path, cfg.model.load_in_fp8.kinds
+    if (drawn := base.drawn(cfg)) is not None:
+        std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
+        say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {path} none are read")
+        if cfg.optimizer.master == "bf16+16":
+            return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
+        return models.fresh(path, model_dtype(cfg), device, *drawn), {}
     found = read_quantization(path)
     if found is not None and not base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
@@ -301,8 +311,10 @@ def resume(
     stepper: Stepper, start: rundir.Start, say: Callable[[str], None], beside: base.Base | None = None
 ) -> rundir.Progress:
     """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any, whose
-    frozen base must be the one that was loaded."""
+    frozen base must be the one that was loaded; or the model alone, from the one that it begins with."""
     if start.checkpoint is None:
+        if start.first is not None:
+            starting.fill(stepper, Path(start.first["path"]), beside, say)
         return rundir.Progress()
     world = stepper.world
     if beside is not None and beside.whole and not start.forked:  # a fork may have its base in FP8
@@ -334,8 +346,10 @@ def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
-    """Write the run's state after `job.progress.step` steps into a folder of the run. A collective."""
-    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state()
+    """Write the run's state after `job.progress.step` steps into a folder of the run; its weights alone, with the amax
+    histories that they compute by, without `run.save_states`. A collective."""
+    whole = job.cfg.run.save_states
+    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
     return checkpoint.save(
@@ -350,8 +364,11 @@ def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
             "plan": document(job.plan),
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
+            **({} if job.first is None else {"start_from": dict(job.first)}),
+            "pixels": models.pixels_by(job.processor),
         },
         world=job.world,
         keep=None,  # see `saving.Saving`
         trained_only=job.cfg.lora is not None,
+        weights_only=not whole,
     )
