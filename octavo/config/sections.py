@@ -195,6 +195,14 @@ class Dataset(Section):
         default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**12, description="Use the first N rows only.")
+    shuffle_buffer: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**24,
+        description="Files in a random order, and so many rows at a time shuffled together, for sets of many files or "
+        "more rows than memory orders. Absent: all rows of up to 2^24 together; 16,384 of larger sets and of those "
+        "that are fetched.",
+    )
     columns: dict[Text, Text] | None = Field(
         default=None,
         description="What keys of the rows are called, ours: theirs, as in {prompt: question, answer: solution}.",

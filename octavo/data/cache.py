@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -28,7 +28,9 @@ from octavo.hub import is_name
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
 SHARDS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # files of a folder that hold rows
+TAR = ".tar"  # and these, where a folder has none of the others
 KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it says of them
+INDEX = "index.json"  # of a folder of tars
 EVERY = 5.0  # seconds between words on a conversion
 
 Say = Callable[[str], None]
@@ -128,8 +130,16 @@ def files_of(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     with os.scandir(source) as entries:
-        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in KINDS and not e.name.startswith("."))
-    return [file for name in names if (file := source / name).is_file()]
+        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in (*KINDS, TAR) and e.name[0] != ".")
+    return [file for name in of_kinds(names) if (file := source / name).is_file()]
+
+
+def of_kinds(names: Sequence[str]) -> list[str]:
+    """Those names of a folder that are files of rows: tars where there are no others, but for the `index.json` that
+    says how many rows tars have."""
+    found = [name for name in names if Path(name).suffix.lower() in KINDS]
+    tars = [name for name in names if Path(name).suffix.lower() == TAR]
+    return tars if tars and not {*found} - {INDEX} else found
 
 
 def _identity(source: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from octavo.data.cache import Say, default_folder, quiet
 from octavo.data.conversations import ROLES, no_image
@@ -32,12 +34,14 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 class Source:
     """The rows of one data set, read as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
-    `BadSample`), `source.name`."""
+    `BadSample`), `source.name`; and what its order asks (`octavo.data.order`): `source.window`, rows that are shuffled
+    together, and `source.shards`, how many rows each of its files has."""
 
     def __init__(
-        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations"
-    ) -> None:
-        self.rows, self.format, self.images, self.kind = rows, format, images, kind
+        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations",
+        window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
@@ -48,6 +52,15 @@ class Source:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
         return KINDS[self.kind](present(self.rows[row]), self.format, file=self.rows.path, row=row, images=self.images)
+
+    @property
+    def shards(self) -> Sequence[int] | None:
+        """How many rows each file has, of those that are taken; None: there are no several files."""
+        sizes = getattr(self.rows, "shards", None)
+        if sizes is None:
+            return None
+        ends = np.minimum(np.cumsum(sizes), self._length)
+        return np.diff(ends, prepend=0)  # type: ignore[no-any-return]
 
     def columns(self) -> list[str]:
         """What any row of the file has for rewards, beside what every prompt has."""
@@ -68,6 +81,7 @@ class Renamed:
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
         self.path, self._rows, self._columns = rows.path, rows, columns
+        self.shards: Sequence[int] | None = getattr(rows, "shards", None)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -137,7 +151,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
     elif format == "auto":
         format = recognise(rows, kind == "prompts", kind == "documents")
-    return Source(rows, format, images, dataset.max_samples, kind)
+    return Source(rows, format, images, dataset.max_samples, kind, dataset.shuffle_buffer)
 
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:

@@ -12,10 +12,11 @@ import io
 import json
 import os
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,12 +143,17 @@ def _batches(path: Path, file: Any) -> Iterator[pa.RecordBatch]:
 
 class Shards:
     """The rows of several files, one behind the other; each is opened when a row of it is asked for, where its length
-    is known without."""
+    is known without. `counts`: how many rows each has, where somebody knows; `most`: files that stay open at a time
+    (None: all)."""
 
-    def __init__(self, path: Path, files: Sequence[Any], open_file: Callable[[Any], Rows]) -> None:
-        self.path, self._files, self._open = path, files, open_file
-        self._rows: dict[int, Rows] = {}
-        counts = [_rows_of(file) if isinstance(file, Path) else _COUNT for file in files]
+    def __init__(
+        self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
+        counts: Sequence[int] | None = None, most: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self._files, self._open, self._most = path, files, open_file, most
+        self._rows: OrderedDict[int, Rows] = OrderedDict()
+        if counts is None:
+            counts = [_rows_of(file) if isinstance(file, Path) else _COUNT for file in files]
         self._ends = list(accumulate(len(self._part(n)) if c == _COUNT else c for n, c in enumerate(counts)))
 
     def __len__(self) -> int:
@@ -157,13 +163,25 @@ class Shards:
         part = bisect_right(self._ends, row)
         return self._part(part)[row - (self._ends[part - 1] if part else 0)]
 
+    @property
+    def shards(self) -> list[int]:
+        """How many rows each file has."""
+        return [end - start for start, end in pairwise([0, *self._ends])]
+
     def keys(self) -> set[str]:
         return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
 
     def _part(self, number: int) -> Rows:
         if number not in self._rows:
             self._rows[number] = self._open(self._files[number])
+            if self._most is not None and len(self._rows) > self._most:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(number)
         return self._rows[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Files that may be opened again stay behind."""
+        return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}
 
 
 def _rows_of(file: Path) -> int:
