@@ -169,8 +169,9 @@ class Dataset(Section):
 
     path: FilePath = Field(
         min_length=1,
-        description="JSON, JSONL, CSV or parquet file, a folder of such files, or one that `datasets` saved, relative "
-        "to the file that names it; or where there is none a name of the Hugging Face hub, org/name.",
+        description="JSON, JSONL, CSV, parquet or tar file (WebDataset), a folder of such files, or one of `datasets`, "
+        "relative to the file that names it; a URL of one (s3://bucket/folder, hf://, file://), whose files are "
+        "fetched; or where there is none a name of the Hugging Face hub, org/name.",
     )
     revision: Text | None = Field(
         default=None,
@@ -190,6 +191,13 @@ class Dataset(Section):
         default=False,
         description="Read rows where they lie, parquet by row groups and JSONL and CSV by lines, and keep no copy in "
         "the cache: for data larger than the disk. Rows, order and resume are the same; each costs more.",
+    )
+    fetch_gb: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="Of a data set at a URL: most GB (10^9 bytes) of its files that lie in data.cache at a time. "
+        "Absent: 50.",
     )
     weight: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from octavo import atomic
 from octavo.data.errors import DataError
@@ -32,6 +33,8 @@ TAR = ".tar"  # and these, where a folder has none of the others
 KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it says of them
 INDEX = "index.json"  # of a folder of tars
 EVERY = 5.0  # seconds between words on a conversion
+
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # how a URL begins, as a path
 
 Say = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
@@ -65,7 +68,7 @@ def kept(
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{name}.lock"):
+        with locked(folder / f"{name}.lock"):
             if not target.is_file():
                 _make(target, source, write, say, form)
                 if _identity(source) != before:
@@ -94,27 +97,31 @@ def _make(target: Path, source: Path, write: Write, say: Say, form: str) -> None
     try:
         write(aside, progress)
         atomic.sync(aside)
-        _publish(aside, target)
+        publish(aside, target)
     finally:
         aside.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """While nobody else has this lock, where the file system has locks at all."""
+def locked(file: Path, wait: bool = True) -> Iterator[bool]:
+    """While nobody else has this lock, where the file system has locks at all. False, without `wait`, where somebody
+    has it."""
     lock = FileLock(file)
     try:
-        lock.acquire()
+        lock.acquire(**({} if wait else {"timeout": 0}))
     except NotImplementedError:  # nobody waits then, and the same work may be done twice
-        yield
+        yield True
+        return
+    except Timeout:
+        yield False
         return
     try:
-        yield
+        yield True
     finally:
         lock.release()
 
 
-def _publish(made: Path, target: Path) -> None:
+def publish(made: Path, target: Path) -> None:
     """Give a file its name, unless somebody gave it to one of the same content."""
     try:
         os.link(made, target)
@@ -143,7 +150,7 @@ def of_kinds(names: Sequence[str]) -> list[str]:
 
 
 def _identity(source: Path) -> str:
-    if is_name(str(source)):  # of the hub: whoever asks says at which revision
+    if is_name(str(source)) or _ELSEWHERE.match(str(source)):  # whoever asks says which revision, or what it holds
         return str(source)
     found = [(str(file.resolve()), file.stat()) for file in files_of(source)]
     return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)

@@ -91,11 +91,11 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) ->
         return tables.open_parquet(path, folder, say)
     if size < cache.SMALL:
         sink = pa.BufferOutputStream()
-        write_texts(sink, _texts(path))
+        write_texts(sink, texts_of(path))
         return TextRows(path, sink.getvalue())
 
     def write(target: Path, progress: Callable[[float], None]) -> None:
-        write_texts(target, _texts(path), lambda done: progress(done / size))
+        write_texts(target, texts_of(path), lambda done: progress(done / size))
 
     return TextRows(path, cache.kept(folder, path, write, say))
 
@@ -120,7 +120,8 @@ def _where_it_lies(path: Path, size: int, changed: int) -> Rows:
     return Lines(path, places)
 
 
-def _texts(path: Path) -> Iterator[Text]:
+def texts_of(path: Path) -> Iterator[Text]:
+    """The rows of a file of JSON, JSONL or CSV as texts. Raises `DataError` where its form is broken."""
     if path.suffix.lower() in (".csv", ".tsv"):
         return tables.csv_texts(path)
     if not _is_jsonl(path):

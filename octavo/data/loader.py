@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from octavo.data.ahead import Ahead
 from octavo.data.collate import collate
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
@@ -196,6 +197,7 @@ class Loader:
         self.others = global_batch - len(self.mine) if neighbours else 0  # rows that `before` may be one of
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self._ahead = Ahead(mixture)
         self._steps: Iterator[list[Any]] | None = None
 
     @property
@@ -243,8 +245,10 @@ class Loader:
                 more = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
                 gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **more)
                 self.rows += self.global_batch
+                self._ahead.at(self.rows)  # from the first step on: workers are forked by then
                 yield gathered
         finally:
+            self._ahead.close()
             made.close()
 
     def _nearest(self, numbers: Sequence[int]) -> Any:

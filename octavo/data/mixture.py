@@ -56,14 +56,17 @@ class Mixture:
         return source, self.orders[source].row(epoch, position)
 
     def shards(self, n: int) -> Iterator[tuple[int, int]]:
-        """(data set, shard of it) of what the rows from the n-th on need: the window under way of each data set that
-        has windows, and the one behind it. A window that begins within a block is named at the next."""
+        """(data set, shard of it) of what the rows from the n-th on need: in the window under way of each data set and
+        the one behind it; of one that is shuffled whole, all."""
         turn, place = divmod(n, self._round)
         for source, order in enumerate(self.orders):
             if isinstance(order, Windows):
                 before = place if len(self.sources) == 1 else self._drawn(turn, source, place)
                 epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])
                 yield from ((source, shard) for shard in order.shards(epoch, position))
+            else:
+                sizes = getattr(self.sources[source], "shards", None)
+                yield from ((source, shard) for shard in range(0 if sizes is None else len(sizes)))
 
     def _drawn(self, turn: int, source: int, place: int) -> int:
         """How many draws from a data set a round has before a place of it."""

@@ -100,7 +100,7 @@ class Lines:
         return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
 
 
-def unreadable(path: Path, cause: Exception) -> DataError:
+def unreadable(path: Path | str, cause: Exception) -> DataError:
     """What is said of a parquet file whose reading raises ArrowException, or the OSError that Arrow's readers raise."""
     return DataError(f"{path} is no parquet file that can be read ({cause})")
 

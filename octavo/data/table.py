@@ -49,11 +49,11 @@ class Mapped:
     """An Arrow table in memory, or in a file that is mapped into it; then the file's name is what is pickled."""
 
     def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
-        self.path, self._kept = path, kept
+        self.path, self.kept = path, kept
         self._open()
 
     def _open(self) -> None:
-        file = pa.memory_map(str(self._kept)) if isinstance(self._kept, Path) else pa.BufferReader(self._kept)
+        file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
         try:
             self._table = pa.ipc.open_file(file).read_all()
         except (pa.ArrowException, OSError) as cause:
@@ -62,7 +62,7 @@ class Mapped:
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self._kept} is no whole Arrow file any more ({cause}); delete it")
+        return DataError(f"{self.kept} is no whole Arrow file any more ({cause}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row, none of whose offsets points out of the file: Arrow follows them blindly. Those inside of a list are
@@ -79,7 +79,7 @@ class Mapped:
         return int(self._table.num_rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_kept": self._kept}
+        return {"path": self.path, "kept": self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -99,7 +99,7 @@ class TextRows(Mapped):
 
     def keys(self) -> set[str]:
         """Every key that some row has which can be read: a pass over all rows, kept beside them where they are kept."""
-        beside = self._kept.with_suffix(".keys") if isinstance(self._kept, Path) else None
+        beside = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
         if beside is not None and (told := _names_in(beside)) is not None:
             return told
         found = keys_of(self)

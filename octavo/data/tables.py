@@ -113,8 +113,17 @@ def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[s
 
 def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
     """The rows of a parquet file. Raises DataError where it is none, and as `cache.kept` does."""
+    write = partial(write_parquet, path)
+    if path.stat().st_size >= cache.SMALL:
+        return ColumnRows(path, cache.kept(folder, path, write, say))
+    sink = pa.BufferOutputStream()
+    write(sink)
+    return ColumnRows(path, sink.getvalue())
 
-    def write(target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+
+def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the rows of a parquet file as Arrow. Raises DataError where it is none."""
+    try:
         with parquet_file(path) as file:
             done, rows = 0, max(1, file.metadata.num_rows)
             with writer(target, file.schema_arrow) as out:
@@ -122,13 +131,6 @@ def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
                     out.write_batch(batch)
                     done += batch.num_rows
                     progress(done / rows)
-
-    try:
-        if path.stat().st_size >= cache.SMALL:
-            return ColumnRows(path, cache.kept(folder, path, write, say))
-        sink = pa.BufferOutputStream()
-        write(sink)
-        return ColumnRows(path, sink.getvalue())
     except pa.ArrowException as cause:
         raise unreadable(path, cause) from cause
 

@@ -53,8 +53,8 @@ class TarRows(Mapped):
 
     def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
         super().__init__(path, index)
-        self._file = Path(path) if file is None else file
-        self._pieces = Pieces(self._file)
+        self.file = Path(path) if file is None else file
+        self._pieces = Pieces(self.file)
         self._pieces.open()
 
     def keys(self) -> set[str]:
@@ -100,7 +100,7 @@ class TarRows(Mapped):
         return int(number) if ending == "cls" and number.isdecimal() and len(number) < 19 else text
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_file": self._file, "_pieces": self._pieces}
+        return {**super().__getstate__(), "file": self.file, "_pieces": self._pieces}
 
 
 def _with_images(raw: dict[str, Any], key: str, images: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.files._texts", None)  # nobody reads the file again
+    monkeypatch.setattr("octavo.data.files.texts_of", None)  # nobody reads the file again
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])
