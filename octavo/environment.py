@@ -24,6 +24,7 @@ REQUIRED: dict[str, str] = {
     "torch": ">=2.11,<2.14",
     "transformers": ">=5.17,<5.24",
     "huggingface-hub": ">=1.5",
+    "fsspec": ">=2023.5",
     "safetensors": ">=0.8",
     "tokenizers": ">=0.23.1",
     "jinja2": ">=3.1.6",

@@ -13,6 +13,7 @@ from octavo import environment, hub
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
+from octavo.config.texts import is_url
 from octavo.config.words import Format, RecipeName, one_word
 
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
@@ -78,14 +79,15 @@ def found(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
 
 
 def missing(cfg: Config, file: str | None) -> list[str]:
-    """What a configuration names and is not there, a sentence each, names of the hub aside. Imports no torch."""
+    """What a configuration names and is not there, a sentence each, but for names of the hub and URLs. No torch."""
     model = cfg.model.path
     found = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
     named_files = [
         (f"data.{of}.{n}", entry) for of in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, of))
     ]
     for key, entry in named_files:
-        found += [] if Path(entry.path).exists() or hub.is_name(entry.path) else [(f"{key}.path", entry.path, "file")]
+        elsewhere = hub.is_name(entry.path) or is_url(entry.path)
+        found += [] if Path(entry.path).exists() or elsewhere else [(f"{key}.path", entry.path, "file")]
         if entry.images is not None and not Path(entry.images).is_dir():
             found.append((f"{key}.images", entry.images, "folder"))
     lost = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in found]

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.problems import Place, Problem, dotted, named, nearest
-from octavo.config.texts import is_reward_path, not_a_path
+from octavo.config.texts import is_reward_path, is_url, not_a_path
 from octavo.hub import is_name
 from octavo.reading import Unreadable, decode, read_bytes
 
@@ -203,6 +203,8 @@ def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
         is_path = isinstance(value, str) and is_reward_path(value)
     if path[-1:] == ("path",) and isinstance(value, str) and is_name(value, folder):
         return value  # of the Hugging Face hub
+    if path[:1] == ("data",) and path[-1:] == ("path",) and isinstance(value, str) and is_url(value):
+        return value
     if is_path and isinstance(value, str) and value and not not_a_path(value):
         return os.path.normpath(os.path.join(folder.absolute(), os.path.expanduser(value)))
     return value

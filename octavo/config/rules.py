@@ -11,6 +11,7 @@ from octavo.config.phases import BEYOND_SFT
 from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
 from octavo.config.sections import Component, Fp8Section, Head, Rule
+from octavo.config.texts import is_url
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS
 from octavo.hub import is_name
@@ -135,6 +136,14 @@ def _data(config: Sections) -> Iterator[Finding]:
             for key in ("revision", "split", "subset"):
                 if local and getattr(entry, key) is not None:
                     yield finding(f"{where}.{key}", _NOT_OF_HUB, "remove it", f"{where}.path")
+            if entry.fetch_gb is not None and not is_url(entry.path):
+                yield finding(f"{where}.fetch_gb", "is of data sets at a URL alone", "remove it", f"{where}.path")
+            if entry.stream and is_url(entry.path):
+                found = "what lies at a URL is fetched file by file, and read from what was fetched"
+                yield finding(f"{where}.stream", found, "remove it, and see fetch_gb", f"{where}.path")
+            if of == "eval" and entry.shuffle_buffer is not None:
+                found = "held-out rows come in the order of their file"
+                yield finding(f"{where}.shuffle_buffer", found, "remove it")
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         found = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
         yield finding("data.min_pixels", found, "lower it or raise data.max_pixels", "data.max_pixels")

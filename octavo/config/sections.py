@@ -169,8 +169,9 @@ class Dataset(Section):
 
     path: FilePath = Field(
         min_length=1,
-        description="JSON, JSONL, CSV or parquet file, a folder of such files, or one that `datasets` saved, relative "
-        "to the file that names it; or where there is none a name of the Hugging Face hub, org/name.",
+        description="JSON, JSONL, CSV, parquet or tar file (WebDataset), a folder of such files, or one of `datasets`, "
+        "relative to the file that names it; a URL of one (s3://bucket/folder, hf://, file://), whose files are "
+        "fetched; or where there is none a name of the Hugging Face hub, org/name.",
     )
     revision: Text | None = Field(
         default=None,
@@ -191,10 +192,25 @@ class Dataset(Section):
         description="Read rows where they lie, parquet by row groups and JSONL and CSV by lines, and keep no copy in "
         "the cache: for data larger than the disk. Rows, order and resume are the same; each costs more.",
     )
+    fetch_gb: float | None = Field(
+        default=None,
+        gt=0,
+        le=10**6,
+        description="Of a data set at a URL: most GB (10^9 bytes) of its files that lie in data.cache at a time. "
+        "Absent: 50.",
+    )
     weight: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="Share of this data set in the mixture, against the others'."
     )
     max_samples: int | None = Field(default=None, ge=1, le=10**12, description="Use the first N rows only.")
+    shuffle_buffer: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**24,
+        description="Files in a random order, and so many rows at a time shuffled together, for sets of many files or "
+        "more rows than memory orders. Absent: all rows of up to 2^24 together; 16,384 of larger sets and of those "
+        "that are fetched.",
+    )
     columns: dict[Text, Text] | None = Field(
         default=None,
         description="What keys of the rows are called, ours: theirs, as in {prompt: question, answer: solution}.",

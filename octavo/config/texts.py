@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
 
 
 def not_a_path(text: str) -> str | None:
@@ -20,6 +23,11 @@ def not_a_path(text: str) -> str | None:
     if len(encoded) > 4095 or longest > 255:
         return f"is no path: {len(encoded):,} bytes, the longest name in it {longest:,} (at most 4,095 and 255)"
     return None
+
+
+def is_url(text: str) -> bool:
+    """Whether a path is that of another machine or of a service, as in s3://bucket/folder."""
+    return _URL.match(text) is not None
 
 
 def is_reward_path(word: str) -> bool:

@@ -39,6 +39,7 @@ from octavo.data.pairs import (
     labelled_batches,
 )
 from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
+from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.hub import is_name
@@ -50,8 +51,8 @@ __all__ = [
     "IGNORE", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder", "EvalSet", "ImageRef",
     "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder",
     "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder",
-    "eval_set", "files_of", "pair_loader", "pair_set", "parse", "prepare", "prompt_columns", "prompt_loader",
-    "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "text", "train_loader", "workers_of",
+    "eval_set", "files_of", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns",
+    "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "text", "train_loader", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)

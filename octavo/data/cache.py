@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from octavo import atomic
 from octavo.data.errors import DataError
@@ -28,8 +29,12 @@ from octavo.hub import is_name
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
 SHARDS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # files of a folder that hold rows
+TAR = ".tar"  # and these, where a folder has none of the others
 KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it says of them
+INDEX = "index.json"  # of a folder of tars
 EVERY = 5.0  # seconds between words on a conversion
+
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # how a URL begins, as a path
 
 Say = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
@@ -63,7 +68,7 @@ def kept(
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{name}.lock"):
+        with locked(folder / f"{name}.lock"):
             if not target.is_file():
                 _make(target, source, write, say, form)
                 if _identity(source) != before:
@@ -92,27 +97,31 @@ def _make(target: Path, source: Path, write: Write, say: Say, form: str) -> None
     try:
         write(aside, progress)
         atomic.sync(aside)
-        _publish(aside, target)
+        publish(aside, target)
     finally:
         aside.unlink(missing_ok=True)
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """While nobody else has this lock, where the file system has locks at all."""
+def locked(file: Path, wait: bool = True) -> Iterator[bool]:
+    """While nobody else has this lock, where the file system has locks at all. False, without `wait`, where somebody
+    has it."""
     lock = FileLock(file)
     try:
-        lock.acquire()
+        lock.acquire(**({} if wait else {"timeout": 0}))
     except NotImplementedError:  # nobody waits then, and the same work may be done twice
-        yield
+        yield True
+        return
+    except Timeout:
+        yield False
         return
     try:
-        yield
+        yield True
     finally:
         lock.release()
 
 
-def _publish(made: Path, target: Path) -> None:
+def publish(made: Path, target: Path) -> None:
     """Give a file its name, unless somebody gave it to one of the same content."""
     try:
         os.link(made, target)
@@ -128,12 +137,20 @@ def files_of(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     with os.scandir(source) as entries:
-        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in KINDS and not e.name.startswith("."))
-    return [file for name in names if (file := source / name).is_file()]
+        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in (*KINDS, TAR) and e.name[0] != ".")
+    return [file for name in of_kinds(names) if (file := source / name).is_file()]
+
+
+def of_kinds(names: Sequence[str]) -> list[str]:
+    """Those names of a folder that are files of rows: tars where there are no others, but for the `index.json` that
+    says how many rows tars have."""
+    found = [name for name in names if Path(name).suffix.lower() in KINDS]
+    tars = [name for name in names if Path(name).suffix.lower() == TAR]
+    return tars if tars and not {*found} - {INDEX} else found
 
 
 def _identity(source: Path) -> str:
-    if is_name(str(source)):  # of the hub: whoever asks says at which revision
+    if is_name(str(source)) or _ELSEWHERE.match(str(source)):  # whoever asks says which revision, or what it holds
         return str(source)
     found = [(str(file.resolve()), file.stat()) for file in files_of(source)]
     return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)

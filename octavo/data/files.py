@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import islice
 from json.decoder import scanstring
@@ -23,6 +24,7 @@ from octavo.data import cache, tables
 from octavo.data.errors import DataError
 from octavo.data.streams import Groups, Lines, Place
 from octavo.data.table import Rows, Text, TextRows, write_texts
+from octavo.data.tar import open_tar
 from octavo.reading import decode, open_file, read_bytes
 
 ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
@@ -32,7 +34,9 @@ _MARK = re.compile(r'["\[\]{},]')
 _SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds where values end; a number of any length passes
 
 
-EXPECTED = "a JSON, JSONL, CSV or parquet file, a folder of such files, or one that `datasets` saved"
+EXPECTED = "a JSON, JSONL, CSV, parquet or tar file, a folder of such files, or one that `datasets` saved"
+OPEN = 128  # tar files that stay open at a time
+AT_ONCE = 8  # files that are looked through at a time
 
 
 def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cache.quiet, stream: bool = False) -> Rows:
@@ -55,14 +59,19 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
         if stream:
             raise DataError(f"{path}: what `datasets` saved is read where it lies in any case; leave `stream` out")
         return tables.open_saved(path)
-    files = [file for file in cache.files_of(path) if file.suffix.lower() in cache.SHARDS]
+    files = [file for file in cache.files_of(path) if file.suffix.lower() in (*cache.SHARDS, cache.TAR)]
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) != 1:
         held = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
         raise DataError(
             f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
         )
-    return tables.Shards(path, files, partial(_open_file, folder=folder, say=say, stream=stream))
+    open_one = partial(_open_file, folder=folder, say=say, stream=stream)
+    if kinds != [cache.TAR]:
+        return tables.Shards(path, files, open_one)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        counts = [*pool.map(lambda file: len(open_one(file)), files)]
+    return tables.Shards(path, files, open_one, counts, OPEN)
 
 
 def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
@@ -73,6 +82,8 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) ->
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
+    if path.suffix.lower() == cache.TAR:
+        return open_tar(path, folder, say)
     if stream:
         stat = path.stat()
         return _where_it_lies(path, stat.st_size, stat.st_mtime_ns)
@@ -80,11 +91,11 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) ->
         return tables.open_parquet(path, folder, say)
     if size < cache.SMALL:
         sink = pa.BufferOutputStream()
-        write_texts(sink, _texts(path))
+        write_texts(sink, texts_of(path))
         return TextRows(path, sink.getvalue())
 
     def write(target: Path, progress: Callable[[float], None]) -> None:
-        write_texts(target, _texts(path), lambda done: progress(done / size))
+        write_texts(target, texts_of(path), lambda done: progress(done / size))
 
     return TextRows(path, cache.kept(folder, path, write, say))
 
@@ -109,7 +120,8 @@ def _where_it_lies(path: Path, size: int, changed: int) -> Rows:
     return Lines(path, places)
 
 
-def _texts(path: Path) -> Iterator[Text]:
+def texts_of(path: Path) -> Iterator[Text]:
+    """The rows of a file of JSON, JSONL or CSV as texts. Raises `DataError` where its form is broken."""
     if path.suffix.lower() in (".csv", ".tsv"):
         return tables.csv_texts(path)
     if not _is_jsonl(path):

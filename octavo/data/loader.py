@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from octavo.data.ahead import Ahead
 from octavo.data.collate import collate
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
@@ -154,10 +155,11 @@ class Loader:
     """Yields, for each step, the micro-batches of this rank, or what else `gather` makes of its rows.
 
     Step t takes the rows [start_row + t*G, start_row + (t+1)*G) of the mixture, G = `global_batch`; rank r of
-    `world` takes the r-th of `world` equal slices, cut into micro-batches of up to `micro_batch` rows. A row that is
-    left out makes its micro-batch smaller; an empty one is a fully masked row, so that all ranks run as many
-    forwards. `rows` is the number of rows of the mixture consumed by the steps that were yielded, not by what workers
-    have prepared: store it, and give it back as `start_row`.
+    `world` takes those from r G / world to (r + 1) G / world, rounded down: equal slices, or some with a row more,
+    for which the others have a place that is left out. A slice is cut into micro-batches of up to `micro_batch` rows.
+    A row that is left out makes its micro-batch smaller; an empty one is a fully masked row, so that all ranks run as
+    many forwards. `rows` is the number of rows of the mixture consumed by the steps that were yielded, not by what
+    workers have prepared: store it, and give it back as `start_row`.
 
     `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
     batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
@@ -183,19 +185,19 @@ class Loader:
         gather: Gather = micro_batches,
         neighbours: bool = False,
     ) -> None:
-        if micro_batch < 1 or global_batch < 1 or global_batch % world:
-            raise DataError(
-                f"global_batch {global_batch} rows cannot be shared by {world} process(es) in micro-batches of "
-                f"{micro_batch}; make global_batch a multiple of the number of processes"
-            )
+        if micro_batch < 1 or global_batch < 1:
+            raise DataError(f"global_batch {global_batch} in micro-batches of {micro_batch}; give each 1 or more rows")
         if not 0 <= rank < world:
             raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
         self.mixture, self.encoder = mixture, encoder
         self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
         self.workers, self.rows, self.timeout, self.gather = workers, start_row, timeout, gather
-        self.others = global_batch - global_batch // world if neighbours else 0  # rows that `before` may be one of
+        first, stop = (global_batch * nth // world for nth in (rank, rank + 1))
+        self.mine = range(first, stop)  # of each step
+        self.others = global_batch - len(self.mine) if neighbours else 0  # rows that `before` may be one of
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self._ahead = Ahead(mixture)
         self._steps: Iterator[list[Any]] | None = None
 
     @property
@@ -226,13 +228,13 @@ class Loader:
             self._steps = None
 
     def _stream(self) -> Iterator[list[Any]]:
-        mine = self.global_batch // self.world
-        first = self.rank * mine
+        first = self.mine.start
         others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # the nearest one before first
-        numbers = [*range(first, first + mine), *others[:1]]
+        numbers = [*self.mine, *others[:1]]
+        spare = [(-1, None)] * (-(-self.global_batch // self.world) - len(self.mine))  # for the row that others have
         places = _Places(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _Chunks(places, len(numbers))
-        if self.workers:
+        if self.workers and numbers:
             made = _by_workers(self._processed, chunks, self.workers, self.timeout)
         else:
             made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
@@ -241,10 +243,12 @@ class Loader:
             while True:
                 taken = [(self.rows + n, self._judge.admit(*next(rows))) for n in numbers]
                 more = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
-                gathered = self.gather(taken, self.micro_batch, self.encoder.pad_id, **more)
+                gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **more)
                 self.rows += self.global_batch
+                self._ahead.at(self.rows)  # from the first step on: workers are forked by then
                 yield gathered
         finally:
+            self._ahead.close()
             made.close()
 
     def _nearest(self, numbers: Sequence[int]) -> Any:

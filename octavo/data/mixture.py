@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from octavo.data.errors import DataError
+from octavo.data.order import WHOLE, Windows, order_of, shuffled
+
+BLOCK = 1 << 16  # about as many rows of a round are dealt out at a time, where a round has more than WHOLE
 
 
 class Mixture:
@@ -17,9 +20,10 @@ class Mixture:
     A data set is drawn in proportion to weight x size (its size after `max_samples`): with all weights 1 every row
     of every data set comes equally often; weight 2 makes the rows of one come twice as often. The order is made of
     rounds of as many rows as there are in all; a round holds a fixed number of draws from each data set (the
-    proportion, rounded by largest remainder, at least one) in shuffled places. Each data set runs through its own
-    epochs, each a new shuffle, and every row comes once in an epoch. Same sources, weights and seed, same order, on
-    any machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable.
+    proportion, rounded by largest remainder, at least one) in shuffled places. Of more than `WHOLE` rows it is dealt
+    out in blocks, each of which has every data set's share. Each data set runs through its own epochs, each a new order
+    (`octavo.data.order`), and every row comes once in an epoch. Same sources, weights and seed, same order, on any
+    machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable.
     """
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
@@ -32,46 +36,79 @@ class Mixture:
         self.seed = seed
         self.sizes = tuple(len(source) for source in self.sources)
         self.draws = _share_out(sum(self.sizes), [w * n for w, n in zip(weights, self.sizes, strict=True)])
+        self.orders = tuple(order_of(source, seed, number) for number, source in enumerate(self.sources))
         self._round = int(sum(self.draws))
+        self._blocks = 1 if self._round <= WHOLE else -(-self._round // BLOCK)
         self._places = lru_cache(maxsize=2)(self._make_places)
-        self._order = lru_cache(maxsize=2 * len(self.sources))(self._make_order)
 
     def row(self, n: int) -> tuple[int, int]:
         """(index of the data set, row in it) of the n-th row, n from 0."""
         if n < 0:
             raise IndexError(f"row {n}; rows count from 0")
         turn, place = divmod(n, self._round)
-        which, nth = self._places(turn)
+        if len(self.sources) == 1:
+            return 0, self.orders[0].row(turn, place)
+        block = self._block_of(turn, place)
+        which, nth = self._places(turn, block)
+        place -= self._begin(turn, block)
         source = int(which[place])
         epoch, position = divmod(turn * self.draws[source] + int(nth[place]), self.sizes[source])
-        return source, int(self._order(source, epoch)[position])
+        return source, self.orders[source].row(epoch, position)
 
-    def _make_places(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a round: the data set, and how many draws from it the round had before."""
-        which = np.repeat(np.arange(len(self.draws), dtype=np.int32), self.draws)
-        if len(self.draws) > 1:
-            which = which[shuffled(self._round, self.seed, 1, turn)]
-        nth = np.empty(self._round, dtype=np.int64)
-        for source, draws in enumerate(self.draws):
-            nth[which == source] = np.arange(draws)
+    def shards(self, n: int) -> Iterator[tuple[int, int]]:
+        """(data set, shard of it) of what the rows from the n-th on need: in the window under way of each data set and
+        the one behind it; of one that is shuffled whole, all."""
+        turn, place = divmod(n, self._round)
+        for source, order in enumerate(self.orders):
+            if isinstance(order, Windows):
+                before = place if len(self.sources) == 1 else self._drawn(turn, source, place)
+                epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])
+                yield from ((source, shard) for shard in order.shards(epoch, position))
+            else:
+                sizes = getattr(self.sources[source], "shards", None)
+                yield from ((source, shard) for shard in range(0 if sizes is None else len(sizes)))
+
+    def _drawn(self, turn: int, source: int, place: int) -> int:
+        """How many draws from a data set a round has before a place of it."""
+        block = self._block_of(turn, place)
+        which, _ = self._places(turn, block)
+        in_block = int(np.count_nonzero(which[: place - self._begin(turn, block)] == source))
+        return self._before(turn, source, block) + in_block
+
+    def _before(self, turn: int, source: int, block: int) -> int:
+        """How many draws from a data set a round has before a block: its share, begun at a point of its own, so that
+        those with few draws do not come together."""
+        return (block * self.draws[source] + (7919 * turn + 104729 * source) % self._blocks) // self._blocks
+
+    def _begin(self, turn: int, block: int) -> int:
+        return sum(self._before(turn, source, block) for source in range(len(self.draws)))
+
+    def _block_of(self, turn: int, place: int) -> int:
+        """The last block that begins at or before a place of a round."""
+        low, high = 0, self._blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._begin(turn, middle) <= place else (low, middle)
+        return low
+
+    def _make_places(self, turn: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place of a block: the data set, and how many draws from it the round had before."""
+        begins, ends = ([self._before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
+        counts = np.subtract(ends, begins)
+        which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        key = (turn,) if self._blocks == 1 else (turn, block)
+        which = which[shuffled(len(which), self.seed, 1, *key)]
+        nth = np.empty(len(which), dtype=np.int64)
+        for source, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            nth[which == source] = np.arange(begin, end)
         return which, nth
 
-    def _make_order(self, source: int, epoch: int) -> np.ndarray:
-        return shuffled(self.sizes[source], self.seed, 2, source, epoch)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_places", "_order")}
+        return {k: v for k, v in self.__dict__.items() if k != "_places"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._places = lru_cache(maxsize=2)(self._make_places)
-        self._order = lru_cache(maxsize=2 * len(self.sources))(self._make_order)
-
-
-def shuffled(size: int, *key: int) -> np.ndarray:
-    """The numbers below `size` in an order that `key` alone decides, on any machine."""
-    words = np.random.PCG64(np.random.SeedSequence([abs(k) for k in key])).random_raw(size)
-    return np.argsort(words, kind="stable")
 
 
 def _share_out(total: int, shares: Sequence[float]) -> list[int]:

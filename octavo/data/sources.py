@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from octavo.config.texts import is_url
 from octavo.data.cache import Say, default_folder, quiet
 from octavo.data.conversations import ROLES, no_image
 from octavo.data.documents import is_document, parse_document
 from octavo.data.errors import BadSample, DataError, shown
+from octavo.data.fetched import open_fetched
 from octavo.data.files import open_rows
 from octavo.data.named import open_named, stream_named
 from octavo.data.pairs import parse_labelled, parse_pair, told_by
@@ -32,12 +36,14 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 class Source:
     """The rows of one data set, read as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
-    `BadSample`), `source.name`."""
+    `BadSample`), `source.name`; and what its order asks (`octavo.data.order`): `source.window`, rows that are shuffled
+    together, and `source.shards`, how many rows each of its files has."""
 
     def __init__(
-        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations"
-    ) -> None:
-        self.rows, self.format, self.images, self.kind = rows, format, images, kind
+        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations",
+        window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
@@ -48,6 +54,15 @@ class Source:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
         return KINDS[self.kind](present(self.rows[row]), self.format, file=self.rows.path, row=row, images=self.images)
+
+    @property
+    def shards(self) -> Sequence[int] | None:
+        """How many rows each file has, of those that are taken; None: there are no several files."""
+        sizes = getattr(self.rows, "shards", None)
+        if sizes is None:
+            return None
+        ends = np.minimum(np.cumsum(sizes), self._length)
+        return np.diff(ends, prepend=0)  # type: ignore[no-any-return]
 
     def columns(self) -> list[str]:
         """What any row of the file has for rewards, beside what every prompt has."""
@@ -67,17 +82,19 @@ class Renamed:
     """Rows in which what `columns` names (our key -> theirs) has our names; a key that gives way is gone."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
-        self.path, self._rows, self._columns = rows.path, rows, columns
+        self.path, self.rows, self._columns = rows.path, rows, columns
+        self.shards: Sequence[int] | None = getattr(rows, "shards", None)
+        self.window: int | None = getattr(rows, "window", None)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        raw = self._rows[row]
+        raw = self.rows[row]
         return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
 
     def keys(self) -> set[str]:
-        return {*self._ours(self._rows.keys())}
+        return {*self._ours(self.rows.keys())}
 
     def _ours(self, keys: Iterable[str]) -> dict[str, str]:
         """Our name of each key that stays -> the key."""
@@ -94,6 +111,9 @@ def opened(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Row
     if is_name(dataset.path):
         opens = stream_named if dataset.stream else open_named
         rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
+    elif is_url(dataset.path):
+        limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
+        rows = open_fetched(dataset.path, cache, say, limit)
     else:
         rows = open_rows(dataset.path, cache, say, dataset.stream)
     if not dataset.columns:
@@ -124,11 +144,11 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     rows = opened(dataset, cache)
     if dataset.images is not None:
         images = Path(dataset.images)
-    elif is_name(dataset.path):
+    elif is_name(dataset.path) or is_url(dataset.path):
         images = default_folder()
         images.mkdir(parents=True, exist_ok=True)  # names of files mean nothing there: images stand in the rows
     else:
-        images = rows.path if rows.path.is_dir() else rows.path.parent
+        images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
     if not images.is_dir():
         raise DataError(f"{images}: no such folder; check `images` of {rows.path} in the configuration")
     format: str = dataset.format
@@ -137,7 +157,8 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
     elif format == "auto":
         format = recognise(rows, kind == "prompts", kind == "documents")
-    return Source(rows, format, images, dataset.max_samples, kind)
+    window = dataset.shuffle_buffer or getattr(rows, "window", None)
+    return Source(rows, format, images, dataset.max_samples, kind, window)
 
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,13 +35,45 @@ class Place(NamedTuple):
     problem: str | None = None
 
 
+class Pieces:
+    """Bytes of a file by where they lie: `pieces.read(start, size)`. The file is opened when it is first asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+        self._at = self._identity(os.stat(path))
+
+    @staticmethod
+    def _identity(stat: os.stat_result) -> tuple[int, int]:
+        return stat.st_size, stat.st_mtime_ns
+
+    def open(self) -> int:
+        """Its number, from now on whatever becomes of its name."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._file
+
+    def read(self, start: int, size: int) -> bytes:
+        """Raises `DataError` where the file changed since this was made."""
+        file = self.open()
+        if self._identity(os.fstat(file)) != self._at:
+            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        return os.pread(file, size, start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
 class Lines:
     """Rows of a file of lines. `read` makes the text of a row of the bytes that it has, where those are no JSON."""
 
     def __init__(self, path: Path, places: Iterable[Place], read: Callable[[bytes, int], Text] = Text) -> None:
         self.path, self._read = path, read
-        self._file: int | None = None
-        self._at = self._identity(os.stat(path))
+        self._pieces = Pieces(path)
         self._lines, self._starts, self._ends = array("q"), array("q"), array("q")
         self._problems: dict[int, str] = {}
         for row, place in enumerate(places):
@@ -51,15 +83,8 @@ class Lines:
             if place.problem is not None:
                 self._problems[row] = place.problem
 
-    @staticmethod
-    def _identity(stat: os.stat_result) -> tuple[int, int]:
-        return stat.st_size, stat.st_mtime_ns
-
     def __len__(self) -> int:
         return len(self._starts)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
 
     def line(self, row: int) -> int:
         """The line number (from 1) that a row begins in."""
@@ -70,20 +95,12 @@ class Lines:
         return keys_of(self)
 
     def __getitem__(self, row: int) -> Any:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        if self._identity(os.fstat(self._file)) != self._at:
-            raise DataError(f"{self.path} changed while it was read (stream: true); start again when it is whole")
         line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
-        raw = b"" if problem else os.pread(self._file, self._ends[row] - start, start)
+        raw = self._pieces.read(start, 0 if problem else self._ends[row] - start)
         return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
 
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
 
-
-def unreadable(path: Path, cause: Exception) -> DataError:
+def unreadable(path: Path | str, cause: Exception) -> DataError:
     """What is said of a parquet file whose reading raises ArrowException, or the OSError that Arrow's readers raise."""
     return DataError(f"{path} is no parquet file that can be read ({cause})")
 
@@ -103,22 +120,54 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
     return file
 
 
+class _Tables:
+    """Row groups in memory, of all files that this process reads: up to `KEPT` bytes, the least recently used first to
+    go."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: tuple[int, int], read: Callable[[], pa.Table]) -> pa.Table:
+        """The row group of a key, read now where it is not there."""
+        if (found := self._kept.get(key)) is None:
+            found = self._kept[key] = read()
+            self._bytes += found.nbytes
+            while len(self._kept) > 1 and self._bytes > KEPT:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._kept.move_to_end(key)
+        return found
+
+
+TABLES = _Tables()
+_NUMBERS = count()  # of files whose row groups are kept
+
+
 class Groups:
     """Rows of a parquet file, by its row groups. `open_file`: what is read, a path or an open file."""
 
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
-        self.path, self._open = path, open_file
+        self.path, self._open, self._number = path, open_file, next(_NUMBERS)
         self._parquet: Any = None
         metadata = self._file().metadata
         self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
-        self._kept: OrderedDict[int, pa.Table] = OrderedDict()
-        self._bytes = 0
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_parquet": None, "_kept": OrderedDict(), "_bytes": 0}
+        return {key: value for key, value in self.__dict__.items() if key != "_number"} | {"_parquet": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _number=next(_NUMBERS))
+
+    @property
+    def shards(self) -> list[int]:
+        """How many rows each row group has."""
+        return [end - start for start, end in pairwise([0, *self._ends])]
 
     def keys(self) -> set[str]:
         return {*self._file().schema_arrow.names}
@@ -134,15 +183,10 @@ class Groups:
         return self._parquet
 
     def _group(self, number: int) -> pa.Table:
-        found = self._kept.get(number)
-        if found is None:
-            try:
-                found = self._file().read_row_group(number, use_threads=False)
-            except (pa.ArrowException, OSError) as cause:
-                raise DataError(f"{self.path}: row group {number} cannot be read ({cause})") from cause
-            self._kept[number] = found
-            self._bytes += found.nbytes
-            while len(self._kept) > 1 and self._bytes > KEPT:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        self._kept.move_to_end(number)
-        return found
+        return TABLES.get((self._number, number), lambda: self._read(number))
+
+    def _read(self, number: int) -> pa.Table:
+        try:
+            return self._file().read_row_group(number, use_threads=False)
+        except (pa.ArrowException, OSError) as cause:
+            raise DataError(f"{self.path}: row group {number} cannot be read ({cause})") from cause

@@ -26,7 +26,7 @@ UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 class Rows(Protocol):
     """A sequence of decoded JSON values; one that cannot be read raises `BadSample`."""
 
-    path: Path
+    path: Path | str  # a name of the hub or a URL is a text
 
     def __len__(self) -> int: ...
 
@@ -48,12 +48,12 @@ class Text(NamedTuple):
 class Mapped:
     """An Arrow table in memory, or in a file that is mapped into it; then the file's name is what is pickled."""
 
-    def __init__(self, path: Path, kept: Path | pa.Buffer) -> None:
-        self.path, self._kept = path, kept
+    def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
+        self.path, self.kept = path, kept
         self._open()
 
     def _open(self) -> None:
-        file = pa.memory_map(str(self._kept)) if isinstance(self._kept, Path) else pa.BufferReader(self._kept)
+        file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
         try:
             self._table = pa.ipc.open_file(file).read_all()
         except (pa.ArrowException, OSError) as cause:
@@ -62,7 +62,7 @@ class Mapped:
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self._kept} is no whole Arrow file any more ({cause}); delete it")
+        return DataError(f"{self.kept} is no whole Arrow file any more ({cause}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row, none of whose offsets points out of the file: Arrow follows them blindly. Those inside of a list are
@@ -79,7 +79,7 @@ class Mapped:
         return int(self._table.num_rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_kept": self._kept}
+        return {"path": self.path, "kept": self.kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -99,7 +99,7 @@ class TextRows(Mapped):
 
     def keys(self) -> set[str]:
         """Every key that some row has which can be read: a pass over all rows, kept beside them where they are kept."""
-        beside = self._kept.with_suffix(".keys") if isinstance(self._kept, Path) else None
+        beside = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
         if beside is not None and (told := _names_in(beside)) is not None:
             return told
         found = keys_of(self)
@@ -118,9 +118,9 @@ def _names_in(file: Path) -> set[str] | None:
     return None
 
 
-def parsed(path: Path, row: int, raw: bytes, line: int, problem: str | None) -> Any:
-    """The value of a row that is a :class:`Text`. Raises `BadSample`."""
-    where = f"line {line}" if line else "its text"
+def parsed(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
+    """The value of a row that is a :class:`Text`; `where` it stands, if not in a line. Raises `BadSample`."""
+    where = f"line {line}" if line else where
     if problem is not None:
         raise BadSample(path, row, f"{where} {problem}")
     try:
@@ -154,7 +154,7 @@ class ColumnRows(Mapped):
         return row_of(self.path, row, self._row(row))
 
 
-def row_of(path: Path, row: int, table: pa.Table | pa.RecordBatch) -> Any:
+def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     """The one row of a table, `plain`. A time that Python cannot hold (of the year 10,000, of a zone that nobody knows)
     is the text that Arrow writes for it. Raises `BadSample`, which names the column, for other values that cannot be
     read, such as bytes that are no UTF-8."""
@@ -164,7 +164,7 @@ def row_of(path: Path, row: int, table: pa.Table | pa.RecordBatch) -> Any:
         return plain({name: _value(path, row, name, table.column(name)) for name in table.column_names})
 
 
-def _value(path: Path, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
+def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
     try:
         return column[0].as_py()
     except UNREADABLE as cause:

@@ -12,10 +12,11 @@ import io
 import json
 import os
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,8 +113,17 @@ def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[s
 
 def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
     """The rows of a parquet file. Raises DataError where it is none, and as `cache.kept` does."""
+    write = partial(write_parquet, path)
+    if path.stat().st_size >= cache.SMALL:
+        return ColumnRows(path, cache.kept(folder, path, write, say))
+    sink = pa.BufferOutputStream()
+    write(sink)
+    return ColumnRows(path, sink.getvalue())
 
-    def write(target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+
+def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the rows of a parquet file as Arrow. Raises DataError where it is none."""
+    try:
         with parquet_file(path) as file:
             done, rows = 0, max(1, file.metadata.num_rows)
             with writer(target, file.schema_arrow) as out:
@@ -121,13 +131,6 @@ def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
                     out.write_batch(batch)
                     done += batch.num_rows
                     progress(done / rows)
-
-    try:
-        if path.stat().st_size >= cache.SMALL:
-            return ColumnRows(path, cache.kept(folder, path, write, say))
-        sink = pa.BufferOutputStream()
-        write(sink)
-        return ColumnRows(path, sink.getvalue())
     except pa.ArrowException as cause:
         raise unreadable(path, cause) from cause
 
@@ -142,12 +145,17 @@ def _batches(path: Path, file: Any) -> Iterator[pa.RecordBatch]:
 
 class Shards:
     """The rows of several files, one behind the other; each is opened when a row of it is asked for, where its length
-    is known without."""
+    is known without. `counts`: how many rows each has, where somebody knows; `most`: files that stay open at a time
+    (None: all)."""
 
-    def __init__(self, path: Path, files: Sequence[Any], open_file: Callable[[Any], Rows]) -> None:
-        self.path, self._files, self._open = path, files, open_file
-        self._rows: dict[int, Rows] = {}
-        counts = [_rows_of(file) if isinstance(file, Path) else _COUNT for file in files]
+    def __init__(
+        self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
+        counts: Sequence[int] | None = None, most: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self._files, self._open, self._most = path, files, open_file, most
+        self._rows: OrderedDict[int, Rows] = OrderedDict()
+        if counts is None:
+            counts = [_rows_of(file) if isinstance(file, Path) else _COUNT for file in files]
         self._ends = list(accumulate(len(self._part(n)) if c == _COUNT else c for n, c in enumerate(counts)))
 
     def __len__(self) -> int:
@@ -157,13 +165,25 @@ class Shards:
         part = bisect_right(self._ends, row)
         return self._part(part)[row - (self._ends[part - 1] if part else 0)]
 
+    @property
+    def shards(self) -> list[int]:
+        """How many rows each file has."""
+        return [end - start for start, end in pairwise([0, *self._ends])]
+
     def keys(self) -> set[str]:
         return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
 
     def _part(self, number: int) -> Rows:
         if number not in self._rows:
             self._rows[number] = self._open(self._files[number])
+            if self._most is not None and len(self._rows) > self._most:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(number)
         return self._rows[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Files that may be opened again stay behind."""
+        return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}
 
 
 def _rows_of(file: Path) -> int:

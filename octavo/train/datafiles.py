@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo import data
 from octavo.config import Config
+from octavo.config.texts import is_url
 from octavo.models.folder import COMPANIONS
 from octavo.train.errors import TrainError
 
@@ -29,10 +30,12 @@ def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
     as {"size": bytes, "sha256": of its first 64 MiB}; a data folder likewise, of its files that hold rows.
 
-    What is not there is left out: who reads it refuses it with better words. Images are not looked at.
+    What is not there is left out: who reads it refuses it with better words. Images are not looked at. Files at a URL
+    are known by their sizes and by what their server says of them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     found = {path: _of_data(Path(path)) for path in paths if Path(path).is_file() or Path(path).is_dir()}
+    found |= {path: data.print_of(path) for path in paths if is_url(path)}
     return {"data": found, "model": of_folder(Path(cfg.model.path))}
 
 

@@ -163,6 +163,19 @@ def test_home_and_absolute_paths(tmp_path, monkeypatch):
     assert text(overrides=["model.path=/m/../n"]).model.path == "/n"
 
 
+def test_a_url_of_data_stays_as_it_is(tmp_path):
+    url = "s3://bucket/../set/part-{000..127}.tar"
+    (tmp_path / "a.yaml").write_text(f"model: {{path: ./m}}\ndata: {{train: [{{path: '{url}', fetch_gb: 2}}]}}\n")
+    cfg = load_config(tmp_path / "a.yaml", ["train.steps=1"])
+    assert (cfg.data.train[0].path, cfg.data.train[0].fetch_gb) == (url, 2.0)
+    with pytest.raises(ConfigError) as caught:
+        override(cfg, ["data.eval=[{path: x.json, fetch_gb: 1, shuffle_buffer: 9}]", "data.train.0.stream=true"])
+    told = [str(problem) for problem in caught.value.problems]
+    assert len(told) == 3 and "fetch_gb: is of data sets at a URL alone; remove it" in told[0]
+    assert "data.train.0.stream: what lies at a URL is fetched file by file" in told[2]
+    assert "data.eval.0.shuffle_buffer: held-out rows come in the order of their file" in told[1]
+
+
 def test_overrides_reach_everything():
     cfg = text(
         "fp8: {image_encoder: {recipe: rowwise, format: e4m3}, rules: [{match: a, recipe: off}]}\n",

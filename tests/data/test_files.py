@@ -117,7 +117,7 @@ def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, mon
         rows[2]
     path.write_bytes(GOOD)
     if stream:
-        with pytest.raises(DataError, match=r"x\.jsonl changed while it was read \(stream: true\)"):
+        with pytest.raises(DataError, match=r"x\.jsonl changed while it was read; start again"):
             rows[3]
         assert open_rows(path, stream=True)[0] == {"n": 1}
     else:
@@ -141,7 +141,9 @@ def test_blank_jsonl_missing_file_and_folder(folder):
     with pytest.raises(DataError, match=r"none\.json is missing\. Check data\.path in the"):
         open_rows(folder.path / "none.json")
     (folder.path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty is a folder with none of them.*must name a JSON, JSONL, CSV or parquet"):
+    with pytest.raises(
+        DataError, match="empty is a folder with none of them.*must name a JSON, JSONL, CSV, parquet or tar"
+    ):
         open_rows(folder.path / "empty")
     os.mkfifo(folder.path / "pipe.jsonl")
     with pytest.raises(DataError, match="pipe.jsonl is a named pipe, not a file"):
@@ -201,7 +203,7 @@ def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.files._texts", None)  # nobody reads the file again
+    monkeypatch.setattr("octavo.data.files.texts_of", None)  # nobody reads the file again
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -12,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo import data
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.errors import WorkerDied
-from octavo.data.loader import Processed, _by_workers, _Chunks
+from octavo.data.loader import Processed, _by_workers, _Chunks, micro_batches
 
 
 @pytest.fixture
@@ -73,6 +76,48 @@ def test_ranks_share_a_step(source, encoder):
     ranks = [steps(loader(source, encoder, rank=r, world=2), 4) for r in (0, 1)]
     for number in range(4):
         assert rows(ranks[0][number]) + rows(ranks[1][number]) == rows(whole[number])
+
+
+class Plain:
+    """Rows as they are."""
+
+    pad_id = 0
+
+    @staticmethod
+    def encode_all(rows):
+        return [SimpleNamespace(row=row, nbytes=8, notes=[]) for row in rows]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 40))
+def test_any_number_of_ranks_shares_a_step_in_as_many_micro_batches(batch, micro, world, start):
+    """Slices that differ by a row, or ranks without one: the rows of one rank in its order, wherever a run begins."""
+    mixture = Mixture([range(7), range(5)], seed=2)
+
+    def step(rank, world):
+        pieces = {"gather": lambda rows, size, pad: micro_batches(rows, size, pad, lambda made, pad: made)}
+        (found,) = steps(Loader(mixture, Plain, micro, batch, rank, world, start, **pieces), 1)
+        return found
+
+    shares = [step(rank, world) for rank in range(world)]
+    assert {len(share) for share in shares} == {math.ceil(math.ceil(batch / world) / micro)}
+    taken = [made.row for share in shares for piece in share for made in piece]
+    assert taken == [mixture.sources[source][row] for source, row in map(mixture.row, range(start, start + batch))]
+
+
+def test_a_rank_without_a_row_runs_as_many_forwards(source, encoder):
+    """Three ranks and two rows, by workers; then the run goes on with two."""
+    ranks = [loader(source, encoder, global_batch=2, micro_batch=1, rank=r, world=3, workers=1) for r in range(3)]
+    made = [steps(stream, 2) for stream in ranks]
+    for stream in ranks:
+        stream.close()
+    assert [[len(step) for step in rank] for rank in made] == [[1, 1]] * 3
+    assert [rows(step) for step in made[0]] == [[], []] and {stream.rows for stream in ranks} == {4}
+    assert (made[0][0][0]["labels"] == -100).all()
+    alone = steps(loader(source, encoder, global_batch=2), 4)
+    assert [rows(made[1][n]) + rows(made[2][n]) for n in (0, 1)] == [rows(step) for step in alone[:2]]
+    two = [next(loader(source, encoder, global_batch=2, rank=r, world=2, start_row=4)) for r in (0, 1)]
+    assert rows(two[0]) + rows(two[1]) == rows(alone[2])
 
 
 def test_workers_change_nothing_and_do_not_run_ahead(source, encoder):
@@ -270,7 +315,7 @@ def test_too_long_as_an_error_is_never_skipped(folder, models, workers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": 4, "world": 3}, r"global_batch 4 rows cannot be shared by 3 process\(es\).*a multiple"),
+        ({"global_batch": 0}, "global_batch 0 in micro-batches of 2; give each 1 or more rows"),
         ({"micro_batch": 0}, "in micro-batches of 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2"),
         ({"on_bad": "ignore"}, "on_bad_sample is 'ignore'; it must be error or skip"),

@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, images
+from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, images, streams
 from octavo.data.files import open_rows
 from octavo.data.sources import preferences
 
@@ -74,7 +74,7 @@ def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
     monkeypatch.setattr("octavo.data.streams.KEPT", 1)
     rows = open_rows(saved(folder, TEXT, "parquet"), stream=True)
     assert [rows[n] for n in (39, 0, 6, 7, 20)] == [TEXT[n] for n in (39, 0, 6, 7, 20)]
-    assert len(rows._kept) == 1
+    assert len(streams.TABLES) == 1
 
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved", "shards of jsonl"))

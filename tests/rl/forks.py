@@ -1,4 +1,4 @@
-"""Two ranks that run a phase, as forks: torchrun's would import torch anew, which takes longer than the run."""
+"""Ranks that run a phase, as forks: torchrun's would import torch anew, which takes longer than the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _nothing(rank: int) -> None:
     pass
 
 
-def _rank(rank: int, port: int, cfg: Config, plant: Callable[[int], None]) -> None:
+def _rank(rank: int, size: int, port: int, cfg: Config, plant: Callable[[int], None]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="")
     with Path(f"{cfg.run.dir}.rank_{rank}").open("w") as log:
         os.dup2(log.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest's is a file of its own
@@ -34,11 +34,11 @@ def _rank(rank: int, port: int, cfg: Config, plant: Callable[[int], None]) -> No
     os._exit(code)
 
 
-def both(cfg: Config, plant: Callable[[int], None] = _nothing) -> list[tuple[int | None, str]]:
-    """Exit code and what was said on each of two ranks, which end within two minutes or are killed. `plant(rank)` runs
-    before the run, in the rank's process."""
+def both(cfg: Config, plant: Callable[[int], None] = _nothing, size: int = 2) -> list[tuple[int | None, str]]:
+    """Exit code and what was said on each of two ranks (or `size`), which end within two minutes or are killed.
+    `plant(rank)` runs before the run, in the rank's process."""
     context, port = multiprocessing.get_context("fork"), ranks.free_port()
-    made = [context.Process(target=_rank, args=(rank, port, cfg, plant)) for rank in (0, 1)]
+    made = [context.Process(target=_rank, args=(rank, size, port, cfg, plant)) for rank in range(size)]
     for process in made:
         process.start()
     for process in made:

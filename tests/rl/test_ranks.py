@@ -46,8 +46,9 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         ("rl.stale=1", "rl.mini_batches=2", "fp8.recipe=off"),
         (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "train.steps=2", "train.warmup=1"),
         ("rl.algorithm=ppo", "rl.critic_lr=1e-2", "train.steps=2", "train.warmup=1"),
+        ("rl.prompts=3", "rl.kl=0.1", "fp8.recipe=off", "train.steps=2", "train.warmup=1"),
     ],
-    ids=["full", "lora", "dapo", "stale", "ppo_lora", "ppo"],
+    ids=["full", "lora", "dapo", "stale", "ppo_lora", "ppo", "uneven"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""
@@ -62,7 +63,11 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     assert_near(one, two, ("loss", "grad_norm", "reward", "reward_std", "length", "entropy", *of_critic))
 
 
-@pytest.mark.parametrize("over", [(), LORA, ("preference={reference: disk}",)], ids=["copy", "base", "disk"])
+@pytest.mark.parametrize(
+    "over",
+    [(), LORA, ("preference={reference: disk}", "train.global_batch=3")],
+    ids=["copy", "base", "uneven from disk"],
+)
 def test_two_ranks_prefer_as_one(preferring: Make, pairs: Path, over: tuple[str, ...]):
     held = f"data.eval=[{{path: {pairs}, max_samples: 3}}]"
     over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4", held)

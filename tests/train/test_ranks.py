@@ -14,21 +14,23 @@ import pytest
 from octavo import train
 from octavo.config import Config, override, to_yaml
 from octavo.train.rundir import read_rows
+from tests import ranks
+from tests.rl.forks import both
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(cfg: Config, ranks: int = 2) -> list[str]:
-    """The words that start `octavo train` on `ranks` processes."""
+def command(cfg: Config, processes: int = 2) -> list[str]:
+    """The words that start `octavo train` on `processes`."""
     file = Path(cfg.run.dir).parent / f"{Path(cfg.run.dir).name}.yaml"
     file.write_text(to_yaml(cfg))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return ["env", f"PYTHONPATH={ROOT}", "CUDA_VISIBLE_DEVICES=", *launch, "-m", "octavo", "train", str(file)]
 
 
-def torchrun(cfg: Config, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """`octavo train` on `ranks` processes, to its end."""
-    return subprocess.run(command(cfg, ranks), capture_output=True, text=True, timeout=300)
+def torchrun(cfg: Config, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """`octavo train` on `processes`, to its end."""
+    return subprocess.run(command(cfg, processes), capture_output=True, text=True, timeout=300)
 
 
 def losses(cfg: Config) -> list[float]:
@@ -70,6 +72,25 @@ def test_ten_steps_on_two_ranks_are_those_of_one(make, recipe: str, tolerance: f
     done = torchrun(two)
     assert done.returncode == 0, done.stderr
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+def test_three_ranks_share_four_rows_and_go_on_from_what_one_saved(make):
+    """Slices of one, one and two rows: losses, gradients and held-out figures are those of one rank."""
+    over = ("fp8.recipe=off", "train.micro_batch=1", "run.save_every=2", "run.keep=9", "train.steps=4")
+    one, three = make(*over, dir="one"), make(*over, dir="three")
+    alone = train.run(one)
+    assert [code for code, _ in both(three, size=3)] == [0, 0, 0]
+    rows, others = (list(read_rows(Path(cfg.run.dir) / "metrics.jsonl")) for cfg in (one, three))
+    for name in ("loss", "grad_norm", "tokens"):
+        assert [row[name] for row in others] == pytest.approx([row[name] for row in rows], rel=1e-5)
+    result = json.loads((Path(three.run.dir) / "result.json").read_text())
+    assert result["eval"]["loss"] == pytest.approx(alone.eval["loss"], rel=1e-5)
+    saved = Path(one.run.dir) / "checkpoints" / "step_2"
+    again = make(*over, f"run.resume={saved}", "data.workers=1", dir="again")
+    assert [code for code, _ in both(again, size=3)] == [0, 0, 0]
+    assert losses(again) == pytest.approx(losses(one)[2:], rel=1e-5)
 
 
 @pytest.mark.long

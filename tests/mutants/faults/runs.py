@@ -12,7 +12,7 @@ area(
     ),
     (
         "loader-rank-offset", "data/loader.py",
-        "first = self.rank * mine", "first = self.rank",
+        "(global_batch * nth // world for nth in (rank, rank + 1))", "(rank, rank + global_batch // world)",
         "ranks read rows of each other",
         "data/test_loader.py",
     ),
@@ -23,8 +23,8 @@ area(
         "data/test_loader.py",
     ),
     (
-        "mixture-same-order-each-epoch", "data/mixture.py",
-        "self.seed, 2, source, epoch)", "self.seed, 2, source)",
+        "mixture-same-order-each-epoch", "data/order.py",
+        "shuffled(self.size, self.seed, 2, self.source, epoch)", "shuffled(self.size, self.seed, 2, self.source)",
         "every epoch has the order of the first",
         "data/test_mixture.py",
     ),

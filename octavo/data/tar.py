@@ -1,0 +1,237 @@
+"""Rows of tar files in the layout of WebDataset, read where they lie.
+
+Files of a tar whose names are the same up to the first dot of their last part are one row; what follows the dot says
+what each is:
+
+    00/07.json   the row, as a line of JSONL would have it
+    00/07.txt    its `text`               00/07.cls   its `cls`, a whole number where it is one
+    00/07.jpg    its image; so are png, webp and the others, and 0.jpg, 1.jpg, ... in the order of their numbers
+    00/07.x.txt, 00/07.x.jpg              columns "x.txt" and "x.jpg", for `columns:`
+
+An image that the json names, by the file's name or by what follows its dot, stands where it is named. Files of other
+kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names, places and sizes of
+its files; it is made once, in the cache.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from octavo.data import cache
+from octavo.data.errors import BadSample, DataError
+from octavo.data.streams import Pieces
+from octavo.data.table import BATCH_ROWS, Mapped, keys_of, parsed, writer
+
+INDEX = pa.schema([
+    ("key", pa.string()), ("names", pa.list_(pa.string())), ("starts", pa.list_(pa.int64())),
+    ("sizes", pa.list_(pa.int64())), ("problem", pa.string()),
+])  # fmt: skip
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif")
+VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
+TEXTS = ("txt", "text", "caption", "transcript")
+MOST = 256 << 20  # bytes of a file in a tar
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_BLOCK = 512  # bytes that a tar is made of
+
+
+class Member(NamedTuple):
+    """A file of a row: what follows the dot of its name, where it begins, how long it is."""
+
+    kind: str
+    start: int
+    size: int
+
+
+class TarRows(Mapped):
+    """The rows of a tar file by its index. `path`: what rows are called after, if not the `file` that is read."""
+
+    def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
+        super().__init__(path, index)
+        self.file = Path(path) if file is None else file
+        self._pieces = Pieces(self.file)
+        self._pieces.open()
+
+    def keys(self) -> set[str]:
+        """Every key that some row has: all rows are read."""
+        return keys_of(self)
+
+    def __getitem__(self, row: int) -> Any:
+        found = {name: column[0].as_py() for name, column in zip(INDEX.names, self._row(row).columns, strict=True)}
+        if found["problem"] is not None:
+            raise BadSample(self.path, row, found["problem"], found["key"])
+        members = [*map(Member, found["names"], found["starts"], found["sizes"])]
+        return self._made(row, found["key"], members)
+
+    def _made(self, row: int, key: str, members: Sequence[Member]) -> Any:
+        fields: dict[str, Any] = {}
+        images: dict[str, dict[str, Any]] = {}
+        for kind, start, size in members:
+            ending, name = kind.rpartition(".")[2], f"{key}.{kind}"
+            if ending in IMAGES:
+                images[kind] = {"bytes": self._pieces.read(start, size), "path": name}
+            elif ending == "json":
+                fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
+            elif ending in (*TEXTS, "cls"):
+                fields[kind] = self._text(row, name, self._pieces.read(start, size), ending)
+            elif ending in VIDEOS:
+                fields["video"] = name  # which is refused in any row
+        if not fields and not images:
+            names = ", ".join(f"{key}.{member.kind}" for member in members)
+            raise BadSample(self.path, row, f"holds {names}; a row has a json, a txt or an image", key)
+        said = fields.pop("json", {})
+        said = {"messages": said} if isinstance(said, list) else said
+        if not isinstance(said, dict):
+            raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
+        beside = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
+        return _with_images({"id": key} | beside | said, key, images)
+
+    def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as cause:
+            raise BadSample(self.path, row, f"its {name} is not UTF-8 (its byte {cause.start})") from cause
+        number = text.strip()
+        return int(number) if ending == "cls" and number.isdecimal() and len(number) < 19 else text
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "file": self.file, "_pieces": self._pieces}
+
+
+def _with_images(raw: dict[str, Any], key: str, images: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A row with its images where it names them, else as its `image` or `images`."""
+    called = {name: kind for kind in images for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
+    used: set[str] = set()
+
+    def placed(value: Any, at: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: placed(entry, name) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [placed(entry, at) for entry in value]
+        if at in ("image", "images") and isinstance(value, str) and value in called:
+            used.add(called[value])
+            return images[called[value]]
+        return value
+
+    raw = placed(raw)
+    own = {kind: image for kind, image in images.items() if kind not in used}
+    named = [kind for kind in own if "." in kind and not kind.partition(".")[0].isdecimal()]
+    raw = {**{kind: own.pop(kind) for kind in named}, **raw}
+    if own and not used and not {"image", "images"} & raw.keys():
+        ordered = [own[kind] for kind in sorted(own, key=_number)]
+        raw |= {"image": ordered[0]} if len(ordered) == 1 else {"images": ordered}
+    return raw
+
+
+def _number(kind: str) -> tuple[int, str]:
+    first = kind.partition(".")[0]
+    return (int(first) if first.isdecimal() else -1), kind
+
+
+def open_tar(path: Path, folder: Path | None, say: cache.Say = cache.quiet) -> TarRows:
+    """The rows of a tar file, its index out of the cache or made now. Raises DataError where it is none, is compressed,
+    and as `cache.kept` does."""
+
+    def write(target: Path, progress: Callable[[float], None]) -> None:
+        say(f"{path.name}: its rows are looked up, once")
+        write_index(path, target)
+
+    return TarRows(path, cache.kept(folder, path, write, cache.quiet, form="index"))
+
+
+def open_fetched(path: str, file: Path) -> TarRows:
+    """The rows of a tar file that was fetched from `path`; its index stays in memory."""
+    sink = pa.BufferOutputStream()
+    write_index(file, sink)
+    return TarRows(path, sink.getvalue(), file)
+
+
+def write_index(path: Path, sink: Any) -> None:
+    """Write the index of a tar file. Raises `DataError` where it is none."""
+    with writer(sink, INDEX) as out:
+        found = _rows(path)
+        while rows := [*islice(found, BATCH_ROWS)]:
+            columns = zip(*rows, strict=True)
+            made = [pa.array([*values], field.type) for values, field in zip(columns, INDEX, strict=True)]
+            out.write_batch(pa.record_batch(made, schema=INDEX))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
+    """What the index has of each row, in the order in which their first files stand."""
+    rows: dict[str, list[Member]] = {}
+    problems: dict[str, str] = {}
+    for name, start, size, problem in _members(path):
+        place, _, last = name.rpartition("/")
+        stem, _, kind = last.partition(".")
+        kind = kind.lower()
+        if problem is None and (not stem or not kind or stem.startswith("__")):
+            continue  # hidden files, files without an ending, and what WebDataset keeps of a shard
+        key = f"{place}/{stem}" if place else stem
+        members = rows.setdefault(key, [])
+        if any(member.kind == kind for member in members):
+            problem = f"has two files {name}; rename one"
+        if problem is not None:
+            problems.setdefault(key, problem)
+        members.append(Member(kind, start, size))
+    for key, members in rows.items():
+        kinds, starts, sizes = ([*column] for column in zip(*members, strict=True))
+        yield key, kinds, starts, sizes, problems.get(key)
+
+
+def _members(path: Path) -> Iterator[tuple[str, int, int, str | None]]:
+    """(name, first byte, bytes, why it cannot be read) of each file in a tar; where the tar itself is broken, one that
+    says so."""
+    total = path.stat().st_size
+    last, broken = "its beginning", None
+    with _opened(path) as archive:
+        while True:
+            try:
+                if (member := archive.next()) is None:
+                    break
+            except tarfile.TarError as cause:
+                broken = str(cause)
+                break
+            archive.members.clear()  # type: ignore[attr-defined]
+            if member.isdir():
+                continue
+            last = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").removeprefix("./")
+            left, problem = total - member.offset_data, None
+            if not member.isreg() or member.issparse():
+                problem = f"its {last} is a link or no plain file; put the file itself into the tar"
+            elif member.size > left:
+                problem = f"its {last} has {member.size} bytes, and {path.name} ends after {max(left, 0)} of them: "
+                problem += "it was not copied whole"
+            elif member.size > MOST:
+                problem = f"its {last} has {member.size} bytes, and {MOST} are the most"
+            yield last, member.offset_data, member.size, problem
+            if member.isreg() and member.size > left:
+                return
+        end = archive.offset
+    if broken is None and not _ends(path, end):
+        broken = "what follows is no file's header"
+    if broken is not None:
+        yield "its end", end, 0, f"{path.name} is broken behind {last}, byte {end} of {total} ({broken})"
+
+
+def _ends(path: Path, at: int) -> bool:
+    """Whether a tar ends at a byte: with nothing, or with a block of zeros."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return not any(file.read(_BLOCK))
+
+
+def _opened(path: Path) -> tarfile.TarFile:
+    with path.open("rb") as file:
+        head = file.read(8)
+    if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), None):
+        raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by their places; unpack it once, "
+                        "images are compressed as they are")  # fmt: skip
+    try:
+        return tarfile.open(path, "r:")
+    except tarfile.TarError as cause:
+        raise DataError(f"{path} is no tar file that can be read ({cause})") from cause

@@ -1,0 +1,309 @@
+"""Data sets at a URL: the rows of the files there, in a bounded folder, shared; what is broken names its URL."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.config import Dataset
+from octavo.data import DataError, Loader, Mixture, fetched, read, remote
+from octavo.data.ahead import Ahead
+from octavo.data.fetched import Store, open_fetched, open_shard
+from octavo.data.files import open_rows
+from octavo.data.loader import micro_batches
+from tests.data.test_tar import packed, talk
+
+SHARDS, ROWS = 6, 10  # and rows in each
+
+
+class Plain:
+    """Rows as they are."""
+
+    pad_id = 0
+
+    @staticmethod
+    def encode_all(rows):
+        return [SimpleNamespace(row=int(row.turns[1].text), nbytes=8, notes=[], images=row.images) for row in rows]
+
+
+def written(folder: Path, kind: str) -> Path:
+    """60 conversations, whose answer is their number, in six files of a kind."""
+    folder.mkdir()
+    for part in range(SHARDS):
+        rows = [talk("?" * 50, str(n)) for n in range(part * ROWS, (part + 1) * ROWS)]
+        file = folder / f"part-{part:02}.{kind}"
+        if kind == "jsonl":
+            file.write_text("\n".join(map(json.dumps, rows)))
+        elif kind == "parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            packed(file, *((f"{n}.json", row) for n, row in enumerate(rows, part * ROWS)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch, tmp_path):
+    monkeypatch.setattr(remote, "WAIT", 0.0)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    remote.listed.cache_clear()
+
+
+@pytest.fixture
+def there(tmp_path):
+    """A folder of six JSONL files, by its URL."""
+    return f"file://{written(tmp_path / 'there', 'jsonl')}"
+
+
+def taken(stream, steps):
+    """The rows of the next steps."""
+    return [[made.row for piece in next(stream) for made in piece] for _ in range(steps)]
+
+
+def loader(source, **options):
+    pieces = lambda rows, size, pad: micro_batches(rows, size, pad, lambda made, pad: made)  # noqa: E731
+    return Loader(Mixture([source], seed=1), Plain, 2, 4, gather=pieces, **options)
+
+
+@pytest.mark.parametrize("kind", ("jsonl", "parquet", "tar"))
+def test_rows_are_those_of_the_files(tmp_path, kind):
+    """In the order of files and in training; pickled; counted once; by number as well as by folder."""
+    said: list[str] = []
+    folder = written(tmp_path / "there", kind)
+    rows = pickle.loads(pickle.dumps(open_fetched(f"file://{folder}", tmp_path / "own", said.append)))
+    local = open_rows(folder)
+    assert len(rows) == 60 and [rows[n] for n in (59, 0, 31)] == [local[n] for n in (59, 0, 31)]
+    open_fetched(f"file://{folder}", tmp_path / "own", said.append)
+    assert len(said) == 1 and "the rows of 6 file(s) are counted, once" in said[0]
+    one, other = (read(Dataset(path=path, shuffle_buffer=20)) for path in (f"file://{folder}", str(folder)))
+    assert taken(loader(one), 30) == taken(loader(other), 30)
+    some = open_fetched(f"file://{folder}/part-{{02..04}}.{kind}", None)
+    assert some.shards == [10, 10, 10] and some[0] == local[20]
+
+
+def test_the_folder_is_bounded_and_holds_what_comes_next(there, tmp_path):
+    """Two windows of two files at a time; workers or none, any ranks, from anywhere: the same rows."""
+    size = sum(file.stat().st_size for file in (tmp_path / "there").iterdir())
+    limit = 5 * size / SHARDS * 1.8  # as Arrow a file has some 1.6 times the bytes
+    source = read(Dataset(path=there, shuffle_buffer=20, fetch_gb=limit / 1e9))
+    stream = loader(source)
+    inside: list[int] = []
+    whole = []
+    for _ in range(30):
+        whole += taken(stream, 1)
+        files = [*(tmp_path / "cache" / "fetched").glob("*/*.arrow")]
+        inside.append(sum(file.stat().st_size for file in files if file.exists()))
+    stream.close()
+    assert sorted(row for step in whole[:15] for row in step) == list(range(60))
+    assert 0 < max(inside) <= limit
+    ranks = [loader(source, rank=rank, world=3, start_row=40, workers=rank % 2) for rank in range(3)]
+    shares = [taken(rank, 3) for rank in ranks]
+    for rank in ranks:
+        rank.close()
+    assert [sum((share[n] for share in shares), []) for n in range(3)] == whole[10:13]
+
+
+def test_what_the_order_needs_is_fetched_before(there, tmp_path):
+    source = read(Dataset(path=there, shuffle_buffer=20))
+    mixture = Mixture([source], seed=1)
+    store = source.rows.store
+    for file in store.folder.iterdir():
+        file.unlink()
+    ahead = Ahead(mixture)
+    ahead.at(20)
+    needed = {shard for _, shard in mixture.shards(20)}
+    assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
+    wanted = {f"{source.rows.found[shard].key}.arrow" for shard in needed}
+    for _ in range(500):
+        if {file.name for file in store.folder.glob("*.arrow")} == wanted:
+            break
+        time.sleep(0.02)
+    assert {file.name for file in store.folder.glob("*.arrow")} == wanted
+    ahead.close()
+
+
+def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
+    asked: list[str] = []
+    own = remote.download
+
+    def slowly(shard, to):
+        asked.append(shard.url)
+        time.sleep(0.05)
+        own(shard, to)
+
+    monkeypatch.setattr(remote, "download", slowly)
+    found = remote.listed(there)
+    stores = [Store(tmp_path / "store", 10**9) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        rows = [*pool.map(lambda store: [len(open_shard(store, shard)) for shard in found[:2]], stores)]
+    assert rows == [[10, 10]] * 4 and len(asked) == 2
+    shard, held = found[3], threading.Event()
+    with fetched.cache.locked(tmp_path / "store" / f".{shard.key}.lock"):
+        assert stores[0].file(shard, wait=False) is None  # somebody is at it
+    assert not held.is_set() and stores[0].file(shard, wait=False) is not None
+
+
+def test_what_was_used_longest_ago_goes_and_an_open_file_stays(there, tmp_path):
+    found = remote.listed(there)
+    store = Store(tmp_path / "store", 10**9)
+    first, second = open_shard(store, found[0]), open_shard(store, found[1])
+    size = max(file.stat().st_size for file in store.folder.glob("*.arrow"))
+    store.limit = int(2.5 * size)
+    store.file(found[0])
+    left = store.folder / ".gone.0.tmp.jsonl"  # of one who was killed
+    left.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    open_shard(store, found[2])
+    names = {file.name for file in store.folder.iterdir() if not file.name.endswith(".lock")}
+    assert names == {f"{found[0].key}.arrow", f"{found[2].key}.arrow"}
+    assert second[9]["messages"][1]["content"] == "19" and first[0]
+    store.limit = size // 9
+    with pytest.raises(DataError, match=r"part-03\.jsonl takes .* GB here, and fetch_gb of its data set allows"):
+        open_shard(store, found[3])
+    assert not [*store.folder.glob(".*.tmp*")]
+
+
+class Flaky:
+    """A file system in memory whose files break off, as often as asked."""
+
+    def __init__(self, monkeypatch, how: Exception | int, times: int) -> None:
+        self.tries, own = 0, fsspec.implementations.memory.MemoryFileSystem._open
+
+        def opened(system, path, mode="rb", **more):
+            file = own(system, path, mode, **more)
+            if mode != "rb":
+                return file
+            self.tries += 1
+            if self.tries > times:
+                return file
+            if isinstance(how, Exception):
+                raise how
+            import io
+
+            return io.BytesIO(file.read()[:how])
+
+        monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "_open", opened)
+
+
+@pytest.fixture
+def in_memory(there, tmp_path):
+    """The same files at a URL of another kind."""
+    url = f"memory://{tmp_path.name}"
+    for file in (tmp_path / "there").iterdir():
+        fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+    return url
+
+
+@pytest.mark.parametrize("how", (ConnectionError("reset by peer"), 100))
+def test_a_fetch_that_breaks_is_tried_again_and_then_named(in_memory, tmp_path, monkeypatch, how):
+    shard, store = remote.listed(in_memory)[1], Store(tmp_path / "store", 10**9)
+    flaky = Flaky(monkeypatch, how, 3)
+    assert len(open_shard(store, shard)) == 10 and flaky.tries == 4
+    flaky = Flaky(monkeypatch, how, 99)
+    with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl cannot be had, in 4 tries \(.*(reset|100 by)"):
+        open_shard(store, remote.listed(in_memory)[2])
+    assert flaky.tries == 4 and not [*store.folder.glob(".*.tmp*")]
+
+
+def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
+    rows = open_fetched(in_memory, tmp_path / "own")
+    for file in rows.store.folder.glob("*.arrow"):
+        file.unlink()
+    system, name = fsspec.filesystem("memory"), f"/{tmp_path.name}/part-0"
+    again = open_fetched(in_memory, tmp_path / "own")
+    system.rm(f"{name}3.jsonl")
+    with pytest.raises(DataError, match=r"part-03\.jsonl cannot be had \(FileNotFoundError.*; check the URL"):
+        again[35]
+    system.pipe(f"{name}4.jsonl", b"{}\n")
+    with pytest.raises(DataError, match=r"part-04\.jsonl cannot be had, in 4 tries \(_Lost: 3 bytes came, and it has"):
+        again[45]
+    remote.listed.cache_clear()
+    before, fresh = remote.print_of(in_memory), open_fetched(in_memory, tmp_path / "own")
+    assert fresh.shards == [10, 10, 10, 1, 10] and fresh[30] == {}
+    remote.listed.cache_clear()
+    assert remote.print_of(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.found)
+
+
+def test_an_index_is_held_to_its_files(tmp_path):
+    """Then nothing is fetched at the start."""
+    folder = written(tmp_path / "there", "tar")
+    entries = [{"url": f"part-{part:02}.tar", "nsamples": ROWS} for part in range(SHARDS)]
+
+    def opened(entries):
+        (folder / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": entries}))
+        remote.listed.cache_clear()
+        return open_fetched(f"file://{folder}", tmp_path / "own")
+
+    rows = opened(entries)
+    assert not rows.store.folder.exists() and rows[59]["id"] == "59"
+    rows = opened([{**entries[0], "nsamples": 12}, *entries[1:]])
+    assert len(rows) == 62
+    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 are said of it: it changed, was not copied"):
+        rows[3]
+    for wrong, message in (
+        (entries[1:], r"index\.json is not of these files: part-00\.tar is there, and the index does not name it"),
+        ([*entries, {"url": "s3://x/z.tar", "nsamples": 1}], r"z\.tar is missing, and the index names it"),
+        ([{"url": "z.tar"}], "lacks 'shardlist.0.nsamples'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            opened(wrong)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("memory://nowhere", r"memory://nowhere cannot be had \(FileNotFoundError"),
+        ("nosuch://x/y", r"nosuch://x/y cannot be had \(ValueError: Protocol not known: nosuch"),
+        ("file:///etc/hostname", "is of a kind that holds no rows"),
+    ],
+)
+def test_what_cannot_be_had(url, message):
+    with pytest.raises(DataError, match=message):
+        open_fetched(url, None)
+
+
+def test_folders_and_numbers_that_cannot_be_used(there, tmp_path):
+    (tmp_path / "there" / "more.csv").write_text("a\n1\n")
+    with pytest.raises(DataError, match=r"has files of rows of these kinds: \.csv, \.jsonl; it must have files of one"):
+        open_fetched(there, None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty is a folder without files of rows"):
+        open_fetched(f"file://{tmp_path}/empty", None)
+    with pytest.raises(DataError, match=r"part-06\.jsonl is missing, which .*part-\{00\.\.09\}\.jsonl names"):
+        open_fetched(there + "/part-{00..09}.jsonl", None)
+
+
+def test_a_broken_row_and_a_broken_file_are_named_by_their_url(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\nno\n')
+    (tmp_path / "b.csv").write_text("a,a\n1,2\n")
+    with pytest.raises(DataError, match=rf"file://{tmp_path}/a.jsonl, row 1: line 2 is not JSON"):
+        open_fetched(f"file://{tmp_path}/a.jsonl", None)[1]
+    with pytest.raises(DataError, match=rf"file://{tmp_path}/b.csv: its first line is \['a', 'a'\]"):
+        open_fetched(f"file://{tmp_path}/b.csv", None)
+
+
+def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fetched, "write_texts", full)
+    with pytest.raises(DataError, match=r"store cannot keep .*part-00\.jsonl .*: the disk is full .*Lower fetch_gb"):
+        open_shard(Store(tmp_path / "store", 10**9), remote.listed(there)[0])
+    assert not [*(tmp_path / "store").glob("*.arrow")]
+
+
+def test_windows_that_do_not_fit_are_refused_at_once(there):
+    source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
+    with pytest.raises(DataError, match=r"30 rows are shuffled together, which lie in files of up to .* raise it, or"):
+        loader(source)
