@@ -45,7 +45,8 @@ class StepResult:
     `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
     `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
     load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
-    zero. `figures`: what else a phase tells of its step, by name; it goes into the row."""
+    zero. `figures`: what else is told of the step, by name, such as the share of `padding` in packs; it goes into the
+    row."""
 
     loss: float
     grad_norm: float
@@ -118,10 +119,11 @@ class Stepper:
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
         loss, aux = done.parts.tolist()
+        padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
             aux if self.balance else None, load.end(self.world) if load else None,
-            int(sum(zeroed)) if zeroed else None,
+            int(sum(zeroed)) if zeroed else None, padding,
         )  # fmt: skip
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
@@ -146,7 +148,8 @@ class Stepper:
         labels = batch["labels"]
         keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
-        return keep, losses.targets(labels)[:, keep], losses.weights(labels, self.cfg.train.loss, denominator)[:, keep]
+        weight = losses.weights(labels, self.cfg.train.loss, denominator, edges_of(batch))
+        return keep, losses.targets(labels)[:, keep], weight[:, keep]
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
         """The same, given what :meth:`judged` says, ``weight`` on the device."""
@@ -175,11 +178,14 @@ class Stepper:
         self.loss(batch, denominator, share).total.backward()
 
     def totals(self, batches: Batches) -> Tensor:
-        """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
+        """[denominator, tokens, loss tokens, places of packs], each summed over ranks: one collective before the first
+        backward."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
-        mine = [losses.count(labels, self.cfg.train.loss), tokens, judged]
+        packs = [edges_of(batch) for batch in batches]
+        places = sum(edges[-1] for edges in packs if edges is not None)
+        mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
         return self.world.sum(torch.tensor(mine, dtype=torch.float64))
 
     def state(self) -> dict[str, Tensor]:
@@ -193,3 +199,9 @@ class Stepper:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
         with_image = sum(batch["meta"].has_image for batch in batches)
         return {c: with_image if c in VISION else len(batches) for c in self.family.components}
+
+
+def edges_of(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Where the samples of a pack end; None for a batch that is no pack."""
+    boundaries = batch.get("boundaries")
+    return None if boundaries is None else boundaries.edges
