@@ -92,19 +92,19 @@ class Progress:
 @dataclass(frozen=True)
 class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
-    far, the ``place`` of its next pack (window, number in it), the fingerprints of its files, and the result of a run
-    that has finished already. ``forked``: the checkpoint is another run's, whose plan and FP8 this one need not share.
-    ``first``: the checkpoint whose weights were its first ones (`starting.note`; None: those of model.path)."""
+    far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
+    another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
+    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it)."""
 
     directory: Path
     checkpoint: Path | None = None
     rows: int = 0
-    place: tuple[int, int] = (0, 0)
     step: int = 0
     files: datafiles.Prints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     forked: bool = False
     first: Mapping[str, Any] | None = None
+    place: tuple[int, int] = (0, 0)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
