@@ -54,11 +54,13 @@ class Boundaries:
     """Where the samples of a pack of T tokens begin; `batch["boundaries"]`, which the trainer takes out.
 
     `edges`: 0, the end of each sample, and where padding follows them T, its end. `samples`: how many there are; what
-    is behind them is padding, a segment of its own.
+    is behind them is padding, a segment of its own. `plan`: a checksum of all packs of its step, as they were planned;
+    ranks that find another one have other packs.
     """
 
     edges: tuple[int, ...]
     samples: int
+    plan: int = 0
 
     @property
     def tokens(self) -> int:
@@ -94,7 +96,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     return {**batch, "meta": _meta(samples)}
 
 
-def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int) -> dict[str, Any]:
+def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0) -> dict[str, Any]:
     """A batch of one row of T tokens: the samples in order, and padding up to a multiple of 128, if that is no more
     than `capacity`.
 
@@ -117,7 +119,7 @@ def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int) -> dict[
     batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_images(samples)}
     if (kinds := _kinds(samples)) is not None:
         batch["mm_token_type_ids"] = row(kinds, 0)
-    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples)), "meta": _meta(samples)}
+    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _meta(samples)}
 
 
 def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

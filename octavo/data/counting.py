@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count as numbers
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -68,31 +68,47 @@ def _ids(encoder: Encoder, special: bool, asked: Sequence[tuple[int, Written, in
 
 
 class Counts:
-    """What is known of the rows of a data set: token counts, 0 where nobody counted. `file`: where all who count write
-    (None: in memory alone, for joined documents, whose rows are known by their number)."""
+    """What is known of the rows of a data set: token counts up to `most`, 0 where nobody counted. `file`: where all
+    who count write (None: in memory alone, for joined documents, whose rows are known by their number). Raises
+    DataError for a file of another size."""
 
-    def __init__(self, rows: int, file: Path | None = None) -> None:
-        self._own = np.zeros(rows, np.int32)
-        self._file = file
-        self._shared = None if file is None else np.memmap(file, "<i4", "r", shape=(rows,))
+    def __init__(self, rows: int, most: int, file: Path | None = None) -> None:
+        self._own, self._most, self._file = np.zeros(rows, np.int32), most, file
+        self._map()
+
+    def _map(self) -> None:
+        self._shared = None
+        if self._file is None:
+            return
+        if (size := self._file.stat().st_size) != self._own.nbytes:
+            raise DataError(f"{self._file}, a file of the data cache, is damaged ({size} bytes, {self._own.nbytes} "
+                            "were written); remove it")  # fmt: skip
+        self._shared = np.memmap(self._file, "<i4", "r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_shared"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
 
     def __getitem__(self, row: int) -> int:
-        if not self._own[row] and self._shared is not None:
-            self._own[row] = self._shared[row]
+        if not self._own[row] and self._shared is not None and 0 < (found := self._shared[row]) <= self._most:
+            self._own[row] = found
         return int(self._own[row])
 
     def add(self, found: Iterable[tuple[int, int]]) -> None:
         """(row, tokens) of rows that were counted."""
-        found = [(row, count) for row, count in found if count]
-        for row, count in found:
-            self._own[row] = count
+        found = [(row, tokens) for row, tokens in found if tokens and self[row] != tokens]
+        for row, tokens in found:
+            self._own[row] = tokens
         if self._file is None or not found:
             return
         try:
             out = os.open(self._file, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
             try:
-                for row, count in found:  # not through the map: a full disk would end the process
-                    os.pwrite(out, np.array(count, "<i4").tobytes(), 4 * row)
+                for row, tokens in found:  # not through the map: a full disk would end the process
+                    os.pwrite(out, np.array(tokens, "<i4").tobytes(), 4 * row)
             finally:
                 os.close(out)
         except OSError:  # others, and later runs, count these rows again
@@ -103,14 +119,14 @@ def counts(source: Source | Joined, encoder: Encoder, folder: Path | None, more:
     """What the cache knows of a data set; `more`: what else than its file and the encoder decides what its rows are.
     Raises DataError where the cache cannot be used."""
     if isinstance(source, Joined):
-        return Counts(len(source))
+        return Counts(len(source), encoder.seq_length)
     length = len(source.rows)
 
     def write(file: Path, progress: Any) -> None:
         np.zeros(length, "<i4").tofile(file)
 
     key = json.dumps([FORM, length, source.kind, source.format, str(source.images), more, _print_of(encoder)])
-    return Counts(length, cache.kept(folder, source.rows.path, write, more=key, form="counts"))
+    return Counts(length, encoder.seq_length, cache.kept(folder, source.rows.path, write, more=key, form="counts"))
 
 
 def _print_of(encoder: Encoder) -> str:
@@ -125,19 +141,29 @@ def _print_of(encoder: Encoder) -> str:
 
 
 class _Counting:
-    """Places to token counts, as worker processes have it."""
+    """Places to token counts, in the process that counts: what anybody has counted is taken, the rest noted."""
 
-    def __init__(self, sources: Sequence[Any], encoder: Encoder) -> None:
-        self.sources, self.encoder = sources, encoder
+    def __init__(self, sources: Sequence[Any], encoder: Encoder, known: Sequence[Counts]) -> None:
+        self.sources, self.encoder, self.known = sources, encoder, known
 
     def __getitem__(self, places: Sequence[Place]) -> list[int]:
-        rows: list[Any] = []
-        for source, row in places:
-            try:
-                rows.append(self.sources[source][row])
-            except DataError as bad:
-                rows.append(bad)
-        return tokens(self.encoder, rows)
+        new = [place for place in dict.fromkeys(places) if not self.known[place[0]][place[1]]]
+        found = dict(zip(new, tokens(self.encoder, [self._row(*place) for place in new]), strict=True))
+        note(self.known, found.items())
+        return [found.get(place) or self.known[place[0]][place[1]] for place in places]
+
+    def _row(self, source: int, row: int) -> Any:
+        try:
+            return self.sources[source][row]
+        except DataError as bad:
+            return bad
+
+
+def note(known: Sequence[Counts], counted: Iterable[tuple[Place, int]]) -> None:
+    """Put what was counted where it is known from then on."""
+    counted = list(counted)
+    for number, of in enumerate(known):
+        of.add((row, count) for (source, row), count in counted if source == number)
 
 
 class Lengths:
@@ -151,8 +177,8 @@ class Lengths:
         self, mixture: Mixture, encoder: Encoder, size: int, known: Sequence[Counts], first: int = 0, rank: int = 0,
         world: int = 1, workers: int = 0, timeout: float = float("inf"),
     ) -> None:  # fmt: skip
-        self.mixture, self.size, self.known, self.next = mixture, size, known, first
-        self._counting, self._pieces = _Counting(mixture.sources, encoder), -(-size // PIECE)
+        self.mixture, self.size, self.next = mixture, size, first
+        self._counting, self._pieces = _Counting(mixture.sources, encoder, known), -(-size // PIECE)
         self._begin, self._workers, self._timeout = rank * self._pieces // world, workers, timeout
         self._made: Any = None
 
@@ -161,19 +187,15 @@ class Lengths:
 
     def of(self, window: int) -> list[int]:
         """Tokens of each row of a window; 0 for those that are left out."""
-        if window == self.next:
-            self._made = self._made or self._counted()
-            for _ in range(self._pieces):
-                self._note(next(self._made))
-            self.next += 1
-        else:  # one that has passed: what is not known are rows that are left out
-            lost = [place for place in self.places(window) if not self.known[place[0]][place[1]]]
-            self._note(list(zip(lost, self._counting[lost], strict=True)))
-        return [self.known[source][row] for source, row in self.places(window)]
-
-    def _note(self, counted: Sequence[tuple[Place, int]]) -> None:
-        for number, known in enumerate(self.known):
-            known.add((row, count) for (source, row), count in counted if source == number)
+        places = self.places(window)
+        if window != self.next:  # one that has passed, of which all is known but rows that are left out
+            return self._counting[places]
+        self._made = self._made or self._counted()
+        counted = dict(chain.from_iterable(next(self._made) for _ in range(self._pieces)))
+        self.next += 1
+        if self._workers:  # another process noted it where a file can be written to
+            note(self._counting.known, counted.items())
+        return [counted[place] for place in places]
 
     def _counted(self) -> Any:
         chunks = _Pieces(self, self.next, self._begin)
@@ -189,8 +211,7 @@ class Lengths:
 
 
 class _Pieces:
-    """The places of each window that nobody has counted, in pieces, `begin` of them later; the sampler of the process
-    that counts. A piece of which all is known is empty, so that every window has as many."""
+    """The places of each window in pieces, `begin` of them last: the sampler of the process that counts."""
 
     step = PIECE
 
@@ -198,9 +219,8 @@ class _Pieces:
         self.lengths, self.first, self.begin = lengths, first, begin
 
     def __iter__(self) -> Iterator[list[Place]]:
-        for window in numbers(self.first):
+        for window in count(self.first):
             places = self.lengths.places(window)
             starts = range(0, len(places), PIECE)
             for start in [*starts[self.begin :], *starts[: self.begin]]:
-                piece = dict.fromkeys(places[start : start + PIECE])
-                yield [place for place in piece if not self.lengths.known[place[0]][place[1]]]
+                yield places[start : start + PIECE]

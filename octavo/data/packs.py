@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from octavo.data import packing
 from octavo.data.collate import collate_pack
@@ -115,13 +116,13 @@ class PackLoader:
         made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
         return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
 
-    def steps(self, place: tuple[int, int]) -> Iterator[tuple[list[Pack], tuple[int, int]]]:
-        """(this rank's packs, the place behind the step) of each step, from a place on."""
+    def steps(self, place: tuple[int, int]) -> Iterator[tuple[list[Pack], tuple[int, int], int]]:
+        """(this rank's packs, the place behind the step, a checksum of all ranks') of each step, from a place on."""
         stream = self._from(place)
         while True:
             step = list(islice(stream, self.global_batch))
             mine = packing.deal([packing.cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
-            yield [step[n][0] for n in mine], step[-1][1]
+            yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
     def _from(self, place: tuple[int, int]) -> Iterator[tuple[Pack, tuple[int, int]]]:
         """Each pack of the stream, and the place behind it."""
@@ -140,17 +141,17 @@ class PackLoader:
             made = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
         rows = chain.from_iterable(made)
         try:
-            for mine, behind in self.steps(self.place):
-                batches = [self._batch(pack, rows) for pack in mine]
+            for mine, behind, plan in self.steps(self.place):
+                batches = [self._batch(pack, rows, plan) for pack in mine]
                 self.place = behind
                 yield batches
         finally:
             made.close()
 
-    def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]]) -> dict[str, Any]:
+    def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
         found = [self._judge.admit(*self._fitting(*next(rows), room)) for room in pack.lengths]
         samples = [sample for sample in found if sample is not None]
-        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length)
+        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan)
 
     def _fitting(self, place: Place, made: Any, room: int) -> tuple[Place, Any]:
         """A row, or the error that it is where there is less room than it takes."""
@@ -171,7 +172,7 @@ class _Chunks:
         self.loader, self.place = loader, loader.place
 
     def __iter__(self) -> Iterator[list[Place]]:
-        for mine, _ in self.loader.steps(self.place):
+        for mine, _, _ in self.loader.steps(self.place):
             for pack in mine:
                 places = [self.loader.mixture.row(number) for number in pack.rows]
                 yield from (places[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE))

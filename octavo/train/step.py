@@ -17,6 +17,7 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
 from octavo.train import compiled, losses
+from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
 from octavo.train.graphs import Graphs
 from octavo.train.memory import Memory
@@ -179,14 +180,21 @@ class Stepper:
 
     def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens, places of packs], each summed over ranks: one collective before the first
-        backward."""
+        backward. Raises TrainError where ranks have planned other packs."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
         packs = [edges_of(batch) for batch in batches]
         places = sum(edges[-1] for edges in packs if edges is not None)
-        mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
-        return self.world.sum(torch.tensor(mine, dtype=torch.float64))
+        plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
+        mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places, plan]
+        *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        if float(plans) != plan * self.world.size:
+            raise TrainError(
+                f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
+                "token counts in their data caches, differ. Empty data.cache on every machine and start again"
+            )
+        return torch.cat(found)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""

@@ -290,6 +290,17 @@ def test_a_row_that_grew_is_left_out(folder, models, tmp_path):
         take(stream(source, encoder, tmp_path, window=10), 4)
 
 
+def test_a_damaged_file_of_counts_is_found_or_does_no_harm(source, models, tmp_path):
+    encoder = Encoder(models("qwen3_vl"), 128)
+    whole = take(stream(source, encoder, tmp_path), 4)
+    [file] = tmp_path.glob("*.counts")
+    np.array([-5, 2**30] * 20, "<i4").tofile(file)
+    assert [rows(step) for step in take(stream(source, encoder, tmp_path), 4)] == [rows(step) for step in whole]
+    file.write_bytes(bytes(7))
+    with pytest.raises(DataError, match=r"\.counts, a file of the data cache, is damaged \(7 bytes, 160 were"):
+        stream(source, encoder, tmp_path)
+
+
 def test_numbers_that_cannot_be_are_refused(source, encoder):
     with pytest.raises(DataError, match=r"global_batch 3 packs cannot be shared by 2"):
         stream(source, encoder, global_batch=3, world=2)

@@ -132,6 +132,18 @@ def test_a_pack_needs_a_model_that_was_made_ready(mixed):
         Forward(model, World(), False)(collate_pack(samples, 0, 99))
 
 
+def test_ranks_that_planned_other_packs_are_found(mixed, monkeypatch):
+    cfg = mixed("train.steps=1", "train.warmup=0", "data.eval=[]")
+    own = World.sum
+
+    def with_another(world: World, x: torch.Tensor) -> torch.Tensor:
+        return own(world, x) + (torch.arange(5) == 4) if x.numel() == 5 else own(world, x)
+
+    monkeypatch.setattr(World, "sum", with_another)
+    with pytest.raises(TrainError, match="rank 0 and others have planned different packs"):
+        train.run(cfg)
+
+
 # --- a run ----------------------------------------------------------------------------------------------------------
 
 
