@@ -242,6 +242,17 @@ class DataSection(Section):
         "of seq_length; false: each is a sample of its own, as on_long says. Rows with images and conversations always "
         "are.",
     )
+    packing: bool = Field(
+        default=False,
+        description="Samples share rows of up to seq_length tokens (phases sft and pretrain), none of which sees "
+        "another's; train.micro_batch is 1 pack, and train.global_batch counts packs.",
+    )
+    window: int = Field(
+        default=1000,
+        ge=1,
+        le=10**6,
+        description="Rows of the mixture that are packed together; more waste fewer places, and are counted ahead.",
+    )
     train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
     max_pixels: int | None = Field(
         default=None, ge=1, le=10**8, description="Larger images are scaled down to this many pixels."

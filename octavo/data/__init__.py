@@ -19,8 +19,9 @@ import torch
 
 from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
-from octavo.data.collate import Meta, collate
+from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
+from octavo.data.counting import counts
 from octavo.data.documents import Document, DocumentEncoder
 from octavo.data.encode import IGNORE, Encoder, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
@@ -28,6 +29,8 @@ from octavo.data.evalset import EvalSet
 from octavo.data.joined import Joined, join, joins
 from octavo.data.loader import Gather, Loader, micro_batches
 from octavo.data.mixture import Mixture
+from octavo.data.packing import pack, waste
+from octavo.data.packs import PackLoader
 from octavo.data.pairs import (
     HeldOutEncoder,
     LabelledEncoder,
@@ -48,11 +51,12 @@ if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder", "EvalSet", "ImageRef",
-    "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture", "Pair", "PairEncoder",
-    "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "digits", "encoder",
-    "eval_set", "files_of", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns",
-    "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "text", "train_loader", "workers_of",
+    "IGNORE", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
+    "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture",
+    "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text",
+    "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader", "pair_set",
+    "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns",
+    "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
@@ -88,15 +92,26 @@ def train_loader(
     rank: int = 0,
     world: int = 1,
     start_row: int = 0,
+    place: tuple[int, int] = (0, 0),
     report_path: str | Path | None = None,
-) -> Loader:
-    """The training stream of a configuration: conversations, in phase pretrain documents too. Raises `DataError`."""
+) -> Loader | PackLoader:
+    """The training stream of a configuration: conversations, in phase pretrain documents too; with `data.packing` in
+    packs, from `place` on in place of `start_row`. Raises `DataError`."""
     encodes, sources = _learned(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
-    loader = Loader(
-        mixture, encodes, cfg.train.micro_batch, cfg.train.global_batch, rank,
-        world, start_row, workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
-    )  # fmt: skip
+    loader: Loader | PackLoader
+    if cfg.data.packing:
+        pairs = zip(sources, cfg.data.train, strict=True)
+        known = [counts(source, encodes, _cache(cfg), _what(dataset)) for source, dataset in pairs]
+        loader = PackLoader(
+            mixture, encodes, known, cfg.data.window, cfg.train.global_batch, rank, world, place, workers_of(cfg),
+            cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        )  # fmt: skip
+    else:
+        loader = Loader(
+            mixture, encodes, cfg.train.micro_batch, cfg.train.global_batch, rank,
+            world, start_row, workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        )  # fmt: skip
     _list(sources, loader.report)
     return loader
 
@@ -126,9 +141,13 @@ def _documents(
     source = read(dataset, "documents", _cache(cfg))
     if not cfg.data.join or not joins(source):
         return source
+    return join(source, encodes, cfg.data.on_bad_sample, seed, _cache(cfg), say, _what(dataset))
+
+
+def _what(dataset: Dataset) -> str:
+    """What of a data set beside its file decides what its rows are."""
     of_hub = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
-    what = json.dumps([dataset.columns, *of_hub] if of_hub else dataset.columns)
-    return join(source, encodes, cfg.data.on_bad_sample, seed, _cache(cfg), say, what)
+    return json.dumps([dataset.columns, *of_hub] if of_hub else dataset.columns)
 
 
 def _list(sources: Iterable[Source | Joined], report: SkipReport) -> None:

@@ -91,7 +91,7 @@ class Calls:
             except (ImageProblem, Mismatch) as problem:
                 found[number] = problem
                 continue
-            group = groups.setdefault((bool(paths), self._bare(text)), [])
+            group = groups.setdefault((bool(paths), self.bare(text)), [])
             group.append(row)
             if sum(row.pixels for row in group) > OPEN_PIXELS:
                 self._answer(group, found)
@@ -106,7 +106,7 @@ class Calls:
         if places != images:
             raise Mismatch(f"the chat template writes {places} places for its {images} image(s)")
 
-    def _bare(self, text: str) -> bool:
+    def bare(self, text: str) -> bool:
         """Whether a template wrote the BOS itself, which then gets no second one."""
         bos = self.tokenizer.bos_token
         return bos is not None and text.startswith(bos)
@@ -116,7 +116,7 @@ class Calls:
         if not rows:
             return
         try:
-            with _one_thread():
+            with one_thread():
                 outputs = self._call(rows)
         except Exception as cause:  # a stranger's program, as the template is; whatever it meets is this row's
             if len(rows) == 1:
@@ -141,12 +141,12 @@ class Calls:
         if not self.multimodal:
             return self.tokens(texts)
         images = [image for row in rows for image in row.images]
-        options = {"add_special_tokens": False} if self._bare(texts[0]) else {}
+        options = {"add_special_tokens": False} if self.bare(texts[0]) else {}
         return dict(self.processor(text=texts, images=images or None, return_offsets_mapping=True, **options))
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """A tokenizer's own threads take more time to wake than a few rows take, and make every later fork warn. Whoever
     has set `TOKENIZERS_PARALLELISM` is not overruled."""
     if "TOKENIZERS_PARALLELISM" in os.environ:

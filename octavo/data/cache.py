@@ -1,12 +1,12 @@
 """What is made of data files once: a folder of files that processes map into memory and share.
 
 A file of the cache is named after what it was made of (path, size, time of the last change), appears whole or not at
-all, and is never written or replaced again; so ranks, workers, runs and several machines with one mount may all use the
-folder. Whoever comes while another process converts the same file waits for it, where the file system has locks that
-reach so far; where it has none (NFS without its lock service, Lustre mounted without flock) two make the file, the
-first to finish gives it its name by a hard link, which no file system lets a second one take, and the other's is
-dropped: what somebody has mapped into memory is never exchanged beneath it. Nothing is deleted: the folder may be
-emptied by whoever owns it when nobody trains.
+all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so ranks, workers, runs
+and several machines with one mount may all use the folder. Whoever comes while another process converts the same file
+waits for it, where the file system has locks that reach so far; where it has none (NFS without its lock service, Lustre
+mounted without flock) two make the file, the first to finish gives it its name by a hard link, which no file system
+lets a second one take, and the other's is dropped: what somebody has mapped into memory is never exchanged beneath it.
+Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Samples to a batch: rows padded on the right to the longest, images joined in order over the rows."""
+"""Samples to a batch: rows padded on the right to the longest, or samples behind each other in one row (a pack); images
+joined in order over the samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,16 @@ from octavo.data.encode import IGNORE, Sample
 
 # Length of the row that stands for a micro-batch without samples: two tokens, so that one position predicts.
 EMPTY_LENGTH = 2
+MULTIPLE = 128  # of tokens that a pack is filled up to: GEMMs and FP8 blocks come in such pieces
 
 
 @dataclass(frozen=True)
 class Meta:
     """What the trainer wants to know of a batch and the model does not; `batch["meta"]`, taken out before the forward.
 
-    One entry a row: `files`, `rows`, `ids`, `answers` ((start, end) token spans), `images`, `patches` (that its images
-    have in the first dimension of `pixel_values`), `lengths` (tokens without padding), `loss_tokens` (labels that are
-    not -100). A batch that stands for no samples has no entries.
+    One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
+    tokens), `images`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths` (tokens
+    without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no entries.
     """
 
     files: tuple[str, ...] = ()
@@ -46,6 +49,30 @@ class Meta:
         return sum(self.lengths)
 
 
+@dataclass(frozen=True)
+class Boundaries:
+    """Where the samples of a pack of T tokens begin; `batch["boundaries"]`, which the trainer takes out.
+
+    `edges`: 0, the end of each sample, and where padding follows them T, its end. `samples`: how many there are; what
+    is behind them is padding, a segment of its own. `plan`: a checksum of all packs of its step, as they were planned;
+    ranks that find another one have other packs.
+    """
+
+    edges: tuple[int, ...]
+    samples: int
+    plan: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of samples, padding left out."""
+        return self.edges[self.samples]
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.edges[-1]
+
+
 def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     """A batch of B rows, T = the longest row.
 
@@ -63,16 +90,56 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
         "attention_mask": _padded([np.ones_like(s.input_ids) for s in samples], longest, 0),
         "labels": _padded([s.labels for s in samples], longest, IGNORE),
     }
-    if any(sample.images for sample in samples):
-        batch["pixel_values"] = _concatenated([s.pixel_values for s in samples])
-        if any(s.image_grid_thw is not None for s in samples):
-            batch["image_grid_thw"] = _concatenated([s.image_grid_thw for s in samples])
-        if any(s.mm_token_type_ids is not None for s in samples):
-            kinds = [
-                np.zeros_like(s.input_ids) if s.mm_token_type_ids is None else s.mm_token_type_ids for s in samples
-            ]
-            batch["mm_token_type_ids"] = _padded(kinds, longest, 0)
-    batch["meta"] = Meta(
+    batch |= _images(samples)
+    if (kinds := _kinds(samples)) is not None:
+        batch["mm_token_type_ids"] = _padded(kinds, longest, 0)
+    return {**batch, "meta": _meta(samples)}
+
+
+def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0) -> dict[str, Any]:
+    """A batch of one row of T tokens: the samples in order, and padding up to a multiple of 128, if that is no more
+    than `capacity`.
+
+    As `collate`, [1, T], but for a mask, in whose place stand `boundaries`. Padding and the first token of each sample
+    have no label: nothing in front of that predicts it. No samples give a row of padding alone. Raises ValueError for
+    more tokens than `capacity`.
+    """
+    lengths = [len(sample.input_ids) for sample in samples]
+    total = sum(lengths)
+    if total > capacity:
+        raise ValueError(f"samples of {lengths} tokens do not fit into a pack of {capacity}")
+    longest = min(-(-total // MULTIPLE) * MULTIPLE, capacity) if samples else EMPTY_LENGTH
+    ends = [0, *accumulate(lengths)] + [longest] * (longest > total)
+
+    def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+        return _padded([np.concatenate(arrays)] if arrays else [np.empty(0)], longest, fill)
+
+    labels = row([s.labels for s in samples], IGNORE)
+    labels[0, ends[:-1]] = IGNORE
+    batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_images(samples)}
+    if (kinds := _kinds(samples)) is not None:
+        batch["mm_token_type_ids"] = row(kinds, 0)
+    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _meta(samples)}
+
+
+def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    if not any(sample.images for sample in samples):
+        return {}
+    found = {"pixel_values": _concatenated([s.pixel_values for s in samples])}
+    if any(s.image_grid_thw is not None for s in samples):
+        found["image_grid_thw"] = _concatenated([s.image_grid_thw for s in samples])
+    return found
+
+
+def _kinds(samples: Sequence[Sample]) -> list[np.ndarray] | None:
+    """What kind of token each is, where there are images and the processor says it."""
+    if not any(s.images for s in samples) or all(s.mm_token_type_ids is None for s in samples):
+        return None
+    return [np.zeros_like(s.input_ids) if s.mm_token_type_ids is None else s.mm_token_type_ids for s in samples]
+
+
+def _meta(samples: Sequence[Sample]) -> Meta:
+    return Meta(
         files=tuple(s.file for s in samples),
         rows=tuple(s.row for s in samples),
         ids=tuple(s.id for s in samples),
@@ -82,7 +149,6 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
     )
-    return batch
 
 
 def _padded(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ from octavo.data.conversations import (
     shown,
     split,
 )
-from octavo.data.encode import IGNORE, Encoder, Sample, spelling
+from octavo.data.encode import IGNORE, Encoder, Sample, Written, spelling
 from octavo.data.errors import BadSample, DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.prompts import parse_answered
@@ -170,14 +170,28 @@ class DocumentEncoder(Encoder):
         if not document.images:
             outputs: Outputs = {"input_ids": self.tokens_of([document.turns[0].text])[0]}
         else:
-            parts = document.turns[0].parts
-            text = "".join(part.text if isinstance(part, Text) else self.place for part in parts)
+            text = self._in_places(document)
             self._reach(document, text, None)
             outputs = yield Wanted(text, document.images)
             outputs |= self._ended(outputs)
         labels = np.array(outputs["input_ids"], dtype=np.int64)
         labels[np.isin(labels, list(self.unlearned))] = IGNORE
         return self._sample(document, outputs, labels, (), control)
+
+    def written(self, row: Any) -> Written:
+        if not isinstance(row, Document):
+            super()._check_template()
+            return super().written(row)
+        if row.images and not self.multimodal:
+            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+        document = self._bounded(row)
+        text = self._in_places(document)
+        return Written(text, document.images, not (document.images and self.calls.bare(text)), True)
+
+    def _in_places(self, document: Document) -> str:
+        """Its text with a placeholder for each image."""
+        parts = document.turns[0].parts
+        return "".join(part.text if isinstance(part, Text) else self.place for part in parts)
 
     def tokens_of(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts as the tokenizer writes them, each with the end token behind it."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from octavo.data.bound import beginning
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, stretches
-from octavo.data.images import ImageProblem, size
+from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.report import CONTROL
 from octavo.data.template import Answers, TemplateProblem, check_tools, messages, rendered
 
@@ -70,6 +70,16 @@ def spelling(control: Sequence[str]) -> list[tuple[str, str]]:
     """(action, reason) of a row whose text spells control tokens; none for none."""
     spelt = ", ".join(map(repr, control))
     return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
+
+
+class Written(NamedTuple):
+    """A row as a text in which each image is one token; `special`: whether the tokenizer puts its own tokens around
+    it; `ended`: whether the end token stands behind."""
+
+    text: str
+    images: tuple[ImageFile, ...]
+    special: bool
+    ended: bool
 
 
 class Encoder:
@@ -171,15 +181,7 @@ class Encoder:
         return self._shorten(sample)
 
     def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
-        if conversation.images and not self.multimodal:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        conversation = self._bounded(conversation)
-        control = self._control(conversation)
-        turns = messages(conversation, parts=self.multimodal, system=self.system)
-        render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
-        text = rendered(turns, render, given is None)
-        if conversation.tools or any(turn.calls for turn in conversation.turns):
-            check_tools(conversation, text, rendered(turns, self._render, given is None))
+        conversation, control, turns, render, text = self._rendered(conversation, given)
         outputs = None if conversation.images else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
         spans = [] if given is None else self.answers.spans(text, turns, render, reach, given)
@@ -200,6 +202,28 @@ class Encoder:
         if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from")
         return sample
+
+    def written(self, row: Any) -> Written:
+        """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
+        a processor says against it."""
+        conversation, *_, text = self._rendered(row, 0)
+        return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
+
+    def _rendered(
+        self, conversation: Conversation, given: int | None
+    ) -> tuple[Conversation, tuple[str, ...], Any, Any, str]:
+        """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
+        the text that they are)."""
+        if conversation.images and not self.multimodal:
+            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+        conversation = self._bounded(conversation)
+        control = self._control(conversation)
+        turns = messages(conversation, parts=self.multimodal, system=self.system)
+        render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
+        text = rendered(turns, render, given is None)
+        if conversation.tools or any(turn.calls for turn in conversation.turns):
+            check_tools(conversation, text, rendered(turns, self._render, given is None))
+        return conversation, control, turns, render, text
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
@@ -251,7 +275,7 @@ class Encoder:
 
     def _bounded(self, conversation: Conversation) -> Conversation:
         """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
-        kept = beginning(conversation, self.seq_length, self.longest, self._image_tokens)
+        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens)
         if kept is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
@@ -263,7 +287,7 @@ class Encoder:
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
         return kept
 
-    def _image_tokens(self, path: Any) -> int:
+    def image_tokens(self, path: Any) -> int:
         """How many tokens an image takes, by its header."""
         width, height = size(path, self.max_image_megapixels)
         try:

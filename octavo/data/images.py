@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
 
 
@@ -104,9 +105,12 @@ def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
 
 
 def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
-    """(width, height) by the header alone, as stored. Raises `ImageProblem` as `load` does."""
+    """(width, height) by the header alone, upright. Raises `ImageProblem` as `load` does."""
     with _opened(path, max_megapixels) as image:
-        return image.size
+        exif = Image.Exif()
+        exif.load(image.info.get("exif"))  # getexif() would decode a PNG to look behind its pixels
+        width, height = image.size
+        return (height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
 @contextmanager

@@ -168,6 +168,8 @@ class Loader:
     nearest sample before them in the step, whose last row comes before its first (None: other ranks have none).
     """
 
+    place = (0, 0)  # of the next pack, in a stream of packs
+
     def __init__(
         self,
         mixture: Mixture,
@@ -235,7 +237,7 @@ class Loader:
         places = _Places(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _Chunks(places, len(numbers))
         if self.workers and numbers:
-            made = _by_workers(self._processed, chunks, self.workers, self.timeout)
+            made = by_workers(self._processed, chunks, self.workers, self.timeout)
         else:
             made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
         rows = itertools.chain.from_iterable(made)
@@ -284,18 +286,28 @@ class _Chunks:
 
 
 class _WithPlaces(Dataset):
-    def __init__(self, processed: Processed) -> None:
+    def __init__(self, processed: Any) -> None:
         self.processed = processed
 
-    def __getitem__(self, places: list[Place]) -> list[tuple[Place, Encoded | DataError]]:
+    def __getitem__(self, places: list[Place]) -> list[tuple[Place, Any]]:
         return list(zip(places, self.processed[places], strict=True))
 
 
-def _by_workers(
-    processed: Processed, chunks: _Chunks, workers: int, timeout: float = math.inf
-) -> Generator[list[tuple[Place, Encoded | DataError]], None, None]:
-    """Rows in order, made by worker processes. A worker that dies, or has not brought its next rows within `timeout`
-    seconds, ends the run with its name and the fix."""
+class Places(Protocol):
+    """Places in pieces that are made together, each of up to `step`: the sampler of worker processes."""
+
+    @property
+    def step(self) -> int: ...
+
+    def __iter__(self) -> Iterator[list[Place]]: ...
+
+
+def by_workers(
+    processed: Any, chunks: Places, workers: int, timeout: float = math.inf, ahead: int | None = None
+) -> Generator[list[tuple[Place, Any]], None, None]:
+    """(place, what `processed` makes of it) in order, made by worker processes, `ahead` pieces each (None: about
+    :data:`AHEAD` rows). A worker that dies, or has not brought its next rows within `timeout` seconds, ends the run
+    with its name and the fix."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
@@ -304,7 +316,7 @@ def _by_workers(
             sampler=chunks,
             num_workers=workers,
             collate_fn=list,
-            prefetch_factor=max(2, AHEAD // min(AT_ONCE, chunks.step)),
+            prefetch_factor=ahead or max(2, AHEAD // min(AT_ONCE, chunks.step)),
             timeout=min(POLL, timeout / 4),
             worker_init_fn=_begin_worker,
             # Its own generator: the loader must not draw from the run's, or the number of workers would change it.
@@ -372,7 +384,7 @@ def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     )
 
 
-def _hangs(processed: Processed, chunks: _Chunks, number: int, processes: list[Any], timeout: float) -> WorkerDied:
+def _hangs(processed: Any, chunks: Places, number: int, processes: list[Any], timeout: float) -> WorkerDied:
     """The error of the `number`-th rows, which do not come: workers take turns. That one is ended."""
     worker = number % len(processes)
     rows: dict[int, list[int]] = {}

@@ -9,6 +9,7 @@ from octavo.models.freeze import freeze, freeze_all
 from octavo.models.fresh import fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.loading import load, load_split, parameter_count, split
+from octavo.models.packed import Packed, why_not_packed
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer, pixels_by
 from octavo.models.quantization import Quantization, read_quantization, to_config
@@ -28,6 +29,7 @@ __all__ = [
     "WITHOUT_HEAD",
     "Family",
     "ModelError",
+    "Packed",
     "Quantization",
     "TextProcessor",
     "attach_dummy_image",
@@ -65,6 +67,7 @@ __all__ = [
     "to_config",
     "use_attention",
     "use_kernel",
+    "why_not_packed",
     "why_not_paged",
     "without_masks",
 ]

@@ -3,10 +3,10 @@
     models.use_attention(model, fp8.grouped_attention)
     models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
 
-The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows and packed sequences are
-in them), in the text and the vision part alike. Vision towers of the Qwen-VL families call their attention once for
-each image, without a mask. What the function is not for stays stock: forwards without gradient, paged caches, position
-biases, and queries of another length than their keys (decoding).
+The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows are in them), in the text
+and the vision part alike, and once for each sample of a packed row (:mod:`octavo.models.packed`). Vision towers of the
+Qwen-VL families call their attention once for each image, without a mask. What the function is not for stays stock:
+forwards without gradient, paged caches, position biases, and queries of another length than their keys (decoding).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from octavo.models import segments
 from octavo.models.errors import ModelError
 
 STOCK = "sdpa"
@@ -78,7 +79,7 @@ def use_attention(model: PreTrainedModel, attention: Attention | None = None, ke
             )
     _kernels[name] = kernel
     ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
     model.set_attn_implementation(name)
     if left := [path or type(model).__name__ for path, part in parts if part.config._attn_implementation != name]:
         raise ModelError(
@@ -86,6 +87,11 @@ def use_attention(model: PreTrainedModel, attention: Attention | None = None, ke
             "transformers. Leave its attention as it is"
         )
     return name
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    """Whether a model computes attention by what :func:`use_attention` registered."""
+    return model.config._attn_implementation in _kernels
 
 
 @contextmanager
@@ -146,28 +152,41 @@ def _called_as_transformers_does(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | segments.Segments | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
+        special = [name for name in ("softcap", "position_bias", "cache", "s_aux") if kwargs.get(name) is not None]
         stock = attention is None or special or not is_grad_enabled()
-        if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
-            with by(kernel):
-                out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
-                    module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-                    **kwargs,
-                )  # fmt: skip
-            return out
-        assert attention is not None
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None) -> tuple[Tensor, None]:
+            found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
+                module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+            )
+            return found
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            assert attention is not None
+            return attention(q, k, v, mask, scale=scaling, is_causal=causal, dropout=dropout)
+
+        def sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            alone = stock or q.shape[2] == 1
+            return plain(q, k, v, None, True)[0].transpose(1, 2) if alone else ours(q, k, v, None, True)
+
         with by(kernel):
-            heads = attention(
-                query, key, value, attention_mask,
-                scale=scaling, is_causal=bool(causal) and attention_mask is None, dropout=dropout,
-            )  # fmt: skip
+            if isinstance(attention_mask, segments.Segments):
+                if special:
+                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {special[0]}, which "
+                                     "is not computed sample by sample. Set data.packing: false")  # fmt: skip
+                return segments.attend(
+                    attention_mask, query, key, value, scaling, dropout, sample, kernel is None, module
+                ), None
+            if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+                return plain(query, key, value, attention_mask, is_causal)
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            heads = ours(query, key, value, attention_mask, bool(causal) and attention_mask is None)
         return heads.transpose(1, 2).contiguous(), None
 
     return forward

@@ -43,7 +43,7 @@ class Job:
     world: parallel.World
     directory: Path
     processor: Any
-    loader: data.Loader
+    loader: data.Loader | data.PackLoader
     evalset: data.EvalSet | None
     plan: fp8.Plan
     notes: tuple[str, ...]
@@ -86,7 +86,8 @@ def build(
     asked = data_settings(cfg)
     data.prepare(asked, processor, say)
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
-    loader = phase.loader(asked, processor, start_row=start.rows, **share)
+    place = {"place": start.place} if cfg.data.packing else {}
+    loader = phase.loader(asked, processor, start_row=start.rows, **place, **share)
     evalset = phase.evalset(asked, processor, **share)
 
     def count(family: models.Family, model: nn.Module) -> Tokens:
@@ -123,7 +124,8 @@ def build(
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
-    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather)
+    packed = models.Packed(model, family) if cfg.data.packing else None
+    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather, packed)
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world, gather=gather)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,11 +41,14 @@ class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 
     `images` says whether the batch at hand has an image; the dummy-image hook reads it. Without autocast, pixels come
-    in ``dtype`` (None: that of the model's own parameters).
+    in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
     """
 
-    def __init__(self, model: nn.Module, world: World, autocast: bool, dtype: torch.dtype | None = None) -> None:
-        self.model, self.device, self.autocast = model, world.device, autocast
+    def __init__(
+        self, model: nn.Module, world: World, autocast: bool, dtype: torch.dtype | None = None,
+        packed: models.Packed | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
         self.images = False
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = dtype or own
@@ -63,7 +66,10 @@ class Forward:
 
         Raises TrainError if the model gives none.
         """
-        logits, out = self._run(batch, keep, output_router_logits=True)
+        more: dict[str, Any] = {"output_router_logits": True}
+        if "boundaries" in batch and (tokens := real(batch)) is not None:  # the loss is that of no padding
+            more["attention_mask"] = tokens.to(self.device)
+        logits, out = self._run(batch, keep, **more)
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             raise TrainError(
@@ -82,10 +88,35 @@ class Forward:
         }
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext():
+        computing = torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        with self._apart(batch, inputs), computing:
             out = self.model(**inputs, **more, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
+
+    def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """What keeps the samples of a pack apart, whose positions it puts into the inputs."""
+        if "boundaries" not in batch:
+            return nullcontext()
+        if self.packed is None:
+            raise TrainError("a batch is a pack of samples, and this model was not made ready for packs (data.packing)")
+        edges, images = batch["boundaries"].edges, batch["meta"].images
+        kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
+        positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid)
+        inputs["position_ids"] = positions.to(self.device, non_blocking=True)
+        return self.packed.forward(edges, positions)
+
+
+def real(batch: dict[str, Any]) -> Tensor | None:
+    """1 where a token is none of padding, else 0: [B, T]; None where all are taken for real, as in a batch that stands
+    for no samples."""
+    boundaries = batch.get("boundaries")
+    if boundaries is None:
+        found: Tensor | None = batch.get("attention_mask")
+        return found
+    if not boundaries.samples:
+        return None
+    return (torch.arange(boundaries.length) < boundaries.tokens).to(torch.int64)[None]
 
 
 def log_probs(

@@ -189,7 +189,9 @@ def _step(run: Run, number: int) -> Step:
     job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
-    progress.after(number, job.loader.rows, result.tokens, seconds, result.applied, result.loss_tokens > 0)
+    progress.after(
+        number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0
+    )
     row: dict[str, Any] = {
         "step": number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
         "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,

@@ -7,8 +7,9 @@ micro-batches and ranks, where
     sample       w_t = 1 / (S n_s)        S: its samples with a loss token, n_s: the loss tokens of t's sample
     microbatch   w_t = 1 / (M n_m)        M: its micro-batches (of all ranks) with a loss token, n_m: those of t's
 
-Only `microbatch` depends on how the global batch is cut; it is what averaging per-micro-batch means gives, and it
-weighs a token in a short micro-batch more. The denominators are counted over all micro-batches and ranks before the
+A sample is a row of the batch, or in a packed row one of its segments: `edges` says where they end. Only `microbatch`
+depends on how the global batch is cut; it is what averaging per-micro-batch means gives, and it weighs a token in a
+short micro-batch more; of packs each is one. The denominators are counted over all micro-batches and ranks before the
 first backward (`count`, then a sum over ranks), so gradients add up to the gradient of L with no factor left over.
 A masked token (label -100) has weight 0; where nothing is left, the loss is 0 and its gradient zero, never NaN.
 """
@@ -30,32 +31,49 @@ def targets(labels: Tensor) -> Tensor:
     return labels[:, 1:]
 
 
-def count(all_labels: Sequence[Tensor], reduction: str) -> float:
-    """This rank's part of the denominator N, S or M, from the labels [B, T] of all its micro-batches of a step."""
+def count(all_labels: Sequence[Tensor], reduction: str, packs: Sequence[Sequence[int] | None] = ()) -> float:
+    """This rank's part of the denominator N, S or M, from the labels [B, T] of all its micro-batches of a step.
+    `packs`: the edges of each, None for one that is no pack; without it none is."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"loss {reduction!r} does not exist; there are {', '.join(REDUCTIONS)}")
     total = 0
-    for labels in all_labels:
+    for labels, edges in zip(all_labels, packs or [None] * len(all_labels), strict=True):
         known = targets(labels) != IGNORE
         if reduction == "token":
             total += int(known.sum())
         elif reduction == "sample":
-            total += int(known.any(dim=1).sum())
+            total += int((_by_sample(known, edges) > 0).sum())
         else:
             total += int(known.any())
     return float(total)
 
 
-def weights(labels: Tensor, reduction: str, denominator: float) -> Tensor:
-    """w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator`: `count` summed over ranks."""
+def weights(labels: Tensor, reduction: str, denominator: float, edges: Sequence[int] | None = None) -> Tensor:
+    """w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator`: `count` summed over ranks; `edges`: of
+    the samples in a packed row [1, T], 0 and T with them."""
     known = (targets(labels) != IGNORE).to(torch.float32)
     if reduction == "token":
         share = known
     elif reduction == "sample":
-        share = known / known.sum(dim=1, keepdim=True).clamp(min=1)
+        found = _by_sample(known, edges).clamp(min=1)
+        share = known / (found[:, None] if edges is None else found[_sample_of(edges)])
     else:
         share = known / known.sum().clamp(min=1)
     return share / max(denominator, 1.0)
+
+
+def _by_sample(known: Tensor, edges: Sequence[int] | None) -> Tensor:
+    """Loss tokens of each sample, from where they are [B, T-1]."""
+    if edges is None:
+        return known.sum(dim=1)
+    found = torch.zeros(len(edges) - 1, dtype=torch.float32)
+    return found.index_add_(0, _sample_of(edges), known[0].float())
+
+
+def _sample_of(edges: Sequence[int]) -> Tensor:
+    """The sample of the token that each place of a pack predicts: [T-1]."""
+    lengths = torch.tensor(edges).diff()
+    return torch.repeat_interleave(lengths)[1:]
 
 
 def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -101,6 +101,8 @@ def plan_model(
     measurements: fp8.Measurements | None = None,
 ) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
     """`plan_for` on a model that is already there, by measurements where there are any."""
+    if cfg.data.packing and (why := models.why_not_packed(model)) is not None:
+        raise fp8.PlanError(f"data.packing: true cannot be: {why}. Set data.packing: false")
     if cfg.fp8.plan is not None and measurements is None:
         plan = fp8.load_plan(cfg.fp8.plan, model, family.components)
     else:
@@ -166,7 +168,7 @@ def plan_run(
     def work() -> dict:
         tokens = count(family, model)
         found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
-        return {"tokens": [dict(tokens.counts), tokens.row, tokens.image], "found": found.to_json()}
+        return {"tokens": [dict(tokens.counts), tokens.row, tokens.image, tokens.sample], "found": found.to_json()}
 
     answer = world.from_main(work)
     tokens = Tokens(*answer["tokens"])
@@ -212,6 +214,13 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
         notes.append(
             "train.cuda_graphs: graphs hold their gradients, activations and workspace beside those of the steps that "
             "run without, which predicted memory leaves out"
+        )
+    if cfg.data.packing:
+        kernel = cfg.model.attention
+        by = "torch's varlen flash attention in 16 bits on CUDA, else" if kernel == "sdpa" else f"{kernel},"
+        notes.append(
+            f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
+            f"at a time; attention within each by {by} a call a sample"
         )
     if cfg.train.gather == "bf16":
         many = "weights are gathered and gradients summed in BF16; shards stay fp32"

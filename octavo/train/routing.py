@@ -15,7 +15,6 @@ Loads are counted from the indices that a module of experts is called with, on t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from octavo.fp8 import observe
 from octavo.fp8.moe import is_experts
 from octavo.parallel import World
 from octavo.train.errors import TrainError
+from octavo.train.forward import real
 
 
 def coefficient(cfg: Config, model: nn.Module) -> float:
@@ -84,12 +84,13 @@ class ExpertLoad:
         # One more than there are experts, for places that belong to none.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
-    def batch(self, batch: Mapping[str, Any], device: torch.device) -> None:
-        """The next forwards are of this micro-batch: its attention mask says which tokens are real."""
+    def batch(self, batch: dict[str, Any], device: torch.device) -> None:
+        """The next forwards are of this micro-batch, of whose tokens some are padding."""
         if self._counts is not None:
-            mask = batch.get("attention_mask")
-            empty = not batch["meta"].tokens  # a row that keeps a rank company is attended, and no sample
-            self._real = None if mask is None else (mask * (not empty)).to(device, torch.float32).reshape(-1)
+            mask = real(batch)
+            if not batch["meta"].tokens:  # a row that keeps a rank company is attended, and no sample
+                mask = torch.zeros_like(batch["input_ids"])
+            self._real = None if mask is None else mask.to(device, torch.float32).reshape(-1)
 
     @torch._disable_dynamo  # what is counted when is no part of a compiled block
     def _count(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
 
 # What a run notes in its checkpoints and takes from there without asking.
 _COUNTERS = {
-    **dict.fromkeys(("step!", "rows!", "tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
+    **dict.fromkeys(("step!", "rows!", "window", "pack", "tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
     "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
     "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
 }  # fmt: skip
@@ -45,12 +45,15 @@ _COUNTERS = {
 
 @dataclass
 class Progress:
-    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, `tokens` seen, `skipped` steps that
+    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window` and
+    number in it (`pack`), `tokens` seen, `skipped` steps that
     were not finite (`in_a_row` of them just now), `learnt` the last step that held a token with a loss, `seconds` of
     training, `health` the last FP8 health summary."""
 
     step: int = 0
     rows: int = 0
+    window: int = 0
+    pack: int = 0
     tokens: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -63,9 +66,12 @@ class Progress:
         """Steps in a row, up to now, without a token with a loss."""
         return self.step - self.learnt
 
-    def after(self, step: int, rows: int, tokens: int, seconds: float, applied: bool, learnt: bool) -> None:
-        """A step is done; `learnt`: it held a token with a loss."""
+    def after(
+        self, step: int, rows: int, place: tuple[int, int], tokens: int, seconds: float, applied: bool, learnt: bool
+    ) -> None:
+        """A step is done; `place`: (window, pack) of the next pack; `learnt`: it held a token with a loss."""
         self.step, self.rows = step, rows
+        self.window, self.pack = place
         self.learnt = step if learnt else self.learnt
         self.tokens += tokens
         self.seconds += seconds
@@ -88,7 +94,7 @@ class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
     far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
     another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
-    ones (`starting.note`; None: those of model.path)."""
+    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it)."""
 
     directory: Path
     checkpoint: Path | None = None
@@ -98,6 +104,7 @@ class Start:
     result: Mapping[str, Any] | None = None
     forked: bool = False
     first: Mapping[str, Any] | None = None
+    place: tuple[int, int] = (0, 0)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -154,6 +161,7 @@ def enter(
     found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
+    found["place"] = tuple(found["place"])  # JSON knows lists
     return Start(directory, chosen, forked=forked, **found)
 
 
@@ -259,7 +267,7 @@ def _prepare(
     prints: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, files = 0, 0, {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
+    step, rows, place, files = 0, 0, (0, 0), {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
     begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
@@ -270,12 +278,13 @@ def _prepare(
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
+        place = counters.get("window", 0), counters.get("pack", 0)
         begun = starting.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
-    return {"rows": rows, "step": step, "files": files, "first": begun}
+    return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
 
 
 def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from octavo import fp8, models
 from octavo.config import Config
 from octavo.parallel import World
 from octavo.train import compiled, losses
+from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
 from octavo.train.graphs import Graphs
 from octavo.train.memory import Memory
@@ -45,7 +46,8 @@ class StepResult:
     `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
     `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
     load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
-    zero. `figures`: what else a phase tells of its step, by name; it goes into the row."""
+    zero. `figures`: what else is told of the step, by name, such as the share of `padding` in packs; it goes into the
+    row."""
 
     loss: float
     grad_norm: float
@@ -118,10 +120,11 @@ class Stepper:
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
         loss, aux = done.parts.tolist()
+        padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
             aux if self.balance else None, load.end(self.world) if load else None,
-            int(sum(zeroed)) if zeroed else None,
+            int(sum(zeroed)) if zeroed else None, padding,
         )  # fmt: skip
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
@@ -146,7 +149,8 @@ class Stepper:
         labels = batch["labels"]
         keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
-        return keep, losses.targets(labels)[:, keep], losses.weights(labels, self.cfg.train.loss, denominator)[:, keep]
+        weight = losses.weights(labels, self.cfg.train.loss, denominator, edges_of(batch))
+        return keep, losses.targets(labels)[:, keep], weight[:, keep]
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
         """The same, given what :meth:`judged` says, ``weight`` on the device."""
@@ -175,12 +179,22 @@ class Stepper:
         self.loss(batch, denominator, share).total.backward()
 
     def totals(self, batches: Batches) -> Tensor:
-        """[denominator, tokens, loss tokens], each summed over ranks: one collective before the first backward."""
+        """[denominator, tokens, loss tokens, places of packs], each summed over ranks: one collective before the first
+        backward. Raises TrainError where ranks have planned other packs."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
-        mine = [losses.count(labels, self.cfg.train.loss), tokens, judged]
-        return self.world.sum(torch.tensor(mine, dtype=torch.float64))
+        packs = [edges_of(batch) for batch in batches]
+        places = sum(edges[-1] for edges in packs if edges is not None)
+        plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
+        mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places, plan]
+        *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        if float(plans) != plan * self.world.size:
+            raise TrainError(
+                f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
+                "token counts in their data caches, differ. Empty data.cache on every machine and start again"
+            )
+        return torch.cat(found)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""
@@ -193,3 +207,9 @@ class Stepper:
         """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
         with_image = sum(batch["meta"].has_image for batch in batches)
         return {c: with_image if c in VISION else len(batches) for c in self.family.components}
+
+
+def edges_of(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Where the samples of a pack end; None for a batch that is no pack."""
+    boundaries = batch.get("boundaries")
+    return None if boundaries is None else boundaries.edges

@@ -91,7 +91,8 @@ def _model(of: Planned, model: nn.Module) -> list[str]:
     lines = [f"{of.family.name} of {_count(total)} parameters, {how}: {path}"]
     if not of.steps:
         on = f" on {of.ranks} ranks" if of.ranks > 1 else ""
-        lines.append(f"{cfg.train.phase}: {cfg.train.steps} steps of {cfg.train.global_batch} rows{on}")
+        what = "packs" if cfg.data.packing else "rows"
+        lines.append(f"{cfg.train.phase}: {cfg.train.steps} steps of {cfg.train.global_batch} {what}{on}")
     return [*lines, *of.steps]
 
 

@@ -19,11 +19,13 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 @dataclass(frozen=True)
 class Tokens:
     """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each other, those of
-    a row of the batch and the patches of an image."""
+    a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a sample, weighted by
+    what they cost: sum(l^2) / sum(l) (0: the row)."""
 
     counts: Mapping[str, int]
     row: int
     image: int
+    sample: int = 0
 
     @property
     def rows(self) -> int:
@@ -68,7 +70,9 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         counts["image_projector"] = _mean([tokens for _, tokens, _ in seen])
         image = max(1, sum(patches for patches, _, _ in seen) // sum(images for _, _, images in seen))
     known = {name: _rounded(counts[name]) for name in family.components if name in counts}
-    return Tokens(known, row, image)
+    lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
+    sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
+    return Tokens(known, row, image, sample)
 
 
 def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
@@ -99,8 +103,10 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     Rows of `train.seq_length` tokens; where the model sees, an image of `data.max_pixels` in each (1 megapixel where it
     says nothing), as far as the row has room.
     """
-    rows, row, answer = rows_of(cfg), cfg.train.seq_length, 0
+    rows, row, answer, each = rows_of(cfg), cfg.train.seq_length, 0, 1
     message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
+    if cfg.data.packing:
+        message = f"assumed: a pack of train.seq_length {row} tokens, as if one sample were all of it"
     if _paired(cfg):
         message += ", two for each sample"
     if cfg.train.phase == "rl" and cfg.rl is not None:
@@ -121,8 +127,11 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
             length = int(cells * config.downsample_ratio**2)
             tiles = max(1, min(pixels // (height * width), (row - answer - 2) // (length + 1)))
             image, out = tiles * (cells + 1), tiles * length
-        counts |= {"image_encoder": rows * max(0, image), "image_projector": rows * max(0, out)}
-        message += f", in each an image of {max(0, image)} patches ({max(0, out)} of its tokens)"
+        if cfg.data.packing and out > 0:
+            each = max(1, row // (out + 2))  # as many as there is room for
+        counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
+        many = "an image" if each == 1 else f"{each} images"
+        message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     known = {name: n for name, n in counts.items() if name in components}
     return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"
 
@@ -136,7 +145,8 @@ def attention_flops(config: Any, tokens: Tokens) -> float | None:
     text = config.get_text_config()
     try:
         width = _head_dim(text) * text.num_attention_heads
-        decoder = 2 * tokens.counts.get("foundation", 0) * tokens.row * width * text.num_hidden_layers
+        seen = tokens.sample or tokens.row
+        decoder = 2 * tokens.counts.get("foundation", 0) * seen * width * text.num_hidden_layers
         tower = 0
         vision = getattr(config, "vision_config", None)
         if vision is not None and tokens.image:

@@ -307,6 +307,54 @@ def test_steps_that_cannot_be(train, message):
 
 
 @pytest.mark.parametrize(
+    "train, more, message",
+    [
+        (
+            "micro_batch: 2",
+            "",
+            "train.micro_batch: a micro-batch is one pack, and 2 are asked (data.packing: true); use 1",
+        ),
+        ("compile: true", "", "train.compile: every pack ends its samples elsewhere, and would be compiled anew"),
+        ("cuda_graphs: true", "", "train.cuda_graphs: every pack ends its samples elsewhere, and a graph replays one"),
+        (
+            "phase: preference",
+            "",
+            "data.packing: phase preference packs no rows: the two answers of a pair are rows of",
+        ),
+        (
+            "phase: rl",
+            "rl: {rewards: [exact_match]}",
+            "data.packing: phase rl packs no rows: completions are rows of one",
+        ),
+        (
+            "",
+            "model: {path: ./m, attention: eager}",
+            "model.attention: it tells samples apart by a mask of T x T alone",
+        ),
+        (
+            "",
+            "model: {path: ./m, attention: auto}",
+            "model.attention: kernels are timed on rows of one sample (data.pa",
+        ),
+    ],
+)
+def test_what_cannot_stand_beside_packs(train, more, message):
+    model = more if more.startswith("model") else "model: {path: ./m}"
+    more = more if more != model else ""
+    text = f"{model}\ndata: {{train: [{{path: a.json}}], packing: true}}\ntrain: {{steps: 10, {train}}}\n{more}\n"
+    assert message in one(text)
+
+
+def test_packs_have_no_epochs_and_only_they_have_a_window():
+    data = "model: {path: ./m}\ndata: {train: [{path: a.json}], packing: true, window: 64}\n"
+    assert "train.epochs: how many packs the rows make is known only as they are read" in one(
+        data + "train: {epochs: 1}\n"
+    )
+    found = one(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
+    assert "data.window: has no effect without packing; remove it, or set packing: true" in found
+
+
+@pytest.mark.parametrize(
     "freeze, message",
     [
         ("[image_encodr]", "model.freeze.0: unknown component 'image_encodr'; did you mean image_encoder?"),

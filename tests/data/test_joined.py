@@ -149,7 +149,9 @@ def config(path, report, **more):
             "max_image_megapixels": 100.0, "on_bad_sample": "skip", "join": True, **more}  # fmt: skip
     train = SimpleNamespace(phase="pretrain", seq_length=6, micro_batch=2, global_batch=4)
     return SimpleNamespace(
-        data=SimpleNamespace(**{"cache": None, **data}), train=train, run=SimpleNamespace(seed=3, timeout=60.0)
+        data=SimpleNamespace(**{"cache": None, "packing": False, **data}),
+        train=train,
+        run=SimpleNamespace(seed=3, timeout=60.0),
     )
 
 

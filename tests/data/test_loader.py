@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from octavo import data
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.errors import WorkerDied
-from octavo.data.loader import Processed, _by_workers, _Chunks, micro_batches
+from octavo.data.loader import Processed, _Chunks, by_workers, micro_batches
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
                 time.sleep(60)
             return places
 
-    stream = _by_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
+    stream = by_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
     assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
@@ -170,13 +170,13 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loader import _by_workers, _Chunks
+from octavo.data.loader import by_workers, _Chunks
 
 class Rows:  # each is more than a pipe holds: the workers wait with full hands
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = _by_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = by_workers(Rows(), _Chunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)

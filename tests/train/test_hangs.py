@@ -23,7 +23,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
-from octavo.data.loader import _by_workers, _Chunks
+from octavo.data.loader import _Chunks, by_workers
 from octavo.train.signals import StopRequest
 from tests import ranks
 
@@ -148,7 +148,7 @@ def _signal_a_worker() -> None:
             return places
 
     with StopRequest(0.2):
-        stream = _by_workers(Rows(), _Chunks(range(99), 1), 1)
+        stream = by_workers(Rows(), _Chunks(range(99), 1), 1)
         next(stream)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGHUP)
         time.sleep(0.5)

@@ -185,6 +185,8 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
 def _batches(cfg: Config, ranks: int) -> list[int]:
     """Micro-batches that divide what a rank has of the global batch."""
     each = max(1, samples_of(cfg) // ranks)
+    if cfg.data.packing:  # a micro-batch is a pack
+        return [1]
     return [n for n in range(1, each + 1) if each % n == 0]
 
 

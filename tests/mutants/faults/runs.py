@@ -224,7 +224,7 @@ area(
     ),
     (
         "loss-by-sample", "train/losses.py",
-        "known / known.sum(dim=1, keepdim=True).clamp(min=1)", "known / known.sum().clamp(min=1)",
+        "known / (found[:, None] if edges is None else found[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
         "loss: sample weighs samples by their lengths",
         "train/test_losses.py",
     ),

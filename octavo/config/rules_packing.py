@@ -1,0 +1,51 @@
+"""What cannot stand beside samples that share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from octavo.config.findings import Finding, finding
+from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections import DataSection
+from octavo.config.whole import Sections
+
+_PHASES = {
+    "preference": "the two answers of a pair are rows of one batch, and what they cost is known only together",
+    "rl": "completions are rows of one batch, written and learnt from by the same forward",
+}
+_KERNELS = {
+    "auto": "kernels are timed on rows of one sample",
+    "eager": "it tells samples apart by a mask of T x T alone",
+    "flash_attention_2": "transformers tells it where samples begin by position ids",
+    "flash_attention_3": "transformers tells it where samples begin by position ids",
+}
+
+
+def rules(config: Sections) -> Iterator[Finding]:
+    """Every rule of `data.packing` that a configuration breaks."""
+    data, train = config.data, config.train
+    if not data.packing:
+        if data.window != DataSection.model_fields["window"].default:
+            yield finding("data.window", "has no effect without packing", "remove it, or set packing: true",
+                          "data.packing")  # fmt: skip
+        return
+    if train.phase in BEYOND_SFT:
+        fix = "remove it; rl.slots and train.micro_batch say how many rows are computed at once"
+        fix = fix if train.phase == "rl" else "remove it, and raise train.micro_batch"
+        yield finding("data.packing", f"phase {train.phase} packs no rows: {_PHASES[train.phase]}", fix, "train.phase")
+        return
+    beside = (
+        ("train.micro_batch", train.micro_batch != 1, f"a micro-batch is one pack, and {train.micro_batch} are asked",
+         "use 1, and raise train.seq_length for longer packs"),
+        ("train.epochs", train.epochs is not None, "how many packs the rows make is known only as they are read",
+         "give train.steps"),
+        ("train.compile", train.compile, "every pack ends its samples elsewhere, and would be compiled anew",
+         "use `compile: false`"),
+        ("train.cuda_graphs", train.cuda_graphs, "every pack ends its samples elsewhere, and a graph replays one",
+         "use `cuda_graphs: false`"),
+        ("model.attention", config.model.attention in _KERNELS, _KERNELS.get(config.model.attention, ""),
+         "use sdpa, which takes torch's flash attention for packs where it can, or cudnn, flash, efficient or math"),
+    )  # fmt: skip
+    for key, is_there, found, fix in beside:
+        if is_there:
+            yield finding(key, f"{found} (data.packing: true)", fix, "data.packing")

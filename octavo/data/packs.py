@@ -1,0 +1,184 @@
+"""The stream of packs that a rank trains on: same packs for any number of ranks and workers, exact after a resume.
+
+The rows of a mixture are taken a window at a time, counted (:mod:`octavo.data.counting`) and put into packs
+(:mod:`octavo.data.packing`), and the packs of a window come in an order of the seed's. So what the n-th pack holds
+follows from data, settings and seed alone, and where a run is, from two numbers: window and pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from octavo.data import packing
+from octavo.data.ahead import Ahead
+from octavo.data.collate import collate_pack
+from octavo.data.counting import Counts, Lengths
+from octavo.data.encode import Encoder
+from octavo.data.errors import BadSample, DataError
+from octavo.data.loader import AT_ONCE, CACHE_BYTES, Judge, Place, Processed, by_workers
+from octavo.data.mixture import Mixture, shuffled
+from octavo.data.report import SkipReport
+
+
+class Pack(NamedTuple):
+    """Numbers of rows in the stream of a mixture, and the tokens of each that there is room for; 0 for one that is
+    known to be left out."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+_EMPTY = Pack((), ())
+
+
+class PackLoader:
+    """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
+
+    Step t takes `global_batch` packs of the stream, from `place` on: (window, pack in it). They are dealt to the
+    `world` ranks by what they cost; who has one less than others has an empty one, so that all ranks run as many
+    forwards. A row that is bad or too long leaves its place in its pack empty; it changes no other pack. `place` is
+    that of the first pack after the steps that were yielded, not of what workers have prepared: store it, and give it
+    back. `rows` counts the rows of the packs so far.
+
+    `workers`, `on_bad`, `report_path`, `cache_bytes`, `timeout` as in `Loader`; `known`: what was counted of each data
+    set.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        encoder: Encoder,
+        known: Sequence[Counts],
+        window: int,
+        global_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        place: tuple[int, int] = (0, 0),
+        workers: int = 0,
+        on_bad: str = "error",
+        report_path: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        timeout: float = float("inf"),
+    ) -> None:
+        if global_batch < 1:
+            raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
+        if not 0 <= rank < world:
+            raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
+        self.mixture, self.encoder, self.window, self.global_batch = mixture, encoder, window, global_batch
+        self.rank, self.world, self.place, self.workers, self.timeout = rank, world, place, workers, timeout
+        self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, workers, timeout)
+        self._judge = Judge(mixture.sources, on_bad, report_path)
+        self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self._ahead = Ahead(mixture)
+        self._steps: Any = None
+        self.packs = lru_cache(maxsize=4)(self._packs)
+
+    @property
+    def report(self) -> SkipReport:
+        """Counts and list of the rows left out so far."""
+        return self._judge.report
+
+    @property
+    def rows(self) -> int:
+        window, number = self.place
+        begun = self.packs(window)[:number] if number else ()
+        return window * self.window + sum(len(pack.rows) for pack in begun)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """The one endless stream; a second `iter` goes on where the first stopped."""
+        if self._steps is None:
+            self._steps = self._stream()
+        return self._steps
+
+    def __next__(self) -> list[Any]:
+        return next(iter(self))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        self._lengths.close()
+
+    def _packs(self, window: int) -> tuple[Pack, ...]:
+        """The packs of a window in the order in which they are trained on."""
+        lengths = self._lengths.of(window)
+        good = [row for row, length in enumerate(lengths) if length]
+        left = [row for row, length in enumerate(lengths) if not length]
+        found = packing.pack([lengths[row] for row in good], self.encoder.seq_length)
+        packs = [[good[n] for n in one] for one in found]
+        packs = packs or [[]]
+        for number, row in enumerate(left):  # who trains the pack says why
+            packs[number % len(packs)].append(row)
+        first = window * self.window
+        made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
+        return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
+
+    def steps(self, place: tuple[int, int]) -> Iterator[tuple[list[Pack], tuple[int, int], int]]:
+        """(this rank's packs, the place behind the step, a checksum of all ranks') of each step, from a place on."""
+        stream = self._from(place)
+        while True:
+            step = list(islice(stream, self.global_batch))
+            mine = packing.deal([packing.cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
+            yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
+
+    def _from(self, place: tuple[int, int]) -> Iterator[tuple[Pack, tuple[int, int]]]:
+        """Each pack of the stream, and the place behind it."""
+        window, number = place
+        while True:
+            packs = self.packs(window)
+            for at in range(number, len(packs)):
+                yield packs[at], (window, at + 1) if at + 1 < len(packs) else (window + 1, 0)
+            window, number = window + 1, 0
+
+    def _stream(self) -> Iterator[list[Any]]:
+        chunks = _Chunks(self)
+        if self.workers and self.rank < self.global_batch:  # later ranks never have a row
+            made = by_workers(self._processed, chunks, self.workers, self.timeout)
+        else:
+            made = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
+        rows = chain.from_iterable(made)
+        try:
+            for mine, behind, plan in self.steps(self.place):
+                spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
+                batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
+                self.place = behind
+                self._ahead.at((behind[0] + 1) * self.window)  # those of this one are at hand since it was counted
+                yield batches
+        finally:
+            self._ahead.close()
+            made.close()
+
+    def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
+        found = [self._judge.admit(*self._fitting(*next(rows), room)) for room in pack.lengths]
+        samples = [sample for sample in found if sample is not None]
+        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan)
+
+    def _fitting(self, place: Place, made: Any, room: int) -> tuple[Place, Any]:
+        """A row, or the error that it is where there is less room than it takes."""
+        if isinstance(made, DataError) or len(made.input_ids) <= room:
+            return place, made
+        return place, BadSample(
+            made.file, made.row, f"has {len(made.input_ids)} tokens, and {room} were counted when packs were planned: "
+            "did its image change? Empty the data cache (data.cache) and start a new run", made.id,
+        )  # fmt: skip
+
+
+class _Chunks:
+    """The places of this rank's rows, in pieces that are made together: the sampler of the worker processes too."""
+
+    step = AT_ONCE
+
+    def __init__(self, loader: PackLoader) -> None:
+        self.loader, self.place = loader, loader.place
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        for mine, _, _ in self.loader.steps(self.place):
+            for pack in mine:
+                places = [self.loader.mixture.row(number) for number in pack.rows]
+                yield from (places[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE))

@@ -1,0 +1,108 @@
+"""Attention within the samples of a packed row, through transformers' registries and without a mask.
+
+transformers asks the registered mask function once a forward what all layers get as their mask; in a packed forward it
+answers with :class:`Segments`, which say where samples begin, and every layer's attention gets them as an argument. So
+a block that is recomputed in backward sees those of its own micro-batch, however many forwards ran since. Vision towers
+ask for no causal mask, and attend as they always do.
+
+Attention runs sample by sample, causal: on CUDA by one call of torch's ``varlen_attn`` (flash attention) in 16 bits,
+elsewhere by a call for each sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+from octavo.models.errors import ModelError
+
+LARGEST_HEAD = 256  # features of a head that flash attention takes
+INSTEAD = "Set data.packing: false"
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where samples begin: sample i is the tokens [edges[i], edges[i + 1]) of the row. ``cu_seqlens``: the same on the
+    device, int32 [samples + 1]; ``longest``: tokens of the longest sample."""
+
+    edges: tuple[int, ...]
+    cu_seqlens: Tensor
+    longest: int
+
+
+@dataclass
+class PackedForward:
+    """A packed forward under way: its segments, and the modules whose attention got them."""
+
+    segments: Segments
+    seen: set[int] = field(default_factory=set)
+
+
+under_way: ContextVar[PackedForward | None] = ContextVar("packed forward", default=None)
+
+
+def masks(**asked: Any) -> Any:
+    """The mask function of every attention that Octavo registers: torch's masks, and in a packed forward its segments
+    where the mask of a decoder is asked for."""
+    now = under_way.get()
+    of_encoder = asked["mask_function"] is bidirectional_mask_function
+    if now is None or of_encoder or asked["q_length"] != now.segments.edges[-1]:
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked)
+    if asked.get("local_size"):
+        raise ModelError(f"a packed row met a layer that sees {asked['local_size']} tokens alone. {INSTEAD}")
+    if asked["kv_length"] != asked["q_length"]:
+        raise ModelError("a packed row met a cache of keys and values. Call the model with use_cache=False")
+    return now.segments
+
+
+def attend(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float,
+    one: Callable[[Tensor, Tensor, Tensor], Tensor], varlen: bool = True, layer: object = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D].
+
+    ``one`` computes a sample, as [1, H, t, D]; ``varlen``: whether flash attention may do all at once. Raises
+    ModelError where the tokens are not those of the segments.
+    """
+    now = under_way.get()
+    if now is not None and now.segments is segments:
+        now.seen.add(id(layer))
+    if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == segments.edges[-1]:
+        raise ModelError(
+            f"a packed row of {segments.edges[-1]} tokens met attention of {q.shape[0]} rows, {q.shape[2]} queries and "
+            f"{k.shape[2]} keys: a cache, or a batch of several rows. Call the model on one pack with use_cache=False"
+        )
+    if varlen and takes_varlen(q, v, dropout):
+        return _varlen(segments, q, k, v, scale)[None]
+    parts = [one(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(segments.edges)]
+    return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+
+def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
+    """Whether torch's flash attention for rows of several samples computes these."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and half and not dropout and q.shape[-1] == v.shape[-1] <= LARGEST_HEAD
+
+
+def _varlen(segments: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    known = inspect.signature(varlen_attn).parameters  # it changed from one version of torch to the next
+    groups = q.shape[1] // k.shape[1]
+    more: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if groups > 1 and "enable_gqa" in known:
+        more["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    edges, longest = segments.cu_seqlens, segments.longest
+    out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, **more)
+    return out

@@ -1,0 +1,307 @@
+"""Packs: the plan is a pure function, the stream the same everywhere, and every sample whole and alone in its pack."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from octavo.data import BadSample, DataError, DocumentEncoder, Encoder, Mixture, PackLoader, collate_pack, counting
+from octavo.data.encode import Sample
+from octavo.data.packing import cost, deal, pack, waste
+
+LENGTHS = st.lists(st.integers(1, 64), max_size=60)
+
+
+@given(LENGTHS)
+def test_every_sample_is_in_one_pack_and_no_pack_is_too_long(lengths):
+    packs = pack(lengths, 64)
+    assert sorted(chain(*packs)) == list(range(len(lengths)))
+    sizes = [sum(lengths[n] for n in one) for one in packs]
+    assert all(0 < size <= 64 for size in sizes) and all(list(one) == sorted(one) for one in packs)
+    assert sum(size <= 32 for size in sizes) <= 1  # or two of them would have been one
+    assert packs == pack(list(lengths), 64)
+    assert waste(packs, lengths, 64) == pytest.approx(1 - sum(sizes) / (64 * len(packs)) if packs else 0)
+
+
+def by_looking(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
+    """Best-fit decreasing, by looking at every pack."""
+    packs: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        rooms = [(capacity - sum(lengths[n] for n in one), k) for k, one in enumerate(packs)]
+        fitting = [found for found in rooms if found[0] >= lengths[number]]
+        if fitting:
+            packs[min(fitting)[1]].append(number)
+        else:
+            packs.append([number])
+    return [tuple(sorted(one)) for one in packs]
+
+
+@given(LENGTHS)
+def test_it_is_best_fit_decreasing(lengths):
+    assert pack(lengths, 64) == by_looking(lengths, 64)
+
+
+def test_lengths_that_fit_no_pack_are_refused():
+    for bad in (0, 65):
+        with pytest.raises(ValueError, match=rf"sample 1 has {bad} tokens; packs of 64"):
+            pack([3, bad], 64)
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=24), st.integers(1, 4))
+def test_packs_are_dealt_evenly(costs, ranks):
+    dealt = deal(costs, ranks)
+    assert sorted(chain(*dealt)) == list(range(len(costs))) and len(dealt) == ranks
+    assert max(map(len, dealt)) == -(-len(costs) // ranks)
+    assert dealt == deal(costs, ranks)
+
+
+def test_the_dearest_packs_go_to_different_ranks():
+    assert deal([9, 8, 2, 1], 2) == [(0, 3), (1, 2)]
+    assert deal([9, 8, 2], 2) == [(0,), (1, 2)]
+    assert cost([8]) > cost([4, 4])
+
+
+# --- one pack -------------------------------------------------------------------------------------------------------
+
+
+def sample(*ids: int, images: int = 0) -> Sample:
+    tokens = np.array(ids)
+    pixels = np.full((images, 3), ids[0], np.float32) if images else None
+    return Sample(tokens, tokens.copy(), None, pixels, None, images, row=ids[0])
+
+
+def test_a_pack_has_no_mask_and_no_label_that_another_sample_would_predict():
+    batch = collate_pack([sample(1, 2, 3), sample(4, images=2), sample(5, 6)], 9, 300)
+    assert batch["input_ids"].shape == (1, 128) and "attention_mask" not in batch
+    assert batch["input_ids"][0, :8].tolist() == [1, 2, 3, 4, 5, 6, 9, 9]
+    assert batch["labels"][0, :8].tolist() == [-100, 2, 3, -100, -100, 6, -100, -100]
+    found = batch["boundaries"]
+    assert (found.edges, found.samples, found.tokens, found.length) == ((0, 3, 4, 6, 128), 3, 6, 128)
+    assert batch["meta"].lengths == (3, 1, 2) and batch["meta"].images == (0, 2, 0)
+    assert batch["pixel_values"][:, 0].tolist() == [4, 4]
+
+
+def test_padding_is_up_to_128_or_what_a_pack_may_have():
+    whole = collate_pack([sample(*range(1, 8))], 0, 7)
+    assert whole["boundaries"].edges == (0, 7)
+    assert collate_pack([sample(*range(1, 8))], 0, 100)["boundaries"].edges == (0, 7, 100)
+    empty = collate_pack([], 3, 100)
+    assert empty["boundaries"].edges == (0, 2) and empty["meta"].tokens == 0
+    assert (empty["labels"] == -100).all() and (empty["input_ids"] == 3).all()
+    with pytest.raises(ValueError, match=r"\[3, 2\] tokens do not fit into a pack of 4"):
+        collate_pack([sample(1, 2, 3), sample(4, 5)], 0, 4)
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+def many(folder, count=40, images=True):
+    """Rows with texts of all lengths, every third with one or two images."""
+    draw = random.Random(0)
+    for n in range(5):
+        folder.image(f"{n}.png", (8 + 8 * n, 24))
+    rows = []
+    for n in range(count):
+        question, answer = ("why " * draw.randint(1, 9), "so " * draw.randint(1, 9))
+        shown = [f"{draw.randint(0, 4)}.png" for _ in range(draw.randint(1, 2))] if images and n % 3 == 0 else []
+        more = {"image": shown if len(shown) > 1 else shown[0]} if shown else {}
+        rows.append(folder.llava("<image>" * len(shown) + question, answer, **more))
+    return rows
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "llama"])
+def test_tokens_are_counted_as_they_are_made(folder, models, family):
+    encoder = Encoder(models(family), 400)
+    source = folder.read(many(folder, 20, images=encoder.multimodal))
+    rows = [source[n] for n in range(20)]
+    lengths = [len(made.input_ids) for made in encoder.encode_all(rows)]
+    assert counting.tokens(encoder, rows) == lengths
+    short = Encoder(encoder.processor, sorted(lengths)[10])
+    left_out = [isinstance(made, DataError) for made in short.encode_all(rows)]
+    assert any(left_out) and [count == 0 for count in counting.tokens(short, rows)] == left_out
+    cut = Encoder(encoder.processor, sorted(lengths)[10], on_long="cut")
+    for count, made in zip(counting.tokens(cut, rows), cut.encode_all(rows), strict=True):
+        assert isinstance(made, DataError) or len(made.input_ids) <= count <= cut.seq_length
+
+
+def test_documents_are_counted_with_their_end(folder, models):
+    encoder = DocumentEncoder(models("qwen3_vl"), 200)
+    image = folder.image("a.png", (40, 24))
+    rows = [{"text": "one two"}, {"text": "it ends<|im_end|>"}, {"text": "<image> is <image>", "images": [image] * 2}]
+    source = folder.read(rows, kind="documents")
+    found = [source[n] for n in range(3)]
+    assert counting.tokens(encoder, found) == [len(made.input_ids) for made in encoder.encode_all(found)]
+
+
+def test_an_image_that_lies_on_its_side_is_counted_upright(folder, models):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in ("a.jpg", "a.png"):
+        Image.new("RGB", (16, 72)).save(folder.path / name, exif=exif)
+    source = folder.read([folder.llava("<image>q", "a", image=name) for name in ("a.jpg", "a.png")])
+    encoder = Encoder(models("internvl"), 400)
+    rows = [source[0], source[1]]
+    assert encoder.image_tokens(rows[0].images[0]) == encoder.image_tokens(rows[1].images[0])
+    assert counting.tokens(encoder, rows) == [len(made.input_ids) for made in encoder.encode_all(rows)]
+
+
+def test_rows_that_cannot_be_used_have_no_tokens(folder, models):
+    (folder.path / "broken.png").write_bytes(b"no image")
+    source = folder.read([folder.llava("<image>q", "a", image="broken.png"), folder.llava("q <|image_pad|>", "a")])
+    assert counting.tokens(Encoder(models("qwen3_vl"), 99), [source[0], source[1]]) == [0, 0]
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(folder):
+    return folder.read(many(folder))
+
+
+@pytest.fixture
+def encoder(models):
+    return Encoder(models("qwen3_vl"), 64)
+
+
+def stream(source, encoder, folder=None, **options):
+    options = {"window": 16, "global_batch": 2, **options}
+    known = [counting.counts(source, encoder, folder, "")]
+    return PackLoader(Mixture([source], seed=3), encoder, known, **options)
+
+
+def take(loader, count):
+    try:
+        return [next(loader) for _ in range(count)]
+    finally:
+        loader.close()
+
+
+def rows(step):
+    return [batch["meta"].rows for batch in step]
+
+
+def same(one, other):
+    assert one["meta"] == other["meta"] and one["boundaries"] == other["boundaries"] and one.keys() == other.keys()
+    return all(torch.equal(one[key], other[key]) for key in one if key not in ("meta", "boundaries"))
+
+
+def test_every_row_comes_once_in_a_round(source, encoder):
+    loader = stream(source, encoder, window=40)
+    packs = list(loader.packs(0))
+    assert sorted(chain(*(one.rows for one in packs))) == list(range(40))
+    steps = take(loader, len(packs) // 2)
+    seen = [row for step in steps for one in rows(step) for row in one]
+    assert len(seen) == len(set(seen)) and loader.rows == sum(len(one.rows) for one in packs[: 2 * len(steps)])
+    assert max(batch["boundaries"].tokens for step in steps for batch in step) <= 64
+
+
+def test_a_stream_goes_on_where_it_was_whoever_reads_it(source, encoder, tmp_path):
+    whole = take(stream(source, encoder), 12)
+    for first, workers, world in ((5, 0, 1), (3, 2, 1), (7, 0, 2), (4, 1, 2), (3, 1, 3)):
+        begun = stream(source, encoder, tmp_path)
+        take(begun, first)
+        ranks = [
+            take(stream(source, encoder, tmp_path, place=begun.place, workers=workers, rank=rank, world=world), 4)
+            for rank in range(world)
+        ]
+        for number in range(4):
+            found = [batch for rank in ranks for batch in rank[number] if batch["meta"].rows]  # no company
+            assert len({len(rank[number]) for rank in ranks}) == 1
+            wanted = sorted(whole[first + number], key=lambda batch: batch["meta"].rows)
+            ordered = sorted(found, key=lambda batch: batch["meta"].rows)
+            assert all(same(*both) for both in zip(ordered, wanted, strict=True))
+
+
+def test_a_stream_that_was_closed_goes_on(source, encoder):
+    whole = take(stream(source, encoder), 9)
+    loader = stream(source, encoder)
+    again = take(loader, 4) + take(loader, 5)
+    assert [rows(step) for step in again] == [rows(step) for step in whole]
+
+
+def test_a_bad_row_leaves_its_place_empty_and_changes_no_other_pack(folder, models, tmp_path):
+    raw = many(folder)
+    encoder = Encoder(models("qwen3_vl"), 64)
+    whole = take(stream(folder.read(raw), encoder), 10)
+    data = (folder.path / "2.png").read_bytes()
+    (folder.path / "2.png").write_bytes(data[:-30])  # a header that says its size, and half the pixels
+    report = tmp_path / "skipped.jsonl"
+    found = take(stream(folder.read(raw), encoder, on_bad="skip", report_path=report), 10)
+    broken = {n for n, row in enumerate(raw) if "2.png" in np.atleast_1d(row.get("image", ()))}
+    assert broken and [[tuple(r for r in one if r not in broken) for one in rows(step)] for step in whole] == [
+        rows(step) for step in found
+    ]
+    assert "cannot be decoded" in report.read_text()
+    with pytest.raises(BadSample, match="cannot be decoded"):
+        take(stream(folder.read(raw), encoder), 10)
+
+
+def test_rows_that_are_left_out_are_listed_by_whoever_has_their_pack(folder, models, tmp_path):
+    raw = many(folder, 20, images=False)
+    raw[7] = folder.llava("long " * 90, "a")
+    report = tmp_path / "skipped.jsonl"
+    loader = stream(folder.read(raw), Encoder(models("qwen3"), 128), window=20, report_path=report)
+    steps = take(loader, len(loader.packs(0)) // 2)
+    assert loader.report.counts == {"dropped": 1} and report.read_text().count("\n") == 1
+    assert 7 not in [row for step in steps for one in rows(step) for row in one]
+    every = [folder.llava("long " * 90, str(n)) for n in range(3)]
+    with pytest.raises(DataError, match="every one of its 3 rows was left out"):
+        take(stream(folder.read(every, "long.json"), Encoder(models("qwen3"), 64), window=2), 3)
+
+
+def test_rows_are_counted_once_for_all(source, models, tmp_path, monkeypatch):
+    encoder, counted = Encoder(models("qwen3_vl"), 128), []
+    own = counting.tokens
+
+    def noted(encoder, rows):
+        counted.extend(row.row for row in rows)
+        return own(encoder, rows)
+
+    monkeypatch.setattr(counting, "tokens", noted)
+    before = take(stream(source, encoder, tmp_path, window=40), 3)
+    assert sorted(counted) == list(range(40))
+    other = take(stream(source, encoder, tmp_path, window=25), 3)  # another plan of the same rows
+    assert sorted(counted) == list(range(40)) and rows(other[0]) != rows(before[0])
+    take(stream(source, Encoder(encoder.processor, 127), tmp_path), 1)  # other lengths: another file
+    assert len(counted) >= 40 + 16
+    file = max(tmp_path.glob("*.counts"), key=os.path.getmtime)
+    file.chmod(0o400)
+    take(stream(source, Encoder(encoder.processor, 127), tmp_path), 8)  # a file that takes no more
+
+
+def test_a_row_that_grew_is_left_out(folder, models, tmp_path):
+    raw = [folder.llava("<image>q", "a", image="0.png")] + many(folder, 9, images=False)
+    folder.image("0.png", (16, 16))
+    encoder = Encoder(models("qwen3_vl"), 128)
+    source = folder.read(raw)
+    take(stream(source, encoder, tmp_path, window=10), 1)
+    folder.image("0.png", (64, 64))
+    with pytest.raises(BadSample, match=r"row 0 .*has \d+ tokens, and \d+ were counted when packs were planned"):
+        take(stream(source, encoder, tmp_path, window=10), 4)
+
+
+def test_a_damaged_file_of_counts_is_found_or_does_no_harm(source, models, tmp_path):
+    encoder = Encoder(models("qwen3_vl"), 128)
+    whole = take(stream(source, encoder, tmp_path), 4)
+    [file] = tmp_path.glob("*.counts")
+    np.array([-5, 2**30] * 20, "<i4").tofile(file)
+    assert [rows(step) for step in take(stream(source, encoder, tmp_path), 4)] == [rows(step) for step in whole]
+    file.write_bytes(bytes(7))
+    with pytest.raises(DataError, match=r"\.counts, a file of the data cache, is damaged \(7 bytes, 160 were"):
+        stream(source, encoder, tmp_path)
+
+
+def test_numbers_that_cannot_be_are_refused(source, encoder):
+    with pytest.raises(DataError, match=r"global_batch 0; give each step 1 or more packs"):
+        stream(source, encoder, global_batch=0)
+    with pytest.raises(DataError, match="rank 2 of 2"):
+        stream(source, encoder, rank=2, world=2)

@@ -1,0 +1,236 @@
+"""Packed rows: each sample's logits and gradients are those that it has alone, for every family and in every way that
+could mix them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen3NextConfig
+
+from octavo import fp8, models
+from octavo.fp8.blocks.attention import grouped_attention
+from octavo.models import ModelError, packed, segments, tiny
+from tests.models.conftest import batch
+
+FAMILIES = [f for f in tiny.FAMILIES if f != "mpt"]  # MPT computes its scores itself
+PADDING = 5
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    """family -> (model, its family, samples): text, an image, one token, two images' worth, two tokens."""
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            model = models.load(checkpoint(family)).train()
+            processor = models.load_processor(checkpoint(family))
+            described = models.describe(model)
+            image = described.has_vision
+            samples = [dict(batch(processor, image=image and n % 2 == 1, seed=n)) for n in range(4)]
+            for sample in samples:
+                sample.pop("attention_mask")
+            short = [{"input_ids": samples[0]["input_ids"][:, :n]} for n in (1, 2)]
+            made[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
+        model, described, samples = made[family]
+        model.set_attn_implementation("sdpa")
+        return model, described, samples
+
+    return get
+
+
+def joined(samples, padding: int = PADDING):
+    """(inputs of a pack, its edges, images of each sample); the last segment is padding."""
+    ids = [sample["input_ids"] for sample in samples] + [torch.zeros(1, padding, dtype=torch.int64)] * bool(padding)
+    inputs = {"input_ids": torch.cat(ids, 1)}
+    for key in ("pixel_values", "image_grid_thw"):
+        if found := [sample[key] for sample in samples if key in sample]:
+            inputs[key] = torch.cat(found)
+    return inputs, [0, *accumulate(x.shape[1] for x in ids)], [int("pixel_values" in sample) for sample in samples]
+
+
+def of_pack(model, family, samples, **more):
+    """Logits of a pack by sample."""
+    inputs, edges, images = joined(samples)
+    forms = packed.Packed(model, family)
+    positions = forms.positions(edges, inputs["input_ids"], images, None, inputs.get("image_grid_thw"))
+    with forms.forward(edges, positions):
+        logits = model(**inputs, position_ids=positions, use_cache=False, **more).logits
+    return [logits[:, a:b] for a, b in zip(edges, edges[1 : len(samples) + 1], strict=False)]
+
+
+def step(model, forward):
+    """(logits by sample, gradients) of a loss that every logit is part of."""
+    model.zero_grad()
+    parts = forward()
+    sum(part.float().square().mean() for part in parts).backward()
+    return [part.detach() for part in parts], {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def alone(model, samples):
+    return [model(**sample, use_cache=False).logits for sample in samples]
+
+
+def same(found, wanted, logits=1e-6, grads=1e-6):
+    for ours, own in zip(found[0], wanted[0], strict=True):
+        assert float((ours - own).abs().max()) <= logits
+    assert found[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        assert float((found[1][name] - grad).abs().max()) <= grads * max(1.0, float(grad.abs().max())), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_is_its_samples_apart(loaded, family):
+    model, described, samples = loaded(family)
+    wanted = step(model, lambda: alone(model, samples))
+    same(step(model, lambda: of_pack(model, described, samples)), wanted)
+
+
+def test_what_would_mix_them_is_seen_here(loaded):
+    """The comparison of these tests tells samples that see each other from samples that do not."""
+    model, _, samples = loaded("qwen3")
+    inputs, edges, _ = joined(samples)
+    mixed = model(**inputs, use_cache=False).logits[:, edges[1] : edges[2]]
+    assert float((mixed - alone(model, samples)[1]).abs().max().detach()) > 1e-2
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
+def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded, family, how):
+    """Two packs' forwards, then both backwards: what runs again is told of its own pack, not of the last one."""
+    _, _, samples = loaded(family)
+    first, second = samples[:3], list(reversed(samples[1:]))
+    model = models.load(checkpoint(family)).train()
+    described = models.describe(model)
+
+    def both():
+        return [*of_pack(model, described, first), *of_pack(model, described, second)]
+
+    wanted = step(model, both)
+    models.use_attention(model, grouped_attention)
+    fp8.recompute(described.layers(model), how)
+    same(step(model, both), wanted, grads=5e-6)
+
+
+def test_a_cache_and_a_mask_change_nothing(loaded):
+    """Both make transformers forget, without a word, that a row holds several samples."""
+    model, family, samples = loaded("qwen3_vl")
+    inputs, edges, images = joined(samples)
+    forms = packed.Packed(model, family)
+    positions = forms.positions(edges, inputs["input_ids"], images, None, inputs["image_grid_thw"])
+
+    def logits(**more):
+        with torch.no_grad(), forms.forward(edges, positions):
+            return model(**inputs, **{"position_ids": positions, "use_cache": False, **more}).logits
+
+    wanted = logits()
+    assert torch.equal(logits(attention_mask=torch.ones_like(inputs["input_ids"])), wanted)
+    assert torch.equal(logits(use_cache=True), wanted)
+    # positions of three axes, and a first row that stands still in images: no mask is made of them here
+    assert torch.equal(logits(position_ids=positions[1:]), wanted)
+    assert torch.equal(logits(position_ids=torch.cat([positions[1:2], positions[1:]])), wanted)
+    filled = DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad():
+        model(input_ids=samples[0]["input_ids"], past_key_values=filled, use_cache=True)
+    with pytest.raises(ModelError, match="a cache"):
+        logits(past_key_values=filled, use_cache=True)
+
+
+def test_positions_that_are_not_the_samples_own_are_refused(loaded):
+    model, family, samples = loaded("qwen3_vl")
+    inputs, edges, images = joined(samples)
+    forms = packed.Packed(model, family)
+    right = forms.positions(edges, inputs["input_ids"], images, None, inputs["image_grid_thw"])
+    assert list(right.shape) == [4, 1, edges[-1]]
+    temporal = torch.cat([right[1:2], right[1:]])
+    running = torch.arange(edges[-1]).expand(4, 1, -1)
+    for wrong in (None, right[1:], right[0], temporal, running):
+        with pytest.raises(ModelError, match=r"take those of Packed\.positions"), forms.forward(edges, wrong):
+            pass
+    model, family, _ = loaded("qwen3")
+    with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):
+        pass
+
+
+def test_layers_that_are_not_told_are_counted(loaded):
+    model, family, samples = loaded("qwen3")
+    forms = packed.Packed(model, family)
+    inputs, edges, _ = joined(samples)
+    positions = forms.positions(edges, inputs["input_ids"])
+    model.set_attn_implementation("eager")
+    with pytest.raises(ModelError, match="0 of the 2 layers"), torch.no_grad(), forms.forward(edges, positions):
+        model(**inputs, position_ids=positions, use_cache=False)
+
+
+def test_rows_of_several_samples_are_one_row(loaded):
+    model, family, samples = loaded("qwen3")
+    forms = packed.Packed(model, family)
+    inputs, edges, _ = joined(samples)
+    positions = forms.positions(edges, inputs["input_ids"])
+    twice = inputs["input_ids"].expand(2, -1)
+    with pytest.raises(ModelError, match="met attention of 2 rows"), forms.forward(edges, positions):
+        model(input_ids=twice, position_ids=positions, use_cache=False)
+
+
+def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, loaded):
+    assert models.why_not_packed(models.empty(checkpoint("qwen3"))) is None
+    recurrent = Qwen3NextConfig(num_hidden_layers=4, num_experts=2, vocab_size=64)
+    assert "linear_attention, whose state runs on" in models.why_not_packed(models.empty(recurrent))
+    for changes, why in (
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"layer_types": ["chunked_attention"]}, "layers of chunked_attention"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),
+    ):
+        model = models.empty(checkpoint("qwen3"))
+        for key, value in changes.items():
+            setattr(model.config, key, value)
+        assert why in models.why_not_packed(model)
+    own = models.load(checkpoint("mpt"))
+    with pytest.raises(ModelError, match="computes attention in its own way"):
+        packed.Packed(own, models.describe(own))
+    model, family, _ = loaded("qwen3")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ModelError, match="only 'sdpa' can be replaced"):
+        packed.Packed(model, family)
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
+    """On a stand-in that takes what torch's function takes, in the signature of either version."""
+    import torch.nn.attention.varlen as varlen
+
+    def apart(q, k, v, edges, longest, scale, causal):
+        ends = edges.tolist()
+        assert edges.dtype == torch.int32 and longest == max(b - a for a, b in zip(ends, ends[1:], strict=False))
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=causal, scale=scale, enable_gqa=True
+            )
+            for a, b in zip(ends, ends[1:], strict=False)
+        ]
+        return torch.cat(parts, 1).transpose(0, 1)
+
+    def newer(q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert cq is ck and mq == mk and enable_gqa
+        return apart(q, k, v, cq, mq, scale, window_size == (-1, 0))
+
+    def older(q, k, v, cq, ck, mq, mk, is_causal=False, scale=None):
+        assert cq is ck and mq == mk and k.shape[1] == q.shape[1]
+        return apart(q, k, v, cq, mq, scale, is_causal)
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer if window else older)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    held = segments.Segments((0, 4, 5, 9), torch.tensor([0, 4, 5, 9], dtype=torch.int32), 4)
+
+    def one(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+
+    wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
+    monkeypatch.setattr(segments, "takes_varlen", lambda *of: True)
+    assert torch.allclose(segments.attend(held, q, k, v, 0.3, 0.0, one), wanted, atol=1e-6)
