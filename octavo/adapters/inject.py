@@ -22,16 +22,18 @@ _KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def inject(
-    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME
-) -> None:
-    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter."""
+    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
+    device: torch.device | None = None,
+) -> None:  # fmt: skip
+    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter. ``device``:
+    where adapters are beside a base on the meta device (None: there)."""
     from peft import inject_adapter_in_model
 
     from octavo.adapters.layer import Linear
 
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
     experts.in_order(model)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _with_values(device):
         # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
@@ -50,6 +52,24 @@ def inject(
         parameter.requires_grad_(is_adapter_parameter(name))
         if _is_of(adapter, name) and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def _with_values(device: torch.device | None) -> Iterator[None]:
+    """Inside, PEFT moves a new adapter to this device (None: to where its base is), not to the meta device after a base
+    that is filled later: it draws values as it makes them, and they would be gone."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
+
+    def move(self: Any, adapter_name: str, on: torch.device | None = None) -> None:
+        stock(self, adapter_name, on or device)
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+    try:
+        yield
+    finally:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
 
 
 def _measure_rows(model: nn.Module, adapter: str) -> None:
