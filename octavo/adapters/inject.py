@@ -56,20 +56,29 @@ def inject(
 
 @contextmanager
 def _with_values(device: torch.device | None) -> Iterator[None]:
-    """Inside, PEFT moves a new adapter to this device (None: to where its base is), not to the meta device after a base
-    that is filled later: it draws values as it makes them, and they would be gone."""
+    """Inside, new adapters keep the values that PEFT draws as it makes them, on this device, although it moves them
+    after their base, which may be on the meta device until it is filled. None: they go where their base is."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
+    drawn: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def move(self: Any, adapter_name: str, on: torch.device | None = None) -> None:
         stock(self, adapter_name, on or device)
+        for kind in self.adapter_layer_names:
+            made = getattr(self, kind)
+            if isinstance(made, nn.ModuleDict) and adapter_name in made:
+                owner = made[adapter_name]
+                drawn.extend((owner, leaf, p.detach()) for leaf, p in owner._parameters.items() if p is not None)
 
     BaseTunerLayer._move_adapter_to_device_of_base_layer = move
     try:
         yield
     finally:
         BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
+    for owner, leaf, values in drawn if device is not None else ():
+        if owner._parameters[leaf].is_meta:
+            owner._parameters[leaf] = nn.Parameter(values)
 
 
 def _measure_rows(model: nn.Module, adapter: str) -> None:
