@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from octavo.adapters import experts
@@ -27,13 +28,15 @@ Say = Callable[[str], None]
 
 
 def attach(
-    model: nn.Module, family: Family | None, lora: LoraSection, say: Say = lambda text: None, seed: int = 0
-) -> tuple[str, ...]:
+    model: nn.Module, family: Family | None, lora: LoraSection, say: Say = lambda text: None, seed: int = 0,
+    device: torch.device | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """Give every target of ``lora`` an adapter that changes nothing yet (B = 0), and let adapters alone be trained.
 
     Call it after :func:`octavo.fp8.apply` (and ``fuse``), before sharding. With ``lora.adapter`` the adapters are
     filled from that folder, whose rank, alpha and targets must be the configured ones. A depends on ``seed``, the
     targets and the rank alone: it is the same on every rank, beside any base, and no generator of the process moves.
+    `device`: where adapters get their values beside a base on the meta device; None leaves them there, too.
 
     Returns the names of the targets. Raises AdapterError, before the model is changed, for targets as
     :func:`~octavo.adapters.targets.targets_of` says, dropout or DoRA with experts, DoRA with dropout, a model that has
@@ -42,14 +45,14 @@ def attach(
     config = _config(lora)
     names = _prepared(model, family, lora, config, say)
     state = None if lora.adapter is None else continued(lora, model, names)
-    inject(model, config, names, DTYPES[lora.dtype], seed)
+    inject(model, config, names, DTYPES[lora.dtype], seed, device=device)
     if state is not None:
         load_adapter_state(model, state, where=str(lora.adapter))
     say(_summary(model, lora, names))
     return names
 
 
-def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0) -> None:
+def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: torch.device | None = None) -> None:
     """Give the layers that :func:`attach` gave an adapter another one like it, that changes nothing yet either and is
     trained as well: a second model over the same base (PPO's critic). It computes inside
     :func:`octavo.adapters.inject.second` alone, and is in no file of the first. Raises AdapterError without a first.
@@ -58,7 +61,7 @@ def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0) -> None:
     if NAME not in configs:
         raise AdapterError("a second adapter stands beside a first, and the model has none; attach that before.")
     layers = attached(model)
-    inject(model, copied(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND)
+    inject(model, copied(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND, device)
     for layer in layers.values():
         layer._active_adapter = [NAME]  # PEFT turns to the newest
 

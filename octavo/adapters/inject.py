@@ -22,16 +22,18 @@ _KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def inject(
-    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME
-) -> None:
-    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter."""
+    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
+    device: torch.device | None = None,
+) -> None:  # fmt: skip
+    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter. ``device``:
+    where adapters are beside a base on the meta device (None: there)."""
     from peft import inject_adapter_in_model
 
     from octavo.adapters.layer import Linear
 
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
     experts.in_order(model)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _with_values(device):
         # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
@@ -50,6 +52,33 @@ def inject(
         parameter.requires_grad_(is_adapter_parameter(name))
         if _is_of(adapter, name) and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def _with_values(device: torch.device | None) -> Iterator[None]:
+    """Inside, new adapters keep the values that PEFT draws as it makes them, on this device, although it moves them
+    after their base, which may be on the meta device until it is filled. None: they go where their base is."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
+    drawn: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def move(self: Any, adapter_name: str, on: torch.device | None = None) -> None:
+        stock(self, adapter_name, on or device)
+        for kind in self.adapter_layer_names:
+            made = getattr(self, kind)
+            if isinstance(made, nn.ModuleDict) and adapter_name in made:
+                owner = made[adapter_name]
+                drawn.extend((owner, leaf, p.detach()) for leaf, p in owner._parameters.items() if p is not None)
+
+    BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+    try:
+        yield
+    finally:
+        BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
+    for owner, leaf, values in drawn if device is not None else ():
+        if owner._parameters[leaf].is_meta:
+            owner._parameters[leaf] = nn.Parameter(values)
 
 
 def _measure_rows(model: nn.Module, adapter: str) -> None:

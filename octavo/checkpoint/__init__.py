@@ -4,6 +4,7 @@ from octavo.checkpoint import rng
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import prune, steps, sweep
+from octavo.checkpoint.hf import save_hf
 from octavo.checkpoint.state import WITHOUT_STATES, Restored, latest, load, not_finite, save
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import Verified
@@ -22,6 +23,7 @@ __all__ = [
     "prune",
     "rng",
     "save",
+    "save_hf",
     "steps",
     "sweep",
     "verify",

@@ -15,7 +15,7 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized, dequantiz
 from octavo.fp8.arithmetic.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.fp8.dense.delayed import load_scaling_state, reduce_scaling_state, scaling_state
+from octavo.fp8.dense.delayed import load_scaling_state, move_scaling, reduce_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
 from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.invariance import attention as invariant_attention
@@ -56,6 +56,7 @@ from octavo.fp8.weights.frozen import (
     freeze_weight,
     frozen,
     frozen_bytes,
+    frozen_rows,
     frozen_weights,
     is_frozen,
     thaw,
@@ -116,6 +117,7 @@ __all__ = [
     "freeze_weight",
     "frozen",
     "frozen_bytes",
+    "frozen_rows",
     "frozen_weights",
     "fuse",
     "grouped_attention",
@@ -131,6 +133,7 @@ __all__ = [
     "load_fp8_state_dict",
     "load_plan",
     "load_scaling_state",
+    "move_scaling",
     "log_probs",
     "measure",
     "not_finite",

@@ -2,6 +2,7 @@
 
 from octavo.models.assembly import frozen_names
 from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
+from octavo.models.deferred import Deferred, defer
 from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
@@ -24,6 +25,7 @@ __all__ = [
     "Attend",
     "COMPONENTS",
     "CacheShape",
+    "Deferred",
     "SHAPES",
     "VALUE_HEAD",
     "WITHOUT_HEAD",
@@ -37,6 +39,7 @@ __all__ = [
     "attention_by",
     "axes",
     "cache_shape",
+    "defer",
     "describe",
     "dummy_image_inputs",
     "empty",

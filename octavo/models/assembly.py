@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,24 @@ def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> di
     return asked
 
 
-def assemble(
+@dataclass
+class Prepared:
+    """A model on the meta device, the tensors of a folder that make it, and what reads them; nothing was read."""
+
+    model: PreTrainedModel
+    found: Sources
+    stream: Stream
+
+    def casts(self) -> dict[str, fp8.CastSpec]:
+        """Parameter -> the cast of its codes, of all that become frozen FP8 weights. Reads scales."""
+        found = {name: fp8.FROZEN[kind] for name, kind in self.stream.kinds.items()}
+        if self.stream.keep_fp8:
+            codes = [o for o in self.found.origins if any(e.is_codes for e in o.stored) and o.converter is None]
+            found |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
+        return found
+
+
+def prepare(
     folder: Path,
     build: Callable[[], PreTrainedModel],
     shards: Shards,
@@ -58,12 +76,9 @@ def assemble(
     device: torch.device,
     keep_fp8: bool,
     say: Callable[[str], None],
-    progress: Callable[[int, int], None] | None,
-) -> PreTrainedModel:
-    """The model of a folder, its weights streamed in; `octavo.models.load` says what the arguments are.
-
-    Raises ModelError, before a weight is read where that can be known.
-    """
+) -> Prepared:
+    """The model of a folder, before its weights; `octavo.models.load` says what the arguments are. Raises ModelError
+    for all that headers tell."""
     model = build()
     paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
     kinds = _kinds(folder, weights, found, asked, quantization, keep_fp8)
@@ -73,13 +88,24 @@ def assemble(
         say(f"{folder} offers one parameter twice: took {kept}, {kept.dtype}, not {other}, {other.dtype}")
     if asked and not keep_fp8 and quantization is not None:
         say("keep_fp8=False: codes on disk are dequantized, and what load_in_fp8 asks for is quantized anew")
-    stream = Stream(
-        shards, model, paired.scales, quantization, kinds, dtypes_of(model, dtype), device, keep_fp8=keep_fp8
+    dtypes = dtypes_of(model, dtype)
+    return Prepared(
+        model, found, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
     )
-    _fill(stream, found.origins, progress)
-    for note in stream.notes:
+
+
+def assemble(
+    folder: Path, prepared: Prepared, device: torch.device, say: Callable[[str], None],
+    progress: Callable[[int, int], None] | None,
+) -> PreTrainedModel:  # fmt: skip
+    """The model, its weights streamed in. Raises ModelError for what only values show."""
+    _fill(prepared.stream, prepared.found.origins, progress)
+    for note in prepared.stream.notes:
         say(note)
-    return _finish(model, folder, found, device)
+    model = finish(prepared.model, folder, prepared.found)
+    if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ModelError(_unmade(folder, left))
+    return model.to(device)  # type: ignore[arg-type]
 
 
 def checked(
@@ -111,14 +137,10 @@ def frozen_names(
     if not asked and quantization is None:
         return {}
     with open_weights(folder, quantization is not None)[0] as shards:
-        paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
-        out = {name: fp8.FROZEN[k] for name, k in _kinds(folder, weights, found, asked, quantization, keep_fp8).items()}
-        if keep_fp8 and quantization is not None:
-            codes = [origin for origin in found.origins if any(entry.is_codes for entry in origin.stored)]
-            cpu = torch.device("cpu")
-            stream = Stream(shards, model, paired.scales, quantization, {}, lambda name: torch.bfloat16, cpu)
-            out |= {origin.name: stream.scales_of(origin)[0] for origin in codes if origin.converter is None}
-    return out
+        cpu, silent = torch.device("cpu"), lambda text: None
+        return prepare(
+            folder, lambda: model, shards, quantization, asked, torch.bfloat16, cpu, keep_fp8, silent
+        ).casts()
 
 
 def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
@@ -281,21 +303,31 @@ def dtypes_of(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], tor
     return dtype_of
 
 
+def in_order(origins: Iterable[Origin]) -> list[Origin]:
+    """As they lie in their files."""
+    return sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
+
+
 def _fill(stream: Stream, origins: list[Origin], progress: Callable[[int, int], None] | None) -> None:
-    ordered = sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
-    total, done, trimmed = sum(entry.nbytes for origin in ordered for entry in origin.stored), 0, 0
-    for origin in ordered:
+    total, done, trimmed = sum(entry.nbytes for origin in origins for entry in origin.stored), 0, 0
+    for origin in in_order(origins):
         stream.fill(origin)
         done += sum(entry.nbytes for entry in origin.stored)
-        if done - trimmed >= _TRIM or done == total:
-            _trim()
-            trimmed = done
+        trimmed = trim_after(done, trimmed, done == total)
         if progress is not None:
             progress(done, total)
     stream.finish()
 
 
 _TRIM = 32 << 20  # bytes read between two looks at the heap
+
+
+def trim_after(done: int, trimmed: int, last: bool = False) -> int:
+    """Look at the heap where enough was read since the last time, or at the end; how much had been read then."""
+    if done - trimmed < _TRIM and not last:
+        return trimmed
+    _trim()
+    return done
 
 
 def _trim() -> None:
@@ -307,21 +339,26 @@ def _trim() -> None:
         return
 
 
-def _finish(model: PreTrainedModel, folder: Path, found: Sources, device: torch.device) -> PreTrainedModel:
-    """What from_pretrained does after the weights."""
+def finish(model: PreTrainedModel, folder: Path, found: Sources) -> PreTrainedModel:
+    """What from_pretrained does beside the weights: ties, buffers, generation settings, eval mode. They may be read
+    before or after it."""
     made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
     _make_buffers(model)
-    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
-        raise ModelError(
-            f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
-            "in a way that Octavo does not know. Load without FP8, or use transformers 5.23."
-        )
+    if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
+        raise ModelError(_unmade(folder, left))
     model._weight_conversions = found.rules  # type: ignore[assignment]
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.to(device).eval()  # type: ignore[arg-type]
+    return model.eval()
+
+
+def _unmade(folder: Path, left: list[str]) -> str:
+    return (
+        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
+        "in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."
+    )
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

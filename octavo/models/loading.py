@@ -23,12 +23,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo import fp8
-from octavo.models.assembly import asked_kinds, assemble, refuse_incomplete
+from octavo.models.assembly import asked_kinds, assemble, prepare, refuse_incomplete
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_weight_files, stock
-from octavo.models.quantization import read_quantization
-from octavo.models.shards import open_weights
+from octavo.models.headers import DTYPES
+from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.shards import Shards, open_weights
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
+
+#: dtypes on disk of which BF16 does not hold every value
+WIDE = {torch.float64, torch.float32, torch.float16}
 
 
 def load(
@@ -61,26 +65,33 @@ def load(
     The model is in eval mode, as from_pretrained gives it. Raises ModelError for anything missing, truncated,
     unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
     """
-    folder = Path(path)
+    folder, kinds = Path(path), asked_kinds(load_in_fp8)
     config = read_config(folder)
+    quantization, shards = opened(folder, say)
+    own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
+    if kinds or own:
+        on = torch.device(device)
+        with shards:
+            build = partial(skeleton, config, dtype, attn_implementation, scores)
+            prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
+            return assemble(folder, prepared, on, say, progress)
+    return _load_stock(folder, config, dtype, attn_implementation, scores).to(device)
+
+
+def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
+    """How the weights of a model folder are quantized, and its tensors; `say` gets which of two sets was taken. Raises
+    ModelError for a folder that is no model's alone, or that misses files."""
     check_companions(folder)
     if os.path.lexists(folder / "adapter_config.json"):
         raise ModelError(
             f"{folder} holds a model and an adapter_config.json, by which transformers would load another model in its "
             "place. Move the adapter into a folder of its own (`lora.adapter`, or octavo merge)."
         )
-    kinds = asked_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)
     for note in notes:
         say(note)
-    own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
-    if kinds or own:
-        with shards:
-            build = partial(skeleton, config, dtype, attn_implementation, scores)
-            on = torch.device(device)
-            return assemble(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say, progress)
-    return _load_stock(folder, config, dtype, attn_implementation, scores).to(device)
+    return quantization, shards
 
 
 def _load_stock(
@@ -132,8 +143,8 @@ def load_split(
     """
     folder = Path(path)
     read_config(folder)  # refuses what is no model's
-    entries = [entry for header in check_weight_files(folder) for entry in header.entries]
-    if read_quantization(folder) is None and not any(entry.dtype in ("F64", "F32", "F16") for entry in entries):
+    dtypes = {DTYPES[entry.dtype] for header in check_weight_files(folder) for entry in header.entries}
+    if read_quantization(folder) is None and not dtypes & WIDE:
         return load(folder, torch.bfloat16, device, attn_implementation), {}
     return split(load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False), device)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,24 +47,34 @@ def save_hf(
     finite, a file to copy cannot be read or is a link out of the source, or the disk is full.
     """
     source, target = Path(source_path), Path(directory)
+    check_target(target)
+    check_companions(source, copied=True)
+    stock = empty(source)
+    weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
+    weights = _cast(weights, dtype)
+    refuse_dead(fp8.not_finite(weights.items()), weights)
+    with atomic.folder(target, ModelError) as made:
+        _write(stock, weights, source, made)
+    return target
+
+
+def check_target(target: Path) -> None:
+    """Raise ModelError for a directory that no model may replace."""
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
         raise ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
     if foreign := _foreign(target):
         raise ModelError(
             f"{target} would be replaced, and {printable(foreign[0])} in it is no part of a model; move it away."
         )
-    check_companions(source, copied=True)
-    stock = empty(source)
-    weights = _checked(state_dict if state_dict is not None else model.state_dict(), stock)
-    weights = _cast(weights, dtype)
-    if bad := fp8.not_finite(weights.items()):
+
+
+def refuse_dead(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
+    """Raise ModelError where tensors, the `bad` ones, hold NaN or infinity."""
+    if bad:
         raise ModelError(
-            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(weights)} tensors do), and a model that does answers "
+            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and a model that does answers "
             "with NaN: nothing is written. Save an earlier checkpoint."
         )
-    with atomic.folder(target, ModelError) as made:
-        _write(stock, weights, source, made)
-    return target
 
 
 def _foreign(target: Path) -> list[str]:
@@ -86,8 +96,8 @@ def _write(stock: PreTrainedModel, weights: dict[str, Tensor], source: Path, mad
     atomic.sync_tree(made)
 
 
-def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:
-    """The weights without the second names of tied ones; ModelError when they are not the stock model's."""
+def check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
+    """Raise ModelError where names or shapes are not those of the stock model; tied names may be left out."""
     wanted = stock.state_dict()
     tied = set(getattr(stock, "all_tied_weights_keys", {}))
     absent = [name for name in wanted if name not in weights and name not in tied]
@@ -98,8 +108,6 @@ def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tenso
             f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
         )
     for name, tensor in weights.items():
-        if not fp8.is_whole(tensor):
-            raise ModelError(f"{name} is a rank's shard of a DTensor; gather the weights and give them as state_dict.")
         if tensor.shape != wanted[name].shape:
             raise ModelError(
                 f"{name} has shape {tuple(tensor.shape)}, the source's model {tuple(wanted[name].shape)}. Save with "
@@ -107,6 +115,17 @@ def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tenso
             )
         if tensor.is_meta:
             raise ModelError(f"{name} is on the meta device and has no values to save. Load the weights first.")
+
+
+def _checked(weights: Mapping[str, Tensor], stock: nn.Module) -> dict[str, Tensor]:
+    """The weights without the second names of tied ones; ModelError when they are not the stock model's."""
+    if shards := [name for name, tensor in weights.items() if not fp8.is_whole(tensor)]:
+        raise ModelError(
+            f"{shards[0]} is a rank's shard of a DTensor; gather the weights and give them as state_dict, or let all "
+            "ranks write (checkpoint.save_hf)."
+        )
+    check_names(weights, stock)
+    tied = set(getattr(stock, "all_tied_weights_keys", {}))
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 

@@ -52,12 +52,14 @@ class Shards:
 
     twice      tensors that lie in two files; `stored` has the later one until somebody decides
     passed_by  whether transformers would have read other files of the folder
+    taken      bytes of tensors that were read
     """
 
     def __init__(self, folder: Path, headers: Iterable[Header]) -> None:
         self.stored: dict[str, Stored] = {}
         self.twice: list[tuple[Stored, Stored]] = []
         self.passed_by = False
+        self.taken = 0
         self._open: dict[Path, BinaryIO] = {}
         for header in headers:
             start = len(header.head)
@@ -92,6 +94,7 @@ class Shards:
             self._open[stored.file] = reading.open_file(stored.file, ModelError, buffering=0)  # closed by __exit__
         file = self._open[stored.file]
         file.seek(stored.begin + begin * row)
+        self.taken += len(buffer)
         while len(buffer):
             got = file.readinto(buffer)  # type: ignore[attr-defined]
             if not got:

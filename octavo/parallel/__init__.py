@@ -1,6 +1,7 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
+from octavo.parallel.fill import fill
 from octavo.parallel.shard import full_state_dict, shard
 from octavo.parallel.world import World, WorldError, setup
 
-__all__ = ["World", "WorldError", "full_state_dict", "setup", "shard"]
+__all__ = ["World", "WorldError", "fill", "full_state_dict", "setup", "shard"]

@@ -25,7 +25,7 @@ from octavo import data, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config, override
 from octavo.config.model import FITTING
-from octavo.fp8.weights import plain
+from octavo.fp8.weights import full, master_of, plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World
 from octavo.train import critic
@@ -216,7 +216,7 @@ class Base:
 
     @classmethod
     def of(cls, model: nn.Module, rest: Mapping[str, str], world: World) -> Base:
-        """``rest``: :func:`digests` before the model was sharded. A collective."""
+        """``rest``: :func:`digests` of whole weights. A collective."""
         local = rest if world.size == 1 else digests(model)
         return cls(fp8.fingerprint(model), rest, local, codes_of(model))
 
@@ -233,13 +233,17 @@ class Base:
 
 
 def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
-    """SHA-256 of each frozen parameter in high precision, by its stock name, of what lies on this rank. With a `world`
-    whose ranks all hold the whole model each rank computes its part, which makes it a collective."""
+    """SHA-256 of each frozen parameter in high precision, by its stock name: of what lies on this rank or, with a
+    `world`, of whole weights, gathered one by one for as long as it takes. A collective then; each rank digests some.
+    """
     found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
-    share = found if world is None else found[world.rank :: world.size]
-    mine = {stock_name(name): _digest(plain(p)) for name, p in share}
     if world is None:
-        return mine
+        return {stock_name(name): _digest(plain(p)) for name, p in found}
+    mine = {}
+    for number, (name, parameter) in enumerate(found):
+        whole = full(master_of(parameter).detach())
+        if number % world.size == world.rank:
+            mine[stock_name(name)] = _digest(plain(whole))
     parts = world.gather_objects(mine)
     return {name: digest for part in parts for name, digest in part.items()}
 

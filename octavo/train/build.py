@@ -2,8 +2,9 @@
 
 The order matters. The plan is made and shown before a weight is read; freezing comes before the plan is applied (a
 frozen layer has no wgrad), FP8 before adapters (which stand around FP8 layers), both before sharding (FSDP2 swaps
-parameters inside the converted layers), sharding before the optimizer (it must hold the shards), and resuming last,
-when everything that is filled exists. What is assembled runs in :mod:`octavo.train.step`.
+parameters inside the converted layers), sharding before weights are read where there are several ranks (each reads its
+shards) and before the optimizer (it must hold the shards), and resuming last, when everything that is filled exists.
+What is assembled runs in :mod:`octavo.train.step`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from octavo.config import Config
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
-from octavo.models.quantization import read_quantization
-from octavo.train import attention, base, compiled, critic, graphs, planning, routing, rundir, starting, tokens
+from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
+from octavo.train.assembling import assemble_model
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running, model_dtype
+from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running
 from octavo.train.optim import adamw
 from octavo.train.phase import SFT, Phase
 from octavo.train.step import Stepper
@@ -115,10 +116,9 @@ def build(
 
     if cfg.train.cuda_graphs:
         _refuse(graphs.why_never(plan, world))
-    model, lows = assemble_model(made, world.device, plan, family, say)
+    model, lows, unread = assemble_model(made, world.device, plan, family, say, world.size)
     if evalset is not None and (ignored := models.ignored_settings(model)):
         say(f"note: {ignored}")
-    rest = base.digests(model, world) if cfg.lora is not None else {}
     attention.use(model, kernel, cfg.model.attention)
     keep_less(model, family, plan, cfg, say)
     model.train()
@@ -129,6 +129,10 @@ def build(
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world, gather=gather)
+    if unread is not None:
+        world.at("loading the weights")
+        lows, _ = parallel.fill(model, unread, world)
+    rest = base.digests(model, world) if cfg.lora is not None else {}
     beside = base.Base.of(model, rest, world)
     if cfg.train.compile:
         compiled.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
@@ -232,54 +236,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def assemble_model(
-    cfg: Config,
-    device: torch.device,
-    plan: fp8.Plan,
-    family: models.Family,
-    say: Callable[[str], None] = lambda text: None,
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model that a configuration trains, whole, on one device: loaded, frozen, its layers in FP8 as planned, with
-    adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the optimizer keeps
-    them.
-
-    Raises ModelError, PlanError and AdapterError, each with its fix.
-    """
-    model, lows = load_weights(cfg, device, say)
-    base.freeze(model, family, cfg)
-    fp8.apply(model, plan)
-    if cfg.lora is not None:
-        from octavo import adapters
-
-        adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed)
-    if critic.wanted(cfg):
-        critic.attach(model, cfg)
-    return model, lows
-
-
-def load_weights(
-    cfg: Config, device: torch.device, say: Callable[[str], None]
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
-    halves of fp32 weights where the optimizer keeps them."""
-    path, kinds = cfg.model.path, cfg.model.load_in_fp8.kinds
-    if (drawn := base.drawn(cfg)) is not None:
-        std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
-        say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {path} none are read")
-        if cfg.optimizer.master == "bf16+16":
-            return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
-        return models.fresh(path, model_dtype(cfg), device, *drawn), {}
-    found = read_quantization(path)
-    if found is not None and not base.keeps_codes(cfg):
-        why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
-        say(f"note: {path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
-    if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
-        return models.load_split(path, device=device)
-    quantized = bool(kinds) or found is not None
-    codes: dict[str, Any] = {"load_in_fp8": kinds or None, "keep_fp8": base.keeps_codes(cfg)} if quantized else {}
-    return models.load(path, dtype=model_dtype(cfg), device=device, **codes), {}
 
 
 def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:

@@ -46,17 +46,17 @@ def wanted(cfg: Config) -> bool:
     return cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.algorithm in WITH_CRITIC
 
 
-def attach(model: nn.Module, cfg: Config) -> None:
-    """Give a model, which has its adapters if it gets any, the critic of this run.
+def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) -> None:
+    """Give a model, which has its adapters if it gets any, the critic of this run, on ``device`` (None: the model's).
 
     Raises TrainError where its head, and so its last hidden states, are not known."""
     weight = _head(model).weight
     dtype = model_dtype(cfg)
     if cfg.lora is not None and adapters.attached(model):  # a part of a model may have none
-        adapters.attach_second(model, cfg.lora, cfg.run.seed + 1)
+        adapters.attach_second(model, cfg.lora, cfg.run.seed + 1, device)
         dtype = adapters.DTYPES[cfg.lora.dtype]
     assert isinstance(weight, Tensor)
-    model.add_module(models.VALUE_HEAD, ValueHead(weight.shape[1], dtype, weight.device))
+    model.add_module(models.VALUE_HEAD, ValueHead(weight.shape[1], dtype, device or weight.device))
 
 
 def owns(name: str) -> bool:

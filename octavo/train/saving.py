@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from octavo import checkpoint as checkpoints
-from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.train import base, build, critic, rundir
 from octavo.train.build import Job
@@ -97,12 +96,5 @@ def _write_adapter(job: Job) -> None:
 
 
 def _write_hf(job: Job) -> None:
-    """hf/: the trained weights as a Hugging Face folder. Gathered from all ranks, written by the main one."""
-    weights = parallel.full_state_dict(job.model, job.world) if job.world.size > 1 else None
-    if weights is None:  # a component may be frozen in FP8: its values, as it computed
-        found = job.model.state_dict().items()
-        weights = {name: w.dequantize() if fp8.is_frozen(w) else w for name, w in found}
-    weights = {name: w for name, w in weights.items() if not critic.owns(name)}
-    job.world.from_main(
-        lambda: str(models.save_hf(job.model, job.cfg.model.path, job.directory / "hf", state_dict=weights))
-    )
+    """hf/: the trained weights as a Hugging Face folder, written by all ranks."""
+    checkpoints.save_hf(job.model, job.cfg.model.path, job.directory / "hf", job.world, skip=critic.owns)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.models import streaming, tiny
-from octavo.models.assembly import assemble
+from octavo.models.assembly import assemble, prepare
 from octavo.models.shards import open_weights
 from octavo.models.skeleton import read_config, skeleton
 from tests.models.conftest import batch
@@ -28,7 +28,8 @@ def streamed(folder: Path, dtype=torch.float32):
     shards, _ = open_weights(folder, False)
     build = partial(skeleton, read_config(folder), dtype, None)
     with shards:
-        return assemble(folder, build, shards, None, {}, dtype, torch.device("cpu"), True, print, None)
+        cpu = torch.device("cpu")
+        return assemble(folder, prepare(folder, build, shards, None, {}, dtype, cpu, True, print), cpu, print, None)
 
 
 # high precision

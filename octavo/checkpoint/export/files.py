@@ -1,7 +1,8 @@
 """Safetensors files whose contents are known before their values: each value goes to its place as it comes.
 
 Names, dtypes and shapes are laid out first, into shards of a size, and the headers written; values may then come in any
-order, and nothing is held back until a shard is full. Equal contents give equal files.
+order, and nothing is held back until a shard is full. Equal contents give equal files. Several processes may fill them:
+one creates them, each writes its own tensors.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ class _Place:
 class Shards:
     """The weight files of a model folder, being written. Use `with`: files are closed whatever happens."""
 
-    def __init__(self, directory: Path, tensors: Iterable[Planned], largest: int) -> None:
-        """Lay out `tensors` in files of at most `largest` bytes (a tensor above that has a file of its own)."""
+    def __init__(
+        self, directory: Path, tensors: Iterable[Planned], largest: int, mine: Iterable[str] | None = None
+    ) -> None:
+        """Lay out `tensors` in files of at most `largest` bytes (a tensor above that has a file of its own). `mine`:
+        those that this process writes; None: all of them."""
         self._directory = directory
         self._files: list[BinaryIO] = []
         self._headers: list[Header] = []
         self._places: dict[str, _Place] = {}
+        self._mine = None if mine is None else set(mine)
         self.shards: list[list[Planned]] = []
         left = 0
         for planned in tensors:
@@ -76,6 +81,11 @@ class Shards:
         return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
     def __enter__(self) -> Shards:
+        self.open()
+        return self
+
+    def open(self, create: bool = True) -> None:
+        """Make the files, with their headers, or open those that another process made."""
         for index, (name, shard) in enumerate(zip(self.names, self.shards, strict=True)):
             # Wide elements first, so that every tensor is aligned to its own.
             ordered = sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0]))
@@ -83,10 +93,11 @@ class Shards:
             self._headers.append(header)
             for entry, (tensor, dtype, shape) in zip(header.entries, ordered, strict=True):
                 self._places[tensor] = _Place(index, len(header.head) + entry.begin, dtype, shape)
-            file = open(self._directory / name, "wb")
+            file = open(self._directory / name, "wb" if create else "r+b")  # noqa: SIM115, closed by close()
             self._files.append(file)
-            file.write(header.head)
-        return self
+            if create:
+                file.write(header.head)
+                file.flush()  # before others write behind it
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -108,7 +119,13 @@ class Shards:
 
     def finish(self) -> None:
         """Write the index and force everything to the disk. Raises CheckpointError if a tensor never came."""
-        if missing := [name for name, place in self._places.items() if not place.written]:
+        self.flush()
+        self.write_index()
+
+    def flush(self) -> None:
+        """Force what this process wrote to the disk. Raises CheckpointError if a tensor never came."""
+        mine = self._places if self._mine is None else self._mine
+        if missing := [name for name in mine if not self._places[name].written]:
             raise CheckpointError(
                 f"{len(missing)} tensors of the model never came, first {missing[0]}: the weights are not those of "
                 "this model's configuration"
@@ -116,5 +133,8 @@ class Shards:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
+
+    def write_index(self) -> None:
+        """The list of what is where, of several files."""
         if len(self.shards) > 1:
             (self._directory / INDEX).write_text(index_of(self._headers), encoding="utf-8")

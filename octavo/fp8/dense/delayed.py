@@ -239,6 +239,14 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach().clone() for name, b in _named(model).items()}
 
 
+def move_scaling(model: nn.Module, device: torch.device) -> None:
+    """Put the amax histories of a model, which were made beside weights on the meta device, where it will compute."""
+    for module in model.modules():
+        held = module.__dict__.get(_HELD)
+        if held is not None:
+            held.update({name: _moved(tensor, device) for name, tensor in held.items()})
+
+
 def load_scaling_state(model: nn.Module, state: dict[str, Any]) -> None:
     """Put back what :func:`scaling_state` gave. Raises ValueError if names or shapes are not those of the model."""
     own = _named(model)

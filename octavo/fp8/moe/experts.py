@@ -19,6 +19,7 @@ experts run one by one, those without tokens run no GEMM and count as idle. Eith
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.blocks import mlp
+from octavo.fp8.blocks.probe import random, trial
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import Source, behind, compute_dtype
@@ -99,6 +101,19 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
     if gap > allowed or not torch.equal(stock.isnan(), ours.isnan()):
         return f"our forward of experts differs from the stock module by {gap:.3g} where outputs reach {largest:.3g}"
     return None
+
+
+@trial
+def stand_in_matches(module: nn.Module) -> str | None:
+    """The same for experts without values: two random ones of their size answer, in the same module."""
+    twin, generator = copy.copy(module), random()
+    twin.__dict__["_parameters"] = {
+        name: None if p is None else nn.Parameter(torch.randn(2, *p.shape[1:], generator=generator).to(p.dtype) / 16)
+        for name, p in module._parameters.items()
+    }
+    if hasattr(twin, "num_experts"):
+        twin.__dict__["num_experts"] = 2
+    return matches_stock(twin)
 
 
 class Experts(CachesWeights):

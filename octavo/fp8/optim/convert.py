@@ -17,7 +17,7 @@ from octavo.fp8.arithmetic import master, moments
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, StateSpec
 from octavo.fp8.optim import sharded
 from octavo.fp8.optim.layout import like, state_specs, touched
-from octavo.fp8.weights.shards import Span, plain, span
+from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
 _GROUPS = 1 << 13  # worked on at a time
 _NEAREST = 1 << 15  # one half, in place of what a step adds before it cuts
@@ -79,8 +79,9 @@ def set_weight(
 def set_low(optimizer: torch.optim.Optimizer, model: nn.Module, lows: Mapping[str, Tensor]) -> None:
     """Begin with these lower halves of the weights of `model`, by parameter name, as `models.load_split` gives them.
 
-    lows: int16 in the whole parameter's shape; of a sharded one this rank's rows are taken. A parameter without keeps
-    zeros. Those of frozen parameters, which the optimizer does not hold, are not needed: the model computes in BF16.
+    lows: int16 in the whole parameter's shape, of which this rank's rows are taken where it is sharded; or sharded
+    alike. A parameter without keeps zeros. Those of frozen parameters, which the optimizer does not hold, are not
+    needed: the model computes in BF16.
 
     Raises ValueError for a name that the model lacks, another shape or dtype, and for a parameter whose master is not
     "bf16+16": nothing would read them.
@@ -106,7 +107,8 @@ def set_low(optimizer: torch.optim.Optimizer, model: nn.Module, lows: Mapping[st
         state = optimizer.state[p]
         if not state:
             state.update(cast(Any, optimizer).fresh(p, group))
-        plain(state["master_low"]).view(-1).copy_(low.reshape(-1)[mine.start : mine.stop])
+        here = plain(low).reshape(-1) if is_dtensor(low) else low.reshape(-1)[mine.start : mine.stop]
+        plain(state["master_low"]).view(-1).copy_(here)
 
 
 @torch.no_grad()

@@ -35,8 +35,8 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
     Raises:
-        PlanError: the plan is another model's, FP8 was applied before, or experts on a real device turn out not to
-            compute what the loop over experts computes.
+        PlanError: the plan is another model's, FP8 was applied before, or experts turn out not to compute what the
+            loop over experts computes (two random ones in place of those on the meta device).
     """
     modules = dict(model.named_modules())
     done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
@@ -64,6 +64,7 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     return model
 
 
+@one_of_a_kind()
 def _check_modules(modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]]) -> None:
     """Raises PlanError, before anything is changed, for a module that cannot be converted as it is now."""
     for name, rows in by_module.items():
@@ -75,11 +76,15 @@ def _check_modules(modules: Mapping[str, nn.Module], by_module: Mapping[str, Seq
                 f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
                 "which would bypass FP8. Apply the plan first and add the hooks afterwards."
             )
-        why = experts.matches_stock(module) if rows[0].kind == "experts" and not is_meta(module) else None
+        why = _experts_differ(module) if rows[0].kind == "experts" else None
         if why is not None:
             raise PlanError(
                 f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
             )
+
+
+def _experts_differ(module: nn.Module) -> str | None:
+    return experts.stand_in_matches(module) if is_meta(module) else experts.matches_stock(module)
 
 
 def _site(row: PlanRow) -> Site:

@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.moe.grouped import why_not_grouped
+from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.policy import PlanError
 from octavo.fp8.weights.fp8_rows import Need
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
@@ -76,7 +77,8 @@ def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
     turned, grouped = False, False
     if weight.dim() == 3:
         turned = bool(getattr(module, "is_transposed", False))
-        grouped = why_not_grouped(recipe, site.selections, weight.device) is None
+        device = device_of(module) if weight.is_meta else weight.device
+        grouped = why_not_grouped(recipe, site.selections, device) is None
     found: list[Need] = []
     if recipe.fwd is not None:
         found.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))

@@ -3,8 +3,8 @@
 from octavo.fp8.weights.cache import CachesWeights, WeightSlice
 from octavo.fp8.weights.fp8_ops import Fp8Weight
 from octavo.fp8.weights.fp8_rows import Shards
-from octavo.fp8.weights.fp8_tensor import master_of
-from octavo.fp8.weights.shards import distributed, full, is_whole, plain, reshard, span
+from octavo.fp8.weights.fp8_tensor import filled, master_of
+from octavo.fp8.weights.shards import distributed, full, is_whole, plain, reshard, rows_here, span
 
 __all__ = [
     "Fp8Weight",
@@ -12,10 +12,12 @@ __all__ = [
     "WeightSlice",
     "Shards",
     "distributed",
+    "filled",
     "full",
     "is_whole",
     "master_of",
     "plain",
     "reshard",
+    "rows_here",
     "span",
 ]

@@ -453,3 +453,26 @@ def master_of(value: Any) -> Any:
     if held.dtensor is None or held.dtensor._local_tensor is not held.tensor or held.dtensor._spec != value._spec:
         held.dtensor = kind(held.tensor, value._spec, requires_grad=False)
     return held.dtensor
+
+
+def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
+    """The parameter with these values (of this rank's rows, where it is a DTensor) in place of none: sharded alike,
+    with a gradient or without, and FP8 between steps where it was to be. A frozen weight takes one as its rows.
+
+    Raises ValueError for rows of another shape or dtype, and where codes meet values.
+    """
+    local = local_of(parameter)
+    own, theirs = (isinstance(x, Fp8Weight) and x.frozen is not None for x in (local, rows))
+    if own != theirs or rows.shape != local.shape or rows.dtype != local.dtype:
+        raise ValueError(
+            f"Rows {list(rows.shape)} in {rows.dtype}{' of codes' if theirs else ''} cannot be those of a parameter "
+            f"with {list(local.shape)} in {local.dtype}{' of codes' if own else ''} here."
+        )
+    if isinstance(local, Fp8Weight) and local.held is not None:
+        rows = Fp8Weight.of(rows, local.source)
+    if local is not parameter:
+        whole: Any = parameter
+        rows = type(whole)(rows, whole._spec, requires_grad=False)
+    made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in made.__dict__})
+    return made

@@ -79,6 +79,24 @@ def frozen(
     return nn.Parameter(Fp8Weight.of_codes(made, shape, dtype, codes.device), requires_grad=False)
 
 
+def frozen_rows(
+    codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype, transposed: bool, whole: torch.Size, first: int
+) -> Fp8Weight:
+    """Rows of a frozen weight as a rank of several holds them, of codes that exist already.
+
+    Args:
+        codes: [n, K], or [e, N, K] for experts, perhaps none: those from row (or expert) ``first`` on.
+        scale: of all blocks that these rows touch, as in :func:`frozen`.
+        whole: the shape of the whole weight as its module stores it.
+    """
+    source = Source((Need(spec, get("reference"), 1, transposed),), whole)
+    height = spec.block[0]
+    lead = 0 if codes.dim() == 3 else first if height == -1 else first % height
+    held = [Quantized(codes.detach(), scale.detach(), spec)] if codes.shape[0] else []
+    made = Codes(held, source, transposed, frozen=True, lead=lead if held else 0, shard=True)
+    return Fp8Weight.of_codes(made, (codes.shape[0], *whole[1:]), dtype, codes.device)
+
+
 def freeze_weight(
     values: Tensor, kind: str | CastSpec = "block", dtype: torch.dtype | None = None, transposed: bool = False
 ) -> nn.Parameter:

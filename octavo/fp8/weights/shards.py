@@ -90,3 +90,11 @@ def span(parameter: Tensor) -> Span:
     row = parameter.shape[1:].numel()
     start = offset[0] * row
     return Span(start, start + shape[0] * row, total) if shape[0] else Span(start, start, total)
+
+
+def rows_here(parameter: Tensor) -> tuple[int, int]:
+    """The rows [first, last) of the whole parameter that lie on this rank: all of them, unless it is a DTensor."""
+    if not is_dtensor(parameter):
+        return 0, parameter.shape[0]
+    row, mine = max(1, parameter.shape[1:].numel()), span(parameter)
+    return mine.start // row, mine.stop // row

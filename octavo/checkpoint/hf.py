@@ -1,0 +1,169 @@
+"""hf/: the trained weights as a Hugging Face folder that all ranks write, none of which holds the whole model.
+
+Names, dtypes, shapes and places in the files are decided before a value is known. Then parameter by parameter is
+gathered, and one rank, each time that with the least to do, turns it into what transformers has on disk and writes it
+into its place. So a rank holds its shards and one tensor, and the files are the same bytes on any number of ranks. What
+fails on one rank fails on all, and leaves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo import atomic, fp8, models
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.export.files import Planned, Shards, nbytes
+from octavo.checkpoint.stock import Stock
+from octavo.checkpoint.together import Ranks
+from octavo.fp8.weights import full, master_of
+from octavo.models.folder import check_companions, copy_companions, write_config
+from octavo.models.save import check_names, check_target, refuse_dead
+
+LARGEST = 5 * 10**9
+_FAILURES = (OSError, RuntimeError, TypeError, ValueError)
+
+
+class Part(NamedTuple):
+    """Parameters that are converted together (one, usually), what they are on disk, and the rank that writes it."""
+
+    parameters: tuple[str, ...]
+    tensors: tuple[Planned, ...]
+    rank: int
+
+
+def save_hf(
+    model: nn.Module,
+    source: str | Path,
+    directory: str | Path,
+    world: Ranks,
+    largest: int = LARGEST,
+    skip: Callable[[str], bool] = lambda name: False,
+) -> Path:
+    """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return it. A collective.
+
+    source   the folder the model was loaded from: config, tokenizer and processor files are copied from it
+    largest  bytes of a file at most; a tensor above that has its own
+    skip     names that are no part of the model (a critic's)
+
+    Weights are written in the dtypes they have; frozen FP8 ones as their values. Written aside, forced to the disk,
+    then renamed: the directory is whole or as it was. Raises ModelError and CheckpointError as `models.save_hf` does.
+    """
+    source, target = Path(source), Path(directory)
+    check_target(target)
+    check_companions(source, copied=True)
+    stock = Stock(models.empty(source))
+    state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
+    check_names(state, stock.model)
+    state = {name: master_of(state[name]) for name in stock.weights if name in state}
+    dead = {name for found in world.gather_objects(fp8.not_finite(state.items())) for name in found}
+    refuse_dead([name for name in state if name in dead], state)
+    parts = planned(stock, {name: t.dtype for name, t in state.items()}, world.size)
+    with _aside(target, world) as made:
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        mine = [name for part in parts if part.rank == world.rank for name, _, _ in part.tensors]
+        with _shards(made, tensors, largest, mine, world) as shards:
+            _write(state, parts, stock, shards, world)
+        sizes: Counter[torch.dtype] = Counter()
+        for _, dtype, shape in tensors:
+            sizes[dtype] += nbytes(dtype, shape) // dtype.itemsize if dtype.is_floating_point else 0
+        with _agreed(world):
+            if world.rank == 0:
+                shards.write_index()
+                write_config(source, made, max(sizes, key=sizes.__getitem__, default=torch.float32))
+                copy_companions(source, made)
+                atomic.sync_tree(made)
+    return target
+
+
+def planned(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
+    """What is written, in the model's order, and who does it: a function of the model and the number of ranks alone."""
+    users: dict[str, list[str]] = {}
+    for name in stock.weights:
+        for disk in stock.disk[name]:
+            users.setdefault(disk, []).append(name)
+    parts, seen, load = [], set(), [0] * ranks
+    ignored = set(getattr(stock.model, "_keys_to_ignore_on_save", None) or ())
+    for name in stock.weights:
+        if name in seen or name in ignored:
+            continue
+        group = tuple(users[stock.disk[name][0]])
+        seen |= set(group)
+        metas = {n: stock.weights[n].to(dtypes[n]) for n in group}
+        tensors = tuple((disk, t.dtype, tuple(t.shape)) for disk, t in stock.revert(metas).items())
+        rank = load.index(min(load))
+        load[rank] += sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
+        parts.append(Part(group, tensors, rank))
+    return parts
+
+
+def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: Shards, world: Ranks) -> None:
+    """All parts, one after the other; a rank that cannot write goes on gathering, since the others wait for it."""
+    with _agreed(world):
+        error: Exception | None = None
+        for part in parts:
+            whole = {name: _whole(state[name]) for name in part.parameters}
+            if part.rank != world.rank or error is not None:
+                continue
+            try:
+                for name, value in stock.revert(whole).items():
+                    shards.write(name, value)
+            except _FAILURES as caught:
+                error = caught
+        if error is not None:
+            raise error
+        shards.flush()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor in high precision; a collective for a DTensor."""
+    here: Tensor = full(tensor.detach())
+    return here.dequantize() if fp8.is_frozen(here) else here
+
+
+@contextmanager
+def _aside(target: Path, world: Ranks) -> Iterator[Path]:
+    """One new directory for all ranks, which becomes `target`, or vanishes: see `atomic.folder`."""
+    with ExitStack() as stack:
+        made: Path | None = None
+        with _agreed(world):
+            if world.rank == 0:
+                made = stack.enter_context(atomic.folder(target, models.ModelError))
+        yield Path(world.gather_objects(str(made))[0])
+        with _agreed(world):
+            stack.close()
+
+
+@contextmanager
+def _shards(made: Path, tensors: list[Planned], largest: int, mine: list[str], world: Ranks) -> Iterator[Shards]:
+    """The files, with their headers, open on every rank."""
+    shards = Shards(made, tensors, largest, mine)
+    try:
+        for first in (True, False):  # the others open what the first rank made
+            with _agreed(world):
+                if (world.rank == 0) == first:
+                    shards.open(create=first)
+        yield shards
+    finally:
+        shards.close()
+
+
+@contextmanager
+def _agreed(world: Ranks) -> Iterator[None]:
+    """What fails on one rank fails on all: there with its own error, elsewhere with its words."""
+    error: Exception | None = None
+    try:
+        yield
+    except _FAILURES as caught:
+        error = caught
+    said = [words for words in world.gather_objects(None if error is None else str(error)) if words is not None]
+    if error is not None:
+        raise error
+    if said:
+        raise CheckpointError(f"another rank failed, and this one with it: {said[0]}")

@@ -1,0 +1,152 @@
+"""Models filled after sharding, each rank by its own rows, against what one process loads: every bit of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8, models
+from octavo.fp8.weights import plain, span
+from octavo.models import streaming, tiny
+from octavo.parallel import World, WorldError, fill, full_state_dict, shard
+from tests import ranks
+from tests.models.fp8_folders import edit_weights, quantized
+
+LONG = pytest.mark.long
+BF16 = {"dtype": "bfloat16"}
+
+
+class Case(NamedTuple):
+    """A folder, how it is loaded, and the recipe and `param` that its layers get before they are sharded."""
+
+    folder: str
+    how: dict[str, Any]
+    recipe: str | None = None
+    param: bool = False
+
+
+#: gate and up have 320 rows: borders of ranks lie inside blocks of 128
+CASES = {
+    "values": Case("qwen3", {}),
+    "tied twice": Case("twice", BF16),
+    "untied by values": Case("untied", BF16),
+    "rows": Case("qwen3", {**BF16, "load_in_fp8": "row"}, "rowwise"),
+    "blocks": Case("qwen3", {**BF16, "load_in_fp8": "block"}, "blockwise"),
+    "tensors": Case("qwen3", {**BF16, "load_in_fp8": "tensor"}, "tensorwise"),
+    "experts": Case("qwen3_vl_moe", {**BF16, "load_in_fp8": "block"}),
+    "codes": Case("coded", BF16),
+    "codes of experts": Case("coded_moe", BF16),
+    "decoded": Case("coded", {**BF16, "keep_fp8": False}),
+    "decoded and cast": Case("coded", {**BF16, "keep_fp8": False, "load_in_fp8": "row"}),
+    "halves": Case("qwen3", {"split": True}, "blockwise"),
+    "param": Case("qwen3", {}, "blockwise", True),
+    "towers": Case("qwen3_vl", BF16),
+    "halves of experts": Case("qwen3_vl_moe", {"split": True}, "blockwise"),
+    "halves of codes": Case("coded", {"split": True}),
+    **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "qwen3_moe", "llama", "mpt")},
+}
+FEW = {name: CASES[name] for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves")}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small checkpoints by name: of every family, in FP8, and with a head beside the embedding it is tied to."""
+    place = tmp_path_factory.mktemp("fill")
+    for family in tiny.FAMILIES:
+        tiny.write(family, place / family, size="small" if family == "qwen3" else "mini")
+    quantized(place / "qwen3", place / "coded", "fp8")
+    quantized(place / "qwen3_moe", place / "coded_moe", "channel")
+    embedding = "model.embed_tokens.weight"
+    for name, more in (("twice", 0.0), ("untied", 1.0)):
+        tiny.write("qwen3", place / name, size="mini")
+        edit_weights(place / name, lambda w, more=more: w.update({"lm_head.weight": w[embedding] + more}))
+    return place
+
+
+def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.Deferred]:
+    """(the whole model, its lower halves, the one to be filled)"""
+    how = {key: getattr(torch, value) if key == "dtype" else value for key, value in case.how.items()}
+    unread = models.defer(folder / case.folder, **how)
+    if how.pop("split", False):
+        return *models.load_split(folder / case.folder), unread
+    return models.load(folder / case.folder, **how), {}, unread
+
+
+def _differences(world: World, folder: Path, case: Case) -> list[str]:
+    whole, lows, unread = _load(folder, case)
+    for model in (whole, unread.model):
+        if case.recipe is not None:
+            fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=case.recipe, param=case.param)))
+    assert all(p.is_meta for p in unread.model.parameters())
+    shard(unread.model, models.describe(unread.model), world)
+    halves, read = fill(unread.model, unread, world)
+    found = ["the very model", "buffers", "codes", "halves"]
+    mine, theirs = unread.model, dict(whole.named_buffers())
+    if all(torch.equal(b, theirs[name]) for name, b in mine.named_buffers()):
+        found.remove("buffers")
+    if fp8.fingerprint(mine) == fp8.fingerprint(whole):
+        found.remove("codes")
+    if halves.keys() == lows.keys() and all(_here(halves[name], lows[name]) for name in lows):
+        found.remove("halves")
+    state, wanted = full_state_dict(mine, world), whole.state_dict()
+    names = [(name, p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
+    if names == [(name, p.dtype, p.requires_grad) for name, p in mine.named_parameters()]:
+        found.remove("the very model")
+    for name, values in state.items():
+        value = wanted[name].dequantize() if fp8.is_frozen(wanted[name]) else plain(wanted[name])
+        if value.dtype != values.dtype or not torch.equal(value, values):
+            found.append(name)
+    return found + ([] if not state or state.keys() == wanted.keys() else ["names"])
+
+
+def _here(low: Tensor, whole: Tensor) -> bool:
+    """Whether these are the halves of this rank's rows."""
+    mine = span(low)
+    return torch.equal(plain(low).flatten(), whole.flatten()[mine.start : mine.stop])
+
+
+def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[str]]:
+    streaming._CHUNK = 1 << 13  # many chunks, as large matrices have
+    return {name: wrong for name, case in cases.items() if (wrong := _differences(world, Path(folder), Case(*case)))}
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        pytest.param(2, FEW, id="two"),
+        pytest.param(3, CASES, id="three", marks=LONG),
+        pytest.param(2, {name: case for name, case in CASES.items() if name not in FEW}, id="more", marks=LONG),
+    ],
+)
+def test_each_rank_has_the_rows_of_what_one_process_loads(folders: Path, size: int, cases: dict[str, Case]):
+    assert ranks.run(_all, size, str(folders), cases) == [{}] * size
+
+
+def _read(world: World, folder: str) -> list[float]:
+    """The part of the file that this rank reads: plain, in FP8 by rows, by blocks, and of codes."""
+    out = []
+    for case in ("values", "rows", "blocks", "codes"):
+        _, _, unread = _load(Path(folder), CASES[case])
+        shard(unread.model, models.describe(unread.model), world)
+        _, read = fill(unread.model, unread, world)
+        total = sum(entry.nbytes for entry in unread.prepared.stream.shards.stored.values())
+        out.append(read / total)
+    return out
+
+
+def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Path):
+    plain_part, rows, blocks, codes = ranks.run(_read, 2, str(folders))[0]
+    assert plain_part == rows == pytest.approx(0.5, abs=0.01)
+    assert 0.5 < blocks < 0.9  # 256 of 320 rows, and all of the 128 of others
+    assert 0.5 < codes < 0.53  # every rank has all scales
+
+
+def test_a_parameter_that_nothing_fills_is_an_error(folders: Path):
+    unread = models.defer(folders / "qwen3")
+    unread.prepared.found.origins.pop()
+    with pytest.raises(WorldError, match="1 parameters were sharded without values and got none, first model"):
+        fill(unread.model, unread, World())
