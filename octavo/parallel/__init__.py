@@ -1,6 +1,6 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
 from octavo.parallel.shard import full_state_dict, shard
-from octavo.parallel.world import World, WorldError, setup
+from octavo.parallel.world import WAITS, World, WorldError, setup
 
-__all__ = ["World", "WorldError", "full_state_dict", "setup", "shard"]
+__all__ = ["WAITS", "World", "WorldError", "full_state_dict", "setup", "shard"]

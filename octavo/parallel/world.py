@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +34,9 @@ class WorldError(RuntimeError):
 @dataclass(frozen=True)
 class World:
     """One process among `size`. `device` is where this rank computes; `mesh` is the 1-D data-parallel mesh ("dp",),
-    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named. Every
-    method below is a collective: all ranks call it, in the same order."""
+    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named; `group`
+    what its own collectives go through (None: the group of all ranks). Every method below is a collective: all ranks
+    call it, in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -44,6 +45,7 @@ class World:
     mesh: DeviceMesh | None = None
     timeout: float = TIMEOUT
     pulse: Pulse | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -124,6 +126,13 @@ class World:
             raise WorldError(f"rank 0 failed, and rank {self.rank} with it: {answer['error']}")
         return answer["value"]
 
+    def beside(self) -> World:
+        """The same ranks with a gloo group of their own, for a thread that works beside the steps: in the steps' group
+        what it sends could meet a collective of theirs. In one process the same world."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAITS * self.timeout)))
+
     def close(self) -> None:
         """Leave the process group. Harmless without one, and when called twice."""
         if self.pulse is not None:
@@ -140,7 +149,7 @@ class World:
         if self.size == 1:
             return result
         try:
-            dist.all_reduce(result, op=op)
+            dist.all_reduce(result, op=op, group=self.group)
         except RuntimeError as error:
             if (lost := self.lost(error)) is None:
                 raise

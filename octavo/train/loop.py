@@ -37,6 +37,7 @@ Tell = Callable[[planning.Planned], Iterable[str]]
 
 _NOT_FINAL = (
     "seconds",
+    "save_seconds",
     "time",
     "eval",
     "health",
@@ -137,12 +138,18 @@ def _in_order(users: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _train(run: Run) -> RunResult:
-    """Watchers hear how it ended, in whatever way."""
+    """Watchers hear how it ended, in whatever way, and a checkpoint that is on its way to the disk may arrive there;
+    where a rank is lost, or memory, what waits for it may wait in vain."""
+    patience = 0.0
     try:
         return _trained(run)
     except Exception as error:
+        patience = (1 - parallel.WAITS if isinstance(error, RuntimeError) else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
+    finally:
+        if run.job.background is not None:
+            run.job.background.close(patience)
 
 
 def _trained(run: Run) -> RunResult:
@@ -157,6 +164,7 @@ def _trained(run: Run) -> RunResult:
             run.notify("after_step", step)
             _write(run, step)
             run.notify("end_step", step)
+        run.settle()
     finally:
         run.display.end()
         run.job.loader.close()
@@ -220,6 +228,8 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
 
 def _write(run: Run, step: Step) -> None:
     step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
+    if step.wanted and (waited := run.waited()):
+        step.row["save_seconds"] = waited
     if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
     run.row = step.row
