@@ -69,7 +69,7 @@ class Staging:
         except RuntimeError as error:  # of host memory
             raise CheckpointError(_no_room(size)) from error
         if self._device.type == "cuda":
-            if int(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), size, 0)):
+            if int(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), size, 1)):
                 raise CheckpointError(_no_room(size))
             self._pinned = True
 
