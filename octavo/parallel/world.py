@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from octavo.parallel.meeting import meet
 from octavo.parallel.pulse import Pulse, missing_words
 from octavo.reading import first_line
 
@@ -178,7 +179,7 @@ def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         wait = timedelta(seconds=WAITS * timeout)
-        store = next(dist.rendezvous("env://", rank, size, timeout=wait))[0]
+        store = meet(next(dist.rendezvous("env://", rank, size, timeout=wait))[0], rank, size, WAITS * timeout)
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, rank=rank, world_size=size, store=group, timeout=wait)
     except (RuntimeError, ValueError) as error:
