@@ -21,6 +21,7 @@ from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
+from octavo.train.memory_full import memory_full
 from octavo.train.metrics import MetricsLog
 from octavo.train.observing import Evaluation, Figures, Proof, due
 from octavo.train.phase import SFT, Phase
@@ -81,7 +82,7 @@ def _run(
     cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase, tell: Tell,
     watchers: Sequence[Callback],
 ) -> RunResult:  # fmt: skip
-    world = parallel.setup(cfg.run.threads, cfg.run.timeout)
+    world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir))
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
     with RunLock() as lock:
@@ -93,12 +94,16 @@ def _run(
             with StopRequest(cfg.run.timeout) as request:
                 try:
                     result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
-                except RuntimeError as error:  # of a collective in the midst of a forward or backward
-                    if (lost := world.lost(error)) is None:
+                except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
+                    if (named := memory_full(error, world) or _lost(error, world)) is None:
                         raise
-                    raise lost from error
+                    raise named from error
     world.close()
     return result
+
+
+def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
+    return world.lost(error) if isinstance(error, RuntimeError) else None
 
 
 def _refuse_early(cfg: Config) -> None:
@@ -114,6 +119,7 @@ def _begin(
     watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
+    world.at("the start, assembling the run")
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
     rundir.settle(start, world)
     first = job.progress.step + 1
@@ -144,7 +150,8 @@ def _train(run: Run) -> RunResult:
     try:
         return _trained(run)
     except Exception as error:
-        patience = (1 - parallel.WAITS if isinstance(error, RuntimeError) else 1) * run.cfg.run.timeout
+        alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
+        patience = (1 - parallel.WAITS if alone else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
     finally:
