@@ -1,18 +1,22 @@
 """What lies on disk: the state of a run, saved whole or not at all, and model folders, examined."""
 
 from octavo.checkpoint import rng
+from octavo.checkpoint.background import Background
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import prune, steps, sweep
 from octavo.checkpoint.hf import save_hf
-from octavo.checkpoint.state import WITHOUT_STATES, Restored, latest, load, not_finite, save
+from octavo.checkpoint.state import WITHOUT_STATES, Restored, latest, load, not_finite
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import Verified
 from octavo.checkpoint.weights import load_weights
+from octavo.checkpoint.writing import Moment, save, take, write
 
 __all__ = [
+    "Background",
     "CheckpointError",
     "WITHOUT_STATES",
+    "Moment",
     "Restored",
     "SafeReader",
     "Verified",
@@ -26,5 +30,7 @@ __all__ = [
     "save_hf",
     "steps",
     "sweep",
+    "take",
     "verify",
+    "write",
 ]

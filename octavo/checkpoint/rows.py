@@ -6,7 +6,7 @@ a border lies on both sides of it, and the side with its first element writes it
 keeps FP8 codes. Both are rows `start` to `start + n` of a tensor of `total` rows.
 
 DCP asks any object for `__create_write_items__` and `__create_chunk_list__`; `EachOnce` here and `dcp_safe.TensorsOnly`
-then find the tensor in it.
+then find the tensor in it. `Copied` is what such an object, or a DTensor, becomes in a copy that is written later.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,35 @@ class Rows:
         return ChunkStorageMetadata(offsets, torch.Size((len(self.here) - skipped, *inner)))
 
 
+@dataclass(frozen=True)
+class Copied:
+    """What of a DTensor lay on this rank, in a copy, to be written as the DTensor would have been.
+
+    here   the copy, in host memory
+    items  what DCP writes of the DTensor from this rank
+    """
+
+    here: torch.Tensor
+    items: tuple[WriteItem, ...]
+
+    @classmethod
+    def of(cls, name: str, original: DTensor, here: torch.Tensor) -> Copied:
+        there = original.device_mesh.get_coordinate() is not None  # a mesh may leave ranks out
+        return cls(here, tuple(original.__create_write_items__(name, original)) if there else ())
+
+    def shard(self, index: MetadataIndex) -> torch.Tensor:
+        return self.here
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return list(self.items)
+
+
 class EachOnce(DefaultSavePlanner):
-    """DCP's save planner for a flat dict of tensors and `Rows`."""
+    """DCP's save planner for a flat dict of tensors, `Rows` and `Copied`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Rows) else super().lookup_object(index)
+        return found.shard(index) if isinstance(found, Rows | Copied) else super().lookup_object(index)

@@ -1,22 +1,16 @@
-"""Run states: save everything a run needs to go on bit for bit, and load it, on as many ranks as there are then.
+"""Run states, read: the newest good one of a run, loaded on as many ranks as there are then.
 
-A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and all else as
-JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. One of
-weights alone has of the optimizer nothing but what is part of a weight (`optimizer.OF_WEIGHTS`).
-The optimizer's state goes by parameter *name*, so two ranks' shards load into one process and the other way round.
+What a checkpoint holds, and how it is written, is told in :mod:`octavo.checkpoint.writing`. The optimizer's state goes
+by parameter *name*, so two ranks' shards load into one process and the other way round. Before a tensor is read, every
+file is compared to its checksum.
 
-How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
-fsynced, and only then renamed to `step_N`. A directory of that name is whole, or was damaged later; the checksums
-tell.
-
-NaN and infinity are neither written nor loaded: nothing can go on from them. state.json says "finite" since they are
-looked for; a checkpoint of 0.4.0, which does not, has its values read where the newest is asked for.
+NaN and infinity are not loaded: nothing can go on from them. state.json says "finite" since they are looked for; a
+checkpoint of 0.4.0, which does not, has its values read where the newest is asked for.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +23,12 @@ from torch import nn
 from octavo import fp8
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
-from octavo.checkpoint.contents import all_tensors, here, named, refuse_dead, same_names, tensors
-from octavo.checkpoint.dcp_safe import SafeReader, SafeWriter, TensorsOnly, read_item
+from octavo.checkpoint.contents import named, refuse_dead, same_names, tensors
+from octavo.checkpoint.dcp_safe import SafeReader, TensorsOnly, read_item
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import EachOnce
 from octavo.checkpoint.together import Ranks, dcp_errors, shared
+from octavo.checkpoint.writing import TRAINED
 
-TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
 WITHOUT_STATES = "holds weights alone (run.save_states: false)"
 
 
@@ -53,83 +46,6 @@ class Restored:
     counters: dict[str, Any]
     extra: dict[str, torch.Tensor]
     ranks: int
-
-
-def save(
-    directory: str | os.PathLike[str],
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, torch.Tensor],
-    counters: Mapping[str, Any],
-    world: Ranks,
-    keep: int | None,
-    trained_only: bool = False,
-    weights_only: bool = False,
-) -> Path:
-    """Write `directory`/step_N and return it; then delete all but the `keep` newest (None: delete none). A collective.
-
-    trained_only: of the model, save the parameters that ask for a gradient alone (adapters), for a caller that loads
-    the others again from elsewhere. Frozen FP8 weights are never saved: they are codes that came from elsewhere.
-    weights_only: of the optimizer, save nothing but what is part of a weight; state.json says so, and `load` refuses to
-    fill an optimizer from it. `load_weights` reads either.
-
-    extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
-    what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
-
-    Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...) or holds a value
-    that is not finite. The checkpoints that were there are then untouched.
-    """
-    directory = Path(directory)
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
-    tmp = files.aside(directory, step, "tmp")
-    state = tensors(model, optimizer, trained_only)
-    if weights_only:
-        state = {n: t for n, t in state.items() if n.startswith("model.") or n.rpartition(".")[2] in states.OF_WEIGHTS}
-    state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
-    all_tensors(state)
-    try:
-        with shared("write", tmp, world):
-            if bad := fp8.not_finite(here(state)):
-                raise CheckpointError(
-                    f"after step {step} {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
-                    "can go on from that, and no checkpoint is written of it. Those already there are untouched"
-                )
-            if world.rank == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                files.sweep(directory)
-                tmp.mkdir()
-        with dcp_errors("write", tmp):
-            dcp.save(state, storage_writer=SafeWriter(tmp), planner=EachOnce(), no_dist=world.size == 1)
-        mine: dict[str, dict[str, int]] = {}
-        with shared("read back", tmp, world):
-            names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
-            mine = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
-        listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
-        with shared("finish", tmp, world):
-            if world.rank == 0:
-                document = {
-                    "format": files.FORMAT,
-                    "step": step,
-                    "ranks": world.size,
-                    "counters": dict(counters),
-                    "groups": states.groups(model, None if weights_only else optimizer),
-                    "files": listed,
-                    "finite": True,
-                    **({"holds": TRAINED} if trained_only else {}),
-                    **({"states": False} if weights_only else {}),
-                }
-                files.write_state(tmp, document)
-                files.publish(directory, step)
-                if keep is not None:
-                    files.prune(directory, step, keep)
-    except CheckpointError:
-        if world.rank == 0:
-            shutil.rmtree(tmp, ignore_errors=True)  # best effort: a full disk is freed; what stays is swept later
-        raise
-    return files.place(directory, step)
 
 
 def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:

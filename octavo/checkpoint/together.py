@@ -38,10 +38,10 @@ def shared(verb: str, path: Path, world: Ranks):
 @contextmanager
 def dcp_errors(verb: str, path: Path):
     """DCP's exception (a BaseException around a dictionary of ranks) as ours. DCP itself tells all ranks."""
+    # For good, and not for the moment: filters are the process's, and a save in a thread would bring back old ones.
+    warnings.filterwarnings("ignore", message=".*process group is not.*|.*in a single process.*")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*process group is not.*|.*single process.*")
-            yield
+        yield
     except CheckpointException as caught:
         _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
         raise CheckpointError(_words(verb, path, error)) from error

@@ -20,8 +20,9 @@ from octavo import fp8
 from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.contents import refuse_dead, same_names, tensors
 from octavo.checkpoint.dcp_safe import SafeReader, TensorsOnly
-from octavo.checkpoint.state import TRAINED, verified
+from octavo.checkpoint.state import verified
 from octavo.checkpoint.together import Ranks, dcp_errors, shared
+from octavo.checkpoint.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
 from octavo.fp8.optim import like, set_weight
 from octavo.fp8.weights import plain

@@ -73,11 +73,15 @@ def launch(words: Sequence[str], count: int) -> int:
         for process in ranks:
             stack.callback(process.kill)
         with _forwarding(ranks):
-            code = _end(ranks)
+            code, ended = _end(ranks)
         for rank, error in enumerate(errors, 1):
             error.seek(0)
             if ranks[rank].returncode and (text := error.read().strip()):
                 print(f"rank {rank}, exit code {ranks[rank].returncode}:\n{text}", file=sys.stderr)
+        for rank in (rank for rank, process in enumerate(ranks) if process.returncode == -9):
+            if rank not in ended:
+                print(f"rank {rank} was killed by another hand. Where no person and no scheduler did it, host memory "
+                      "was full: the kernel's log (dmesg) says so", file=sys.stderr)  # fmt: skip
     return code
 
 
@@ -101,13 +105,15 @@ def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(ranks: Sequence[subprocess.Popen[Any]]) -> int:
-    """Wait for all. A rank that fails by itself takes the others along: asked to end, then made to."""
+def _end(ranks: Sequence[subprocess.Popen[Any]]) -> tuple[int, list[int]]:
+    """Wait for all; the exit code, and the ranks that were killed here. A rank that fails by itself takes the others
+    along: asked to end, then made to."""
     failed, since = 0, 0.0
+    ended: list[int] = []
     while running := [process for process in ranks if process.poll() is None]:
         if not failed:
-            ended = [process.returncode for process in ranks if process.returncode is not None]
-            failed = next((code for code in ended if code and code not in [128 + number for number in _SIGNALS]), 0)
+            codes = [process.returncode for process in ranks if process.returncode is not None]
+            failed = next((code for code in codes if code and code not in [128 + number for number in _SIGNALS]), 0)
             if failed:
                 since = time.monotonic()
                 for process in running:
@@ -115,6 +121,7 @@ def _end(ranks: Sequence[subprocess.Popen[Any]]) -> int:
         elif time.monotonic() - since > MERCY:
             for process in running:
                 process.kill()
+            ended = [rank for rank, process in enumerate(ranks) if process in running]
         time.sleep(LOOK)
     code = failed or next((process.returncode for process in ranks if process.returncode), 0)
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code, ended

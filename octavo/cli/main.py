@@ -124,11 +124,11 @@ _REFUSALS = {
     errno.ENOTDIR: "a part of the path is a file; choose a folder",
     errno.EISDIR: "it is a folder; name a file",
     errno.EEXIST: "it is in the way; choose another name",
+    errno.EIO: "the disk, or its server, fails; see to it, then continue with run.resume=auto",
+    errno.ESTALE: "the file system was lost; see to its server, then continue with run.resume=auto",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "its links lead in a circle; choose another path",
 }
-
-_SMALLER = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
 
 #: how gloo and NCCL say that a peer is gone, out of whichever collective was under way (a gradient's, a norm's)
 _LOST = (
@@ -150,10 +150,11 @@ def _sentence(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
-    if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
-        return f"{str(error).split('. ')[0]}; {_SMALLER}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's own words, of a CPU
-        return f"host memory is full ({' '.join(str(error).split())[:200]}); {_SMALLER}"
+    if isinstance(error, RuntimeError | MemoryError):  # torch is there, or nothing asked for much
+        from octavo.train.memory_full import SMALLER, what_is_full
+
+        if (full := what_is_full(error)) is not None:
+            return f"{full}; {SMALLER}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
         return (
             "another process of this run died or no longer answers; its own message, further up or in its log, has the "

@@ -98,8 +98,8 @@ def _table(found: Mapping[str, Any]) -> None:
     there = [kind for kind in KINDS if kind not in BEYOND or any(kinds.get(kind) for kinds in columns.values())]
     rows = [[kind, *(gb(kinds.get(kind, 0)) for kinds in columns.values()), _about(kind, one)] for kind in there]
     rows.append(["total", *(gb(sum(kinds.values())) for kinds in columns.values()), ""])
-    if any(f.host for f in found.values()):
-        of = [gb(f.host) for f in found.values() for _ in range(1 + (f.rollout is not None))]
+    if any(f.host + f.staging for f in found.values()):
+        of = [gb(f.host + f.staging) for f in found.values() for _ in range(1 + (f.rollout is not None))]
         rows.append(["in host memory", *of, ""])
     print()
     terminal.show_table(["memory", *columns, ""], rows, right=tuple(range(1, 1 + len(columns))))

@@ -54,6 +54,11 @@ class RunSection(Section):
     keep: int = Field(
         default=2, ge=1, le=10**9, description="Checkpoints kept; one more until a step from the newest was applied."
     )
+    save: Literal["sync", "async"] = Field(
+        default="sync",
+        description="How checkpoints are written. async: beside the steps that follow, from a copy in host memory of "
+        "this rank's part; a step waits for the copy alone, and for a save that is still under way.",
+    )
     save_states: bool = Field(
         default=True,
         description="Checkpoints hold optimizer and random states, so that the run can be continued; false: weights "

@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,26 @@ BEATS = 2.5  # between two looks: in that time a process that runs has beaten
 NAMED = 4  # ranks that a message names
 
 
-class Pulse:
-    """The beat of this rank, every ``every`` seconds until :meth:`stop`. ``store``: ``torch.distributed``'s, shared."""
+@dataclass
+class Marks:
+    """What the main thread has passed: ``count`` marks, the last of them ``place``, in words."""
 
-    def __init__(self, store: Any, rank: int, size: int, every: float) -> None:
-        self.rank, self.size, self.every = rank, size, every
-        self.marks, self.place = 0, "the start"
-        self._store, self._main = store.clone(), threading.get_ident()
-        self._ended = threading.Event()
-        threading.Thread(target=self._beat, args=(store.clone(),), name="pulse", daemon=True).start()
+    count: int = 0
+    place: str = "the start"
 
     def at(self, place: str) -> None:
         """The main thread begins something that all ranks do."""
-        self.marks, self.place = self.marks + 1, place
+        self.count, self.place = self.count + 1, place
+
+
+class Pulse:
+    """The beat of this rank, every ``every`` seconds until :meth:`stop`. ``store``: ``torch.distributed``'s, shared."""
+
+    def __init__(self, store: Any, rank: int, size: int, every: float, marks: Marks) -> None:
+        self.rank, self.size, self.every, self.marks = rank, size, every, marks
+        self._store, self._main = store.clone(), threading.get_ident()
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, args=(store.clone(),), name="pulse", daemon=True).start()
 
     def stop(self) -> None:
         self._ended.set()
@@ -49,7 +57,7 @@ class Pulse:
         gone = [rank for rank, beat in first.items() if second is not first and second.get(rank) == beat]
         late = [
             rank for rank, beat in first.items()
-            if rank not in gone and (beat["marks"], beat["waits"]) < (self.marks, True)
+            if rank not in gone and (beat["marks"], beat["waits"]) < (self.marks.count, True)
         ]  # fmt: skip
         found = [f"rank {rank} has died or is stopped; it was last seen at {_where(first[rank])}" for rank in gone]
         found += [f"rank {rank} has not come further than {_where(second.get(rank, first[rank]))}" for rank in late]
@@ -59,7 +67,7 @@ class Pulse:
         beats = 0
         while not self._ended.is_set():
             beats += 1
-            beat = {"beats": beats, "marks": self.marks, "place": self.place, **_stands(self._main)}
+            beat = {"beats": beats, "marks": self.marks.count, "place": self.marks.place, **_stands(self._main)}
             try:
                 store.set(_key(self.rank), json.dumps(beat))
             except RuntimeError:  # the store went with the rank that keeps it, which whoever waits for it will say

@@ -12,15 +12,18 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo.parallel.pulse import Pulse, missing_words
+from octavo.parallel import flight
+from octavo.parallel.meeting import meet
+from octavo.parallel.pulse import Marks, Pulse, missing_words
 from octavo.reading import first_line
 
 TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
@@ -34,8 +37,9 @@ class WorldError(RuntimeError):
 @dataclass(frozen=True)
 class World:
     """One process among `size`. `device` is where this rank computes; `mesh` is the 1-D data-parallel mesh ("dp",),
-    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named. Every
-    method below is a collective: all ranks call it, in the same order."""
+    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named; `group`
+    what its own collectives go through (None: the group of all ranks). Every method below is a collective: all ranks
+    call it, in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -44,6 +48,8 @@ class World:
     mesh: DeviceMesh | None = None
     timeout: float = TIMEOUT
     pulse: Pulse | None = None
+    marks: Marks = field(default_factory=Marks, compare=False)
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -53,8 +59,7 @@ class World:
     def at(self, place: str) -> None:
         """Say where this rank is now ("step 7, reading its rows"): how others name it should it hang there. Sends
         nothing; all ranks say the same, in the same order."""
-        if self.pulse is not None:
-            self.pulse.at(place)
+        self.marks.at(place)
 
     def lost(self, error: RuntimeError) -> WorldError | None:
         """The error of a collective that waited in vain, with the rank that did not come; None for any other error."""
@@ -62,10 +67,12 @@ class World:
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
+        trace = flight.save(self.rank) if self.device.type == "cuda" else None
+        kept = "" if trace is None else f"Its last collectives are in {trace}; torchfrtrace reads those of all ranks. "
         return WorldError(
-            f"rank {self.rank} of {self.size} waited in vain at {self.pulse.place} (run.timeout: {self.timeout:g} s): "
+            f"rank {self.rank} of {self.size} waited in vain at {self.marks.place} (run.timeout: {self.timeout:g} s): "
             f"{missing_words(self.pulse)}. A message of that rank, further up or in its log, has the cause; a wait "
-            f"that was honest needs a larger run.timeout. ({first_line(error)})"
+            f"that was honest needs a larger run.timeout. {kept}({first_line(error)})"
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,6 +131,13 @@ class World:
             raise WorldError(f"rank 0 failed, and rank {self.rank} with it: {answer['error']}")
         return answer["value"]
 
+    def beside(self) -> World:
+        """The same ranks with a gloo group of their own, for a thread that works beside the steps: in the steps' group
+        what it sends could meet a collective of theirs. In one process the same world."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAITS * self.timeout)))
+
     def close(self) -> None:
         """Leave the process group. Harmless without one, and when called twice."""
         if self.pulse is not None:
@@ -140,7 +154,7 @@ class World:
         if self.size == 1:
             return result
         try:
-            dist.all_reduce(result, op=op)
+            dist.all_reduce(result, op=op, group=self.group)
         except RuntimeError as error:
             if (lost := self.lost(error)) is None:
                 raise
@@ -148,13 +162,14 @@ class World:
         return result
 
 
-def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
+def setup(threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None) -> World:
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
     1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
-    `timeout`: seconds until a rank that does not come is named, here and in every collective.
+    `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
+    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`).
 
     Raises WorldError where the environment contradicts itself, a rank has no GPU of its own, or peers do not appear.
     """
@@ -167,9 +182,11 @@ def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
     if size == 1:
         return World(device=device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda" and traces is not None:
+        flight.record(traces)
     try:
         wait = timedelta(seconds=WAITS * timeout)
-        store = next(dist.rendezvous("env://", rank, size, timeout=wait))[0]
+        store = meet(next(dist.rendezvous("env://", rank, size, timeout=wait))[0], rank, size, WAITS * timeout)
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, rank=rank, world_size=size, store=group, timeout=wait)
     except (RuntimeError, ValueError) as error:
@@ -179,7 +196,9 @@ def setup(threads: int | None = None, timeout: float = TIMEOUT) -> World:
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
-    return World(rank, size, local_rank, device, mesh, timeout, Pulse(store, rank, size, min(1.0, timeout / 40)))
+    marks = Marks()
+    pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
+    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks)
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:

@@ -349,8 +349,8 @@ def _same_files(cfg: Config, directory: Path) -> None:
 def _comparable(cfg: Config) -> dict[str, Any]:
     """What decides a run's figures: everything but where the run lies and how it is watched and saved."""
     data = cfg.model_dump(mode="json")
-    unseen = ("dir", "resume", "save_every", "keep", "save_states", "tensorboard", "trackers", "fork", "milestones")
-    for key in unseen:
+    saved = "save", "save_every", "save_states", "keep", "milestones"
+    for key in ("dir", "resume", "fork", *saved, "tensorboard", "trackers"):
         data["run"].pop(key, None)
     return data
 

@@ -30,7 +30,7 @@ _EVAL = {...: NUMBER}
 _HEALTH = {...: {**dict.fromkeys(ROLES, {...: NUMBER}), "dw_cosine": NUMBER, "nan_codes": COUNT}}
 _ROW = {
     "step!": COUNT, "loss": NUMBER, "tokens": NUMBER, "tokens_per_s": NUMBER, "zeroed_v": COUNT,
-    "seconds": NUMBER, "time": TEXT,
+    "seconds": NUMBER, "save_seconds": NUMBER, "time": TEXT,
     "memory": {...: FINITE}, "health": _HEALTH, "eval": _EVAL, **dict.fromkeys(FIGURES, NUMBER),
 }  # fmt: skip
 _COMPLETION = {

@@ -55,6 +55,7 @@ class Job:
     base: base.Base | None = None
     attention: str | None = None  # the kernel, unless torch chooses
     first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
+    background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
 
     @property
     def model(self) -> nn.Module:
@@ -148,9 +149,10 @@ def build(
     found = beside if beside.whole else None
     used = None if kernel is None else kernel.kernel
     phase.begin(stepper, processor, directory, progress.step, say)
+    background = checkpoint.Background(world, world.device) if cfg.run.save == "async" else None
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
-        found, used, start.first,
+        found, used, start.first, background,
     )  # fmt: skip
 
 
@@ -303,15 +305,15 @@ def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(_SCALING): t for name, t in extra.items() if name.startswith(_SCALING)}
 
 
-def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
+def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path | None:
     """Write the run's state after `job.progress.step` steps into a folder of the run; its weights alone, with the amax
-    histories that they compute by, without `run.save_states`. A collective."""
+    histories that they compute by, without `run.save_states`. None: it is copied, and `job.background` writes it, which
+    must have nothing under way. A collective."""
     whole = job.cfg.run.save_states
     extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
-    return checkpoint.save(
-        job.directory / folder,
+    moment = checkpoint.take(
         job.progress.step,
         model=job.model,
         optimizer=job.stepper.optimizer,
@@ -326,7 +328,10 @@ def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path:
             "pixels": models.pixels_by(job.processor),
         },
         world=job.world,
-        keep=None,  # see `saving.Saving`
         trained_only=job.cfg.lora is not None,
         weights_only=not whole,
     )
+    if job.background is None:
+        return checkpoint.write(job.directory / folder, moment, job.world, keep=None)  # see `saving.Saving`
+    job.background.begin(job.directory / folder, moment)
+    return None

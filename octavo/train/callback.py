@@ -23,8 +23,10 @@ the run has begun is left out from there on, which is said; it ends no run.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ class Callback:
         """The row was handed to metrics.jsonl; the checkpoint of this step, where one is due, comes next."""
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        """A checkpoint is whole and in its place."""
+        """A checkpoint is whole and in its place; under `run.save: async` some steps after the one that it is of."""
 
     def end(self, run: Run, result: RunResult) -> None:
         """The run finished or was stopped; all of its files are written. Not called after an error."""
@@ -121,7 +123,8 @@ class Run:
     callbacks: Sequence[Callback] = ()
     watchers: Sequence[Callback] = ()
     stopping: bool = False
-    _saved: int = -1
+    _saved: dict[str, int] = field(default_factory=dict)  # folder -> the step that was last saved into it
+    _waited: float = 0.0
 
     @property
     def fp8(self) -> bool:
@@ -165,18 +168,56 @@ class Run:
         """Whether a signal reached any rank, or one called `stop`. A collective."""
         return self.world.any(self.request.asked or self.request.signal is not None)
 
-    def save(self) -> None:
-        """Write a checkpoint, unless this step has one. A collective. Not before the row of the step is written, with
-        which the run would go on: an error in `after_step` and `evaluated`."""
-        if self._saved == self.step:
+    def save(self, folder: str = rundir.CHECKPOINTS) -> None:
+        """Write a checkpoint, unless this step has one; under `run.save: async` it is in its place once `settle` has
+        returned. A collective. Not before the row of the step is written, with which the run would go on: an error in
+        `after_step` and `evaluated`."""
+        if self._saved.get(folder) == self.step:
             return
         if self.step >= self.first and self.row.get("step") != self.step:
             raise ValueError(f"step {self.step} has no row in metrics.jsonl yet; save in end_step")
         if self.log is not None:
             self.log.sync()
-        self._saved = self.step
+        self.settle()
+        self._saved[folder] = self.step
         self.world.at(f"step {self.step}, saving")
-        self.notify("saved", build.save(self.job))
+        with self._waiting():
+            path = build.save(self.job, folder)
+        self._tell_saved(path)
+
+    def settle(self, wait: bool = True) -> None:
+        """Let callbacks hear of the checkpoint that is being written beside the steps, once it is in its place; `wait`
+        until it is. Raises what its writing raised, on all ranks alike. A collective; without such a one nothing."""
+        background = self.job.background
+        if background is None or not background.under_way:
+            return
+        if wait:
+            self.world.at(f"step {self.step}, waiting for the checkpoint that is being written")
+        with self._waiting():
+            path = background.poll(wait)
+        self._tell_saved(path)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written beside the steps."""
+        return self.job.background is not None and self.job.background.under_way
+
+    def waited(self) -> float:
+        """Seconds that training stood still for checkpoints, since this was last asked."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - began
+
+    def _tell_saved(self, path: Path | None) -> None:
+        if path is not None and path.parent.name == rundir.CHECKPOINTS:
+            self.notify("saved", path)
 
     def reopen_log(self) -> None:
         """Drop the row of the last step, which is written anew."""

@@ -21,6 +21,7 @@ from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
+from octavo.train.memory_full import memory_full
 from octavo.train.metrics import MetricsLog
 from octavo.train.observing import Evaluation, Figures, Proof, due
 from octavo.train.phase import SFT, Phase
@@ -37,6 +38,7 @@ Tell = Callable[[planning.Planned], Iterable[str]]
 
 _NOT_FINAL = (
     "seconds",
+    "save_seconds",
     "time",
     "eval",
     "health",
@@ -80,7 +82,7 @@ def _run(
     cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase, tell: Tell,
     watchers: Sequence[Callback],
 ) -> RunResult:  # fmt: skip
-    world = parallel.setup(cfg.run.threads, cfg.run.timeout)
+    world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir))
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
     with RunLock() as lock:
@@ -92,12 +94,16 @@ def _run(
             with StopRequest(cfg.run.timeout) as request:
                 try:
                     result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
-                except RuntimeError as error:  # of a collective in the midst of a forward or backward
-                    if (lost := world.lost(error)) is None:
+                except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
+                    if (named := memory_full(error, world) or _lost(error, world)) is None:
                         raise
-                    raise lost from error
+                    raise named from error
     world.close()
     return result
+
+
+def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
+    return world.lost(error) if isinstance(error, RuntimeError) else None
 
 
 def _refuse_early(cfg: Config) -> None:
@@ -113,6 +119,7 @@ def _begin(
     watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
+    world.at("the start, assembling the run")
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
     rundir.settle(start, world)
     first = job.progress.step + 1
@@ -137,12 +144,19 @@ def _in_order(users: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 def _train(run: Run) -> RunResult:
-    """Watchers hear how it ended, in whatever way."""
+    """Watchers hear how it ended, in whatever way, and a checkpoint that is on its way to the disk may arrive there;
+    where a rank is lost, or memory, what waits for it may wait in vain."""
+    patience = 0.0
     try:
         return _trained(run)
     except Exception as error:
+        alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
+        patience = (1 - parallel.WAITS if alone else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
+    finally:
+        if run.job.background is not None:
+            run.job.background.close(patience)
 
 
 def _trained(run: Run) -> RunResult:
@@ -157,6 +171,7 @@ def _trained(run: Run) -> RunResult:
             run.notify("after_step", step)
             _write(run, step)
             run.notify("end_step", step)
+        run.settle()
     finally:
         run.display.end()
         run.job.loader.close()
@@ -222,6 +237,8 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
 
 def _write(run: Run, step: Step) -> None:
     step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
+    if step.wanted and (waited := run.waited()):
+        step.row["save_seconds"] = waited
     if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
     run.row = step.row

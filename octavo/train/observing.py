@@ -103,6 +103,7 @@ class Evaluation(Callback):
             run.log.write(step.row)
         run.row = step.row
         run.save()
+        run.settle()
         run.say(
             f"step {step.number} is saved: octavo eval, generate and export read it, and run.resume=auto makes the "
             "evaluation again"

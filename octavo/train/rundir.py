@@ -143,7 +143,7 @@ def enter(
     checkpoint, with the keys that differ, or files of the data or of the model folder that changed.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _locked(cfg, directory, lock))
+    known = world.from_main(lambda: _locked(cfg, directory, lock, say))
     if dead := known.get("dead"):
         say(f"{directory} says that it has finished, and {dead}: it has not, and goes on from what is good in it")
     if known["result"] is not None:
@@ -187,11 +187,11 @@ def settle(start: Start, world: World) -> None:
     world.from_main(remove)
 
 
-def _locked(cfg: Config, directory: Path, lock: RunLock) -> dict[str, Any]:
+def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], None]) -> dict[str, Any]:
     """What the directory holds, looked at while nobody else can change it."""
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # one that is refused gets no lock file
-    lock.take(directory)
+    lock.take(directory, say)
     found = _look(cfg, directory)
     dead = None if found["result"] is None else _dead(directory, found["result"])
     return found if dead is None else {"run": True, "result": None, "dead": dead}

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo import checkpoint as checkpoints
 from octavo.config import Config
-from octavo.train import base, build, critic, rundir
+from octavo.train import base, critic, rundir
 from octavo.train.build import Job
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -22,25 +22,27 @@ class Saving(Callback):
     `run.milestones`, which stay.
 
     Weights are good when a step from them was applied: until then none of the checkpoints before goes (`run.keep`), and
-    one that is due after a step that was skipped waits for the next that is not.
+    one that is due after a step that was skipped waits for the next that is not. While one is written beside the steps
+    (`run.save: async`), none goes either.
     """
 
     def begin(self, run: Run) -> None:
         self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
 
     def end_step(self, run: Run, step: Step) -> None:
+        run.settle(wait=False)
         if step.number in run.cfg.run.milestones:
-            build.save(run.job, rundir.MILESTONES)
+            run.save(rundir.MILESTONES)
         every, last = interval(run.cfg), run.stopping or step.number == run.cfg.train.steps
         self.due |= bool(every) and step.number % every == 0
-        if step.result.applied and self.newest < step.number:
+        if step.result.applied and self.newest < step.number and not run.saving:
             self._prune(run)
         if last or (self.due and step.result.applied):
             run.save()
             self.due = False
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        self.newest = run.step
+        self.newest = int(checkpoint.name.rpartition("_")[2])
 
     def end(self, run: Run, result: RunResult) -> None:
         if result.status == "finished":

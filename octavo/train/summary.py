@@ -121,5 +121,6 @@ def _saved(cfg: Config) -> str:
     steps = interval(cfg)
     every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.steps else "a checkpoint at the end"
     every += "" if run.save_states else ", of weights alone"
+    every += ", written beside the steps" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
     return f"{run.dir}: {every} (the newest {run.keep} stay){end}"

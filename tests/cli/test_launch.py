@@ -51,6 +51,10 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
     assert "rank 1, exit code 1:\nrank one has no data" in told
     program("sys.exit(2 if rank else 0)")
     assert launch.launch([], 2) == 2
+    program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
+    assert launch.launch([], 2) == 137
+    told = capfd.readouterr().err
+    assert "rank 1 was killed by another hand." in told and "dmesg" in told and "rank 0" not in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -31,6 +31,7 @@ TIMES = (
     "rollout_tokens_per_s",
     "training_tokens_per_s",
     "seconds",
+    "save_seconds",
     "time",
     "memory",
     "base",
@@ -149,7 +150,8 @@ def without_times(rows: list[dict]) -> list[dict]:
         (in_rollout, LORA),
         (in_reward, ("rl.algorithm=dapo",)),
         (in_update, ("rl.mini_batches=2", "rl.epochs=2", "rl.kl=0.1")),
-        (in_update, ("rl.stale=1", "rl.mini_batches=2", "rl.kl=0.1")),  # what it learnt from lay in the checkpoint
+        # what it learnt from lay in the checkpoint
+        (in_update, ("rl.stale=1", "rl.mini_batches=2", "rl.kl=0.1", "run.save=async")),
         (in_update, (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "rl.critic_lr=1e-3")),
         (before_metrics, ("rl.algorithm=dapo", "data.workers=1", "run.save_every=0")),  # from the beginning, then
     ],
@@ -180,7 +182,7 @@ def in_update_of_pairs(folder: Path) -> None:
     in_update(folder, PreferenceStepper)
 
 
-@pytest.mark.parametrize("over", [(), LORA], ids=["copy", "base"])
+@pytest.mark.parametrize("over", [("run.save=async",), LORA], ids=["copy", "base"])
 def test_a_run_of_preferences_that_was_killed_goes_on_as_if_nothing_had_been(
     preferring: Make, tmp_path: Path, over: tuple[str, ...]
 ):
@@ -201,7 +203,7 @@ def in_rollout_of_one(rank: int) -> None:
 
 def test_two_ranks_of_which_one_was_killed_go_on_bit_for_bit(reinforcing: Make):
     over = ("rl.mini_batches=2", "train.steps=4", "run.save_every=1", "rl.show=16", "run.timeout=30")
-    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
+    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over, "run.save=async")
     assert [code for code, _ in both(whole)] == [0, 0]
     (code, first), (killed, _) = both(cfg, in_rollout_of_one)
     assert (code, killed) == (1, -signal.SIGKILL) and "step 3, rollout" in first

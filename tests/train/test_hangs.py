@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from octavo import checkpoint, train
@@ -25,6 +26,7 @@ from octavo.config import Config
 from octavo.data import Encoder
 from octavo.data.loader import _Chunks, by_workers
 from octavo.train.signals import StopRequest
+from octavo.train.step import Stepper
 from tests import ranks
 
 pytestmark = pytest.mark.skipif(ranks.START != "fork" or not hasattr(signal, "SIGHUP"), reason="ranks are forks")
@@ -105,6 +107,26 @@ def test_a_rank_that_hangs_is_named_and_a_signal_ends_it(make, started) -> None:
     assert "rank 1 has not come further than step 3, forward and backward (train/test_hangs.py:" in said(cfg, 0)
     assert "rank 1 hangs: SIGTERM came 8 s ago (run.timeout), and this process has not ended" in said(cfg, 1)
     assert "in before_step" in said(cfg, 1)
+    assert saved(cfg) == [2]
+
+
+@pytest.mark.parametrize("full", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()])
+def test_a_rank_that_runs_out_of_memory_says_so_and_is_missed(make, started, monkeypatch, full: Exception) -> None:
+    cfg = make("data.eval=[]", "run.timeout=8", "run.save_every=2", "run.save=async")
+    totals = Stepper.totals
+
+    def fails(stepper: Stepper, batches: object) -> object:
+        if stepper.number == 3 and stepper.world.rank == 1:
+            raise full
+        return totals(stepper, batches)
+
+    monkeypatch.setattr(Stepper, "totals", fails)
+    for process in (both := started(cfg, train.Callback())):
+        process.join(60)
+    assert [process.exitcode for process in both] == [1, 1], said(cfg, 0) + said(cfg, 1)
+    assert "TrainError: rank 1 of 2 ran out of memory at step 3, forward and backward: " in said(cfg, 1)
+    assert "; lower train.micro_batch" in said(cfg, 1)
+    assert "rank 1 has died or is stopped; it was last seen at step " in said(cfg, 0)
     assert saved(cfg) == [2]
 
 

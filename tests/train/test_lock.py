@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from octavo import train
+from octavo.train import lock as lock_file
 from octavo.train.lock import RunLock
+from tests import ranks
 
 from .conftest import Rows
 
@@ -51,11 +57,66 @@ def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_
         child.wait()
         with RunLock() as lock:
             lock.take(tmp_path)
-            assert (tmp_path / ".lock").read_text() == str(os.getpid())
+            assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
     finally:
         os.kill(worker, 9)
         child.kill()
         child.stdout.close()
+
+
+def _hold(directory: Path, alive: bool, pipe: Connection) -> None:
+    """Hold the lock as if from another host."""
+    lock_file._boot, lock_file.socket.gethostname, lock_file.BEAT = lambda: "another", lambda: "node7", 0.05
+    if not alive:
+        RunLock._beat = lambda *given: None
+    (held := RunLock()).take(directory)
+    pipe.send(held._file is not None)
+    time.sleep(60)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path):
+    """elsewhere(alive) -> a process that holds the lock of tmp_path as if from another host."""
+    made: list[BaseProcess] = []
+
+    def start(alive: bool) -> BaseProcess:
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        made.append(context.Process(target=_hold, args=(tmp_path, alive, there)))
+        made[-1].start()
+        assert here.recv()
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
+def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewhere, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(lock_file, "BEAT", 0.5)
+    process, told = elsewhere(alive=True), []
+    with RunLock() as lock, pytest.raises(train.TrainError, match=f"in use by process {process.pid} on node7;"):
+        lock.take(tmp_path, told.append)
+    assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s to see whether it "
+                    "is alive"]  # fmt: skip
+    # One whose file another process has taken meanwhile, while it was stopped, ends and does not train on.
+    (tmp_path / ".lock").write_text("12 node8 third 000000000001\n")
+    process.join(30)
+    assert process.exitcode == 1 and "was taken over by process 12 on node8" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(ranks.START != "fork", reason="the other host is a fork")
+def test_a_dead_holder_on_another_host_is_replaced_whatever_its_lock_says(elsewhere, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_file, "BEAT", 0.05)
+    elsewhere(alive=False)  # the file system goes on locking for it
+    with RunLock() as lock:
+        lock.take(tmp_path)
+        assert (tmp_path / ".lock").read_text().split()[0] == str(os.getpid())
+        with RunLock() as other, pytest.raises(train.TrainError, match=f"in use by process {os.getpid()};"):
+            other.take(tmp_path)
+    assert (tmp_path / ".lock").read_text() == ""  # who comes next need not wait
 
 
 def test_a_refused_directory_gets_no_lock_file(make, tmp_path: Path):

@@ -57,7 +57,7 @@ def test_the_run_is_the_one_without_and_resumes(make, transfers, master: str, ov
     kept = (*SHORT, *over, "optimizer.states=fp8", f"optimizer.master={master}", "run.health_every=2")
     whole = train.run(make(*kept, dir="whole"))
     assert not transfers.made, "states were not to leave the device"
-    cfg = make(*kept, "optimizer.offload=true", dir="away")
+    cfg = make(*kept, "optimizer.offload=true", "run.save=async", dir="away")
     train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     fetched = len(transfers.log)
     assert fetched > 20 and transfers.made

@@ -56,7 +56,8 @@ STREAM = 3 * (64 << 20)
 class Footprint:
     """``kinds``: kind -> bytes on the rank that holds most. ``per_token``: component -> bytes of activations a token of
     that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of. ``rollout``:
-    of phase rl, whose other moment this is then."""
+    of phase rl, whose other moment this is then. ``staging``: bytes in host memory of the copy that is saved
+    (`run.save: async`)."""
 
     kinds: Mapping[str, int]
     per_token: Mapping[str, float]
@@ -65,6 +66,7 @@ class Footprint:
     tokens: Tokens
     ranks: int
     rollout: Rollout | None = None
+    staging: int = 0
 
     @property
     def update(self) -> int:
@@ -84,6 +86,7 @@ class Footprint:
             "total": self.total,
             "per_token": dict(self.per_token),
             "host": self.host,
+            "staging": self.staging,
             "workspace": dict(self.parts),
             **more,
         }
@@ -215,7 +218,8 @@ class Footprints:
             more = sum(parts.get(name, 0) for name in ("codes", "values"))
             more += self._gather(cfg, plan)[0] if ranks > 1 else 0
             rollout = self._rollouts.of(cfg, always, tokens, torch.bfloat16 if autocast else dtype, more, ranks)
-        return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout)
+        staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
+        return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
         """Bytes on the device between steps, and gradients."""

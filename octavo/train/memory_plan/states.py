@@ -134,6 +134,14 @@ def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
+def saved(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+    """What a checkpoint holds of rank 0's part: of a LoRA run what is trained, else all but frozen codes; and what the
+    optimizer keeps of it, without `run.save_states` that of weights alone."""
+    found = tuple(p for p in found if p.trained or (cfg.lora is None and p.codes is None))
+    of = master(cfg, found, ranks) + (states(cfg, found, ranks) if cfg.run.save_states else 0)
+    return weights(cfg, found, ranks) + of
+
+
 def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = ()) -> int:
     """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: of ``frozen`` ones,
     which are codes, dgrad's second layout alone.

@@ -343,7 +343,7 @@ area(
         "train/test_dead.py -k whatever",
     ),
     (
-        "dead-weights-are-saved", "checkpoint/state.py",
+        "dead-weights-are-saved", "checkpoint/writing.py",
         'if bad := fp8.not_finite(here(state)): raise CheckpointError( f"after',
         'if bad := []: raise CheckpointError( f"after',
         "a checkpoint is written of NaN",
@@ -363,7 +363,7 @@ area(
     ),
     (
         "keep-trusts-the-newest", "train/saving.py",
-        "if step.result.applied and self.newest < step.number:", "if self.newest:",
+        "if step.result.applied and self.newest < step.number and not run.saving:", "if self.newest:",
         "the checkpoint before one that is dead is deleted before a step has shown it",
         "train/test_dead.py -k keep_never",
     ),
@@ -404,6 +404,18 @@ area(
         'was, asked = former.get(key, "fp32"), group.get(key, "fp32")', 'was = asked = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
+    ),
+    (
+        "live-tensors-are-written-later", "checkpoint/staging.py",
+        "found[name] = _in_place_of(name, value, copied)", "found[name] = value",
+        "a checkpoint that is written beside the steps holds what they made of the weights",
+        "checkpoint/test_background.py",
+    ),
+    (
+        "background-errors-are-lost", "checkpoint/background.py",
+        "if failed: raise", "if False: raise",
+        "a checkpoint that could not be written beside the steps is taken for one that is there",
+        "checkpoint/test_background.py",
     ),
     (
         "lock-is-shared", "train/lock.py",

@@ -1,0 +1,30 @@
+"""Memory that ran out, told with the rank, the step and what it was doing, and what helps."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+
+SMALLER = "lower train.micro_batch, train.seq_length or data.max_pixels, or set train.recompute: full"
+
+
+def what_is_full(error: BaseException) -> str | None:
+    """In a clause, which memory ran out; None: the error is another. A CPU's allocator has a text and no class."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return str(error).split(". ")[0]
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"host memory is full ({' '.join(str(error).split())[:200]})"
+    return None
+
+
+def memory_full(error: BaseException, world: World) -> TrainError | None:
+    """The error of a run that ran out of memory; None for any other error."""
+    if (full := what_is_full(error)) is None:
+        return None
+    who = f"rank {world.rank} of {world.size}" if world.size > 1 else "the run"
+    return TrainError(
+        f"{who} ran out of memory at {world.marks.place}: {full}; {SMALLER} (octavo plan FILE --card shows what each "
+        "saves). Continue with run.resume=auto"
+    )
