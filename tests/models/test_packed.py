@@ -12,7 +12,7 @@ from transformers import DynamicCache, Qwen3NextConfig
 from octavo import fp8, models
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError, packed, segments, tiny
-from tests.models.conftest import batch
+from tests.models.conftest import conversation, some_image
 
 FAMILIES = [f for f in tiny.FAMILIES if f != "mpt"]  # MPT computes its scores itself
 PADDING = 5
@@ -29,9 +29,9 @@ def loaded(checkpoint):
             processor = models.load_processor(checkpoint(family))
             described = models.describe(model)
             image = described.has_vision
-            samples = [dict(batch(processor, image=image and n % 2 == 1, seed=n)) for n in range(4)]
-            for sample in samples:
-                sample.pop("attention_mask")
+            samples = [
+                sample_of(processor, some_image(n, (16 + 8 * n, 24)) if image and n % 2 else None) for n in range(4)
+            ]
             short = [{"input_ids": samples[0]["input_ids"][:, :n]} for n in (1, 2)]
             made[family] = model, described, [*samples[:2], short[0], samples[3], short[1], samples[2]]
         model, described, samples = made[family]
@@ -39,6 +39,13 @@ def loaded(checkpoint):
         return model, described, samples
 
     return get
+
+
+def sample_of(processor, image) -> dict:
+    """Two questions and their answers, about an image or not."""
+    text = processor.apply_chat_template(conversation(image is not None), tokenize=False)
+    found = processor(text=[text], images=image and [image], return_tensors="pt", add_special_tokens=False)
+    return {key: value for key, value in found.items() if key != "attention_mask"}
 
 
 def joined(samples, padding: int = PADDING):

@@ -1,0 +1,73 @@
+"""Faults of rows that hold several samples."""
+
+from faults.fault import area
+
+area(
+    "packing",
+    (
+        "packs-are-one-sample", "models/segments.py",
+        "for a, b in pairwise(segments.edges)]", "for a, b in [(0, segments.edges[-1])]]",
+        "samples of a pack see each other",
+        "models/test_packed.py",
+    ),
+    (
+        "packs-first-grid", "models/packed.py",
+        "grid[seen : seen + count]", "grid[:count]",
+        "every sample of a pack has the positions of the first image",
+        "models/test_packed.py",
+    ),
+    (
+        "packs-layers-uncounted", "models/packed.py",
+        "if len(now.seen) != self.layers:", "if False:",
+        "a model whose layers are not told where samples begin trains on",
+        "models/test_packed.py",
+    ),
+    (
+        "packs-learn-first-tokens", "data/collate.py",
+        "labels[0, ends[:-1]] = IGNORE", "labels[0, :1] = IGNORE",
+        "the last token of a sample learns to predict the first one of the next",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-resume-one-early", "data/packs.py",
+        "(window, at + 1) if at + 1 < len(packs)", "(window, at) if at + 1 < len(packs)",
+        "a resumed run repeats a pack",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-dealt-in-turn", "data/packing.py",
+        "loads[rank] += costs[number]", "loads[rank] += 1",
+        "what packs cost does not decide who trains them",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-fullest-last", "data/packing.py",
+        "bisect_left(rooms, (length, -1))", "len(rooms) - 1 if rooms and rooms[-1][0] >= length else len(rooms)",
+        "packs are filled by the worst fit",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-documents-without-end", "data/counting.py",
+        "len(ids) + grown + ends", "len(ids) + grown",
+        "the end token of documents is not counted",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-images-on-their-side", "data/images.py",
+        "(height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)", "(width, height)",
+        "images that lie on their side are counted as stored",
+        "data/test_packing.py",
+    ),
+    (
+        "packs-balance-padding", "train/forward.py",
+        "if not boundaries.samples:", "if True:",
+        "routers are balanced over padding too",
+        "train/test_packing.py",
+    ),
+    (
+        "packs-other-plans", "train/step.py",
+        "if float(plans) != plan * self.world.size:", "if False:",
+        "ranks that planned other packs train on",
+        "train/test_packing.py",
+    ),
+)  # fmt: skip
