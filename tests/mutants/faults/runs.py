@@ -418,6 +418,18 @@ area(
         "checkpoint/test_background.py",
     ),
     (
+        "forerunners-are-met", "parallel/meeting.py",
+        "if heard.get(rank) != word:", "if rank not in heard:",
+        "a rank that is started again waits for an answer that its forerunner got",
+        "parallel/test_meeting.py",
+    ),
+    (
+        "dead-host-holds-its-lock", "train/lock.py",
+        "if (holder.elsewhere and _beats(path, say)) or not (free or holder.elsewhere):", "if not free:",
+        "a run cannot go on where its host died, and two hosts without locks train in one directory",
+        "train/test_lock.py",
+    ),
+    (
         "lock-is-shared", "train/lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "two processes train in one run directory",
