@@ -15,6 +15,7 @@ from octavo.config.sections import (
     Fp8Section,
     LoraSection,
     OptimizerSection,
+    ParallelSection,
     Rule,
     TrainSection,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "OptimizerSection",
+    "ParallelSection",
     "Place",
     "Problem",
     "Rule",

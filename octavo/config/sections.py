@@ -414,3 +414,17 @@ class OptimizerSection(Section):
     offload: bool = Field(
         default=False, description="Keep the optimizer's states in host memory and stream them. Needs a GPU."
     )
+
+
+class ParallelSection(Section):
+    """How the ranks of a run share a model: replicate x shard is their number."""
+
+    replicate: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Copies of the model. Within a copy parameters are sharded; gradients are summed over both.",
+    )
+    shard: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
+        default="auto", description="Ranks that a copy is sharded over; auto: all ranks divided by `replicate`."
+    )

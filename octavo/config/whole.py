@@ -8,7 +8,7 @@ from pydantic import Field
 
 from octavo.config.model import ModelSection
 from octavo.config.phases import PreferenceSection, RlSection
-from octavo.config.sections import DataSection, Fp8Section, LoraSection, OptimizerSection, TrainSection
+from octavo.config.sections import DataSection, Fp8Section, LoraSection, OptimizerSection, ParallelSection, TrainSection
 from octavo.config.texts import FilePath
 from octavo.config.words import FROM_LIST, Section
 
@@ -111,4 +111,5 @@ class Sections(Section):
         default=None, description="Learning from pairs (train.phase: preference); absent there: DPO, beta 0.1."
     )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="AdamW.")
+    parallel: ParallelSection = Field(default_factory=ParallelSection, description="How ranks share the model.")
     run: RunSection = Field(default_factory=RunSection, description="Where the run lives and what it writes.")

@@ -1,9 +1,11 @@
-"""FSDP2 over the data-parallel ranks: every block of the model is one shard group, the rest is the root's.
+"""FSDP2 over the ranks: every block of the model is one shard group, the rest is the root's. With copies of the model
+(the mesh's axis "replicate") each copy is sharded over its own ranks, and every rank has data of its own.
 
 What is particular here:
 
 - Gradients are *summed* over ranks, not averaged. Octavo's losses are divided by the count of the whole global batch
-  before backward (`train.losses`), so the sum over ranks is already the gradient that one process would have.
+  before backward (`train.losses`), so the sum over ranks, of all copies, is already the gradient that one process
+  would have.
 - Whatever is no block (embeddings, final norm, projector, lm_head) stays in the root's group. So tied embeddings
   and lm_head are always in one group, which FSDP2 demands of a shared parameter.
 - Frozen and trainable parameters may share a block; only trainable ones take part in the gradient's reduction.
@@ -45,10 +47,11 @@ def shard(
     """Shard `model` in place over the ranks of `world` and return it; one process: nothing happens.
 
     Call after freezing and after `fp8.apply`, before the optimizer is made: parameters become DTensors, split along
-    dim 0, under their old names. All ranks must hold the same weights (same file, same seed).
-    `reshard_after_forward` frees a block's gathered weights after its forward and gathers them again for backward;
-    False keeps them: faster, and the memory of the whole model on each rank between the two. `gather`: the dtype of
-    values and gradients on their way between ranks; None is their own. The caller's forward must expect it.
+    dim 0 over the last axis of the mesh, under their old names. All ranks must hold the same weights (same file, same
+    seed), or none (`fill` gives them). `reshard_after_forward` frees a block's gathered weights after its forward and
+    gathers them again for backward; False keeps them: faster, and the memory of the whole model on each rank between
+    the two. `gather`: the dtype of values and gradients on their way between ranks; None is their own. The caller's
+    forward must expect it.
 
     Raises WorldError if the description finds no block, or two blocks share a parameter.
     """

@@ -36,10 +36,11 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `device` is where this rank computes; `mesh` is the 1-D data-parallel mesh ("dp",),
-    None for a single process; `timeout` how many seconds it may take until a rank that does not come is named; `group`
-    what its own collectives go through (None: the group of all ranks). Every method below is a collective: all ranks
-    call it, in the same order."""
+    """One process among `size`. `device` is where this rank computes; `mesh` has the axis "shard" or, with copies of
+    the model, the axes "replicate" and "shard", and is None for a single process; `timeout` is how many seconds it may
+    take until a rank that does not come is named; `group` what its own collectives go through (None: the group of all
+    ranks). Every method is a collective: all ranks call it, in the same order.
+    """
 
     rank: int = 0
     size: int = 1
@@ -50,6 +51,11 @@ class World:
     pulse: Pulse | None = None
     marks: Marks = field(default_factory=Marks, compare=False)
     group: dist.ProcessGroup | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model the ranks hold."""
+        return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
 
     @property
     def is_main(self) -> bool:
@@ -162,22 +168,28 @@ class World:
         return result
 
 
-def setup(threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None) -> World:
+def setup(
+    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None, replicate: int = 1,
+    shard: int | str = "auto",
+) -> World:  # fmt: skip
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
     1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
-    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`).
+    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `replicate` and `shard`: the
+    axes of the mesh; ranks of a shard group follow one another, so that they may lie in one node.
 
-    Raises WorldError where the environment contradicts itself, a rank has no GPU of its own, or peers do not appear.
+    Raises WorldError where the environment contradicts itself, the axes do not multiply to the number of ranks, a rank
+    has no GPU of its own, or peers do not appear.
     """
     if threads is not None:
         if threads < 1:
             raise WorldError(f"threads={threads} was asked; at least 1 is needed")
         torch.set_num_threads(threads)
     rank, size, local_rank = _read(os.environ)
+    axes = _axes(size, replicate, shard)
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
@@ -195,10 +207,22 @@ def setup(threads: int | None = None, timeout: float = TIMEOUT, traces: Path | N
             f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     marks = Marks()
     pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
     return World(rank, size, local_rank, device, mesh, timeout, pulse, marks)
+
+
+def _axes(size: int, replicate: int, shard: int | str) -> dict[str, int]:
+    """The axes of the mesh, the slowest first; one of copies only where there are some."""
+    within = size // replicate if shard == "auto" else int(shard)
+    if replicate * within != size:
+        each = f"shard: {shard}" if shard != "auto" else f"shard: auto, {size} / {replicate}"
+        raise WorldError(
+            f"parallel asks for replicate: {replicate} and {each}, and there are {size} ranks. Start replicate x shard "
+            "ranks, or change parallel.replicate or parallel.shard"
+        )
+    return {"shard": within} if replicate == 1 else {"replicate": replicate, "shard": within}
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:

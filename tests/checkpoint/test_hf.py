@@ -51,9 +51,9 @@ def _write(world: World, folder: str, families: tuple[str, ...]) -> dict[str, di
     return found
 
 
-def _same(folder: Path, size: int, families: tuple[str, ...]) -> None:
+def _same(folder: Path, size: int, families: tuple[str, ...], replicate: int = 1) -> None:
     alone = _write(World(), str(folder), families)
-    assert ranks.run(_write, size, str(folder), families) == [alone] * size
+    assert ranks.run(_write, size, str(folder), families, replicate=replicate) == [alone] * size
     for family in families:
         model = models.load(folder / family, torch.bfloat16, load_in_fp8="row" if family in FEW else None)
         weights = {n: w.dequantize() if fp8.is_frozen(w) else w for n, w in model.state_dict().items()}
@@ -72,6 +72,11 @@ def _same(folder: Path, size: int, families: tuple[str, ...]) -> None:
 
 def test_two_ranks_write_what_one_does(folder: Path):
     _same(folder, 2, FEW)
+
+
+@pytest.mark.long
+def test_copies_of_the_model_write_it_once(folder: Path):
+    _same(folder, 4, FEW[:1], replicate=2)
 
 
 @pytest.mark.long

@@ -115,15 +115,18 @@ def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[st
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"),
+    ("size", "cases", "replicate"),
     [
-        pytest.param(2, FEW, id="two"),
-        pytest.param(3, CASES, id="three", marks=LONG),
-        pytest.param(2, {name: case for name, case in CASES.items() if name not in FEW}, id="more", marks=LONG),
+        pytest.param(2, FEW, 1, id="two"),
+        pytest.param(3, CASES, 1, id="three", marks=LONG),
+        pytest.param(2, {name: case for name, case in CASES.items() if name not in FEW}, 1, id="more", marks=LONG),
+        pytest.param(4, FEW, 2, id="copies", marks=LONG),
     ],
 )
-def test_each_rank_has_the_rows_of_what_one_process_loads(folders: Path, size: int, cases: dict[str, Case]):
-    assert ranks.run(_all, size, str(folders), cases) == [{}] * size
+def test_each_rank_has_the_rows_of_what_one_process_loads(
+    folders: Path, size: int, cases: dict[str, Case], replicate: int
+):
+    assert ranks.run(_all, size, str(folders), cases, replicate=replicate) == [{}] * size
 
 
 def _read(world: World, folder: str) -> list[float]:

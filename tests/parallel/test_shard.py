@@ -116,14 +116,19 @@ def _all(world: World) -> dict:
     return {"decoders": _decoders(world), "fp8": _fp8(world)}
 
 
-def test_two_ranks_give_the_gradients_and_the_fp8_losses_of_one_process():
-    results = ranks.run(_all, 2)
-    first, second = (result["decoders"] for result in results)
-    for answer in (first, second):
+@pytest.mark.parametrize(
+    ("size", "replicate"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)],
+    ids=["2 shards", "2 copies", "2 copies of 2 shards"],
+)
+def test_ranks_give_the_gradients_and_the_fp8_losses_of_one_process(size: int, replicate: int):
+    results = ranks.run(_all, size, replicate=replicate)
+    first, *others = (result["decoders"] for result in results)
+    for answer in (first, *others):
         gaps = {name: gap for name, gap in answer.items() if isinstance(gap, float)}
         assert len(gaps) == 4 and max(gaps.values()) < 1e-5, gaps
         assert answer["dtensors"] and answer["tied"] and answer["equal"]
-    assert first["names"] == list(Decoder().state_dict()) and second["names"] == []
+    assert first["names"] == list(Decoder().state_dict()) and all(other["names"] == [] for other in others)
 
     for got in (result["fp8"] for result in results):
         gaps = [abs(a - b) / a for a, b in zip(got["one"], got["ranks"], strict=True)]

@@ -105,6 +105,16 @@ def _exchange(world: World) -> dict:
     return answer
 
 
+def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(WorldError, match="replicate: 2 and shard: auto, 1 / 2, and there are 1 ranks. Start"):
+        setup(replicate=2)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(WorldError, match="replicate: 2 and shard: 2, and there are 6 ranks"):
+        setup(replicate=2, shard=2)
+    assert not dist.is_initialized()
+
+
 def test_two_ranks_sum_gather_and_fail_together():
     first, second = ranks.run(_exchange, 2)
     for answer in (first, second):

@@ -92,6 +92,11 @@ class Footprint:
         }
 
 
+def shards_of(cfg: Config, ranks: int) -> int:
+    """Over how many of the ranks a copy of the model is sharded."""
+    return max(1, ranks // cfg.parallel.replicate)
+
+
 class Footprints:
     """Footprints of one model under configurations that differ in how they keep memory; each forward is counted once.
 
@@ -186,8 +191,11 @@ class Footprints:
         weights = states.sent(cfg, self.held, self.plan_of(cfg))
         gradients = sum(states.ungathered(cfg, self.held).values())
         blocks = sum(size for name, size in weights.items() if name)
-        found = {"weights": sum(weights.values()), "again": blocks, "gradients": gradients}
-        return {name: size * (ranks - 1) // ranks for name, size in found.items()}
+        found, shards = {"weights": sum(weights.values()), "again": blocks}, shards_of(cfg, ranks)
+        found = {name: size * (shards - 1) // shards for name, size in (*found.items(), ("gradients", gradients))}
+        copies = ranks // shards  # which sum their shards of gradients: reduced and gathered again
+        found["gradients"] += 2 * (copies - 1) * (gradients // shards) // copies
+        return found
 
     def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
         """The footprint, given what a forward keeps."""
@@ -229,6 +237,7 @@ class Footprints:
     def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
         """The kinds that stand between steps, each counted once for all that it depends on."""
         held, how, each = self.held, cfg.optimizer, (states.width(cfg), states.trained_width(cfg))
+        ranks = shards_of(cfg, ranks)
         kinds: dict[str, tuple[Any, Callable[[], int]]] = {
             "weights": (each, lambda: states.weights(cfg, held, ranks)),
             "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),

@@ -107,6 +107,16 @@ def test_gathers_in_bf16(make) -> None:
     assert wires[3]["weights"] < wires[2]["weights"]  # what is no FP8 weight
 
 
+def test_copies_hold_what_their_shards_do_and_sum_gradients_besides(make) -> None:
+    cfg = make()
+    plain = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64, "image_encoder": 16, "image_projector": 4}, 64, 16))
+    copies = changed(cfg, {"parallel.replicate": 2})
+    assert plain.of(copies, 4).kinds == plain.of(cfg, 2).kinds != plain.of(cfg, 4).kinds
+    wire, inside = plain.wire(copies, 4), plain.wire(cfg, 2)
+    gradients = 4 * sum(p.numel() for p in plain.model.parameters())
+    assert wire == inside | {"gradients": inside["gradients"] + gradients // 2}
+
+
 @pytest.mark.parametrize("override", ["train.recompute=selective", "train.offload_activations=true"])
 def test_what_a_model_cannot_recompute_or_the_cpu_offload_is_told_or_sized(make, override: str) -> None:
     """Nothing but TrainError, which `octavo plan` turns into a sentence."""
