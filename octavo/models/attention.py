@@ -202,8 +202,10 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
     what a package raises, where it cannot."""
     if kernel == VARLEN:
         if not segments.takes_varlen(q, v):
-            raise RuntimeError(f"flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
-                               f"{segments.LARGEST_HEAD}, found {q.device.type}, {q.dtype}")  # fmt: skip
+            raise RuntimeError(
+                "flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
+                f"{segments.LARGEST_HEAD} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
+            )
         edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
         return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
     if kernel in PACKAGES:

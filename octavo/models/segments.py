@@ -90,7 +90,8 @@ def attend(
 def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
     """Whether torch's flash attention for rows of several samples computes these."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and not dropout and q.shape[-1] == v.shape[-1] <= LARGEST_HEAD
+    fits = q.shape[-1] == v.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
+    return q.is_cuda and half and not dropout and fits
 
 
 def attend_images(
@@ -120,5 +121,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: 
         more["enable_gqa"] = True
     elif groups > 1:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, scale=scale, **more)
+    if "scale" in known:
+        more["scale"] = scale
+    elif scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, **more)
     return out
