@@ -251,8 +251,8 @@ def _called_as_transformers_does(
 
         with by(kernel):
             if isinstance(attention_mask, segments.Segments):
-                if special:
-                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {special[0]}, which "
+                if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
+                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
                                      "is not computed sample by sample. Set data.packing: false")  # fmt: skip
                 return segments.attend(
                     attention_mask, query, key, value, scaling, dropout, sample, kernel is None, module

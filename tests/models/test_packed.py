@@ -3,6 +3,7 @@ could mix them."""
 
 from __future__ import annotations
 
+import contextlib
 from itertools import accumulate
 
 import pytest
@@ -171,6 +172,18 @@ def test_layers_that_are_not_told_are_counted(loaded):
     model.set_attn_implementation("eager")
     with pytest.raises(ModelError, match="0 of the 2 layers"), torch.no_grad(), forms.forward(edges, positions):
         model(**inputs, position_ids=positions, use_cache=False)
+
+
+def test_a_layer_that_asks_for_more_than_a_softmax_is_refused(loaded):
+    model, family, samples = loaded("qwen3")
+    forms = packed.Packed(model, family)
+    inputs, edges, _ = joined(samples)
+    positions = forms.positions(edges, inputs["input_ids"])
+    for window in (4, None):
+        model.model.layers[1].self_attn.sliding_window = window
+        refused = pytest.raises(ModelError, match="asks attention of a packed row for sliding_window")
+        with refused if window else contextlib.nullcontext(), torch.no_grad(), forms.forward(edges, positions):
+            model(**inputs, position_ids=positions, use_cache=False)
 
 
 def test_rows_of_several_samples_are_one_row(loaded):
