@@ -94,8 +94,7 @@ def _run(args: argparse.Namespace) -> int:
         tokens = count()
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
     steps, reference = _of_phase(cfg, args.ranks)
-    kernel = _attention(cfg, model)
-    notes = notes if kernel is None else (*notes, str(kernel))
+    notes = (*notes, *map(str, _attention(cfg, model)))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
@@ -253,13 +252,13 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
 
 
 def _attention(cfg: Any, model: Any) -> Any:
-    """The kernel of attention that a run on this machine would take; None where torch chooses at each call."""
+    """The kernels of attention that a run on this machine would take; none where torch chooses at each call."""
     import torch
 
     from octavo.train import attention
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return attention.choose(cfg.model.attention, attention.heads_of(model.config, cfg.train.seq_length), device)
+    return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), device)
 
 
 def _need_a_gpu() -> None:

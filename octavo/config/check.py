@@ -6,7 +6,7 @@ import copy
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from octavo.config import rules
 from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
+from octavo.config.model import AttentionSection, Kernel
 from octavo.config.problems import MOST_TOLD, ConfigError, Place, Problem, dotted, named, nearest
 from octavo.config.schema import Config
 from octavo.config.words import RECIPES
@@ -157,7 +158,7 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
         return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
     if kind in ("half_character", "string_unicode"):
         return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
-    words = path in (("train", "recompute"), ("model", "load_in_fp8"))
+    words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
     mapping = "a word or a mapping" if words else "a mapping"
     expected = {
         "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
@@ -223,6 +224,10 @@ def _short_form(path: Path, value: str) -> str:
     """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
+    if section is AttentionSection:
+        kernel = nearest(value, get_args(Kernel))
+        meant = f"did you mean {kernel}? " if kernel else ""
+        return f"{meant}use one of {', '.join(get_args(Kernel))}, or a mapping such as {{foundation: flash}}"
     close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("rowwise", "blockwise", "tensorwise"))
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")

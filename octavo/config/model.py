@@ -43,6 +43,40 @@ _OR_KIND = BeforeValidator(
 )
 
 
+Kernel = Literal[
+    "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen"
+]
+
+
+class AttentionSection(Section):
+    """The kernel of attention of each component."""
+
+    image_encoder: Kernel = Field(
+        default="sdpa",
+        description="Of the vision tower. varlen: torch's flash attention for all images of a batch in one call "
+        "(families whose images differ in size; CUDA, 16 bits).",
+    )
+    foundation: Kernel = Field(
+        default="sdpa",
+        description="Of the language model. varlen: torch's flash attention for all samples of a pack in one call, "
+        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits).",
+    )
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Component -> its kernel."""
+        return {"image_encoder": self.image_encoder, "foundation": self.foundation}
+
+
+def _for_all(value: Any) -> Any:
+    """One word says it of every component."""
+    known = isinstance(value, str) and value in get_args(Kernel)
+    return dict.fromkeys(AttentionSection.model_fields, value) if known else value
+
+
+_OR_KERNEL = BeforeValidator(_for_all, json_schema_input_type=Kernel | AttentionSection)
+
+
 class ModelSection(Section):
     """The checkpoint to train."""
 
@@ -73,13 +107,12 @@ class ModelSection(Section):
         description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
         'names ("**.layers.0.**"). Each must match something.',
     )
-    attention: Literal[
-        "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3"
-    ] = Field(
-        default="sdpa",
+    attention: Annotated[AttentionSection, _OR_KERNEL] = Field(
+        default_factory=AttentionSection,
         description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
         "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
-        "math), of transformers (eager), or of a package. One that cannot run here is refused.",
+        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack). "
+        "One word, or one for image_encoder and foundation each. One that cannot run here is refused.",
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,

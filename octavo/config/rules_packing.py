@@ -23,8 +23,15 @@ _KERNELS = {
 
 def rules(config: Sections) -> Iterator[Finding]:
     """Every rule of `data.packing` that a configuration breaks."""
-    data, train = config.data, config.train
+    data, train, kernel = config.data, config.train, config.model.attention.foundation
+    if "varlen" in config.model.attention.kernels.values() and train.precision == "fp32":
+        found = "varlen computes in 16 bits, and train.precision is fp32"
+        yield finding("model.attention", found, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
     if not data.packing:
+        if kernel == "varlen":
+            found = "varlen is for rows of several samples, and rows of a batch are padded"
+            fix = "use `{image_encoder: varlen}`, or set data.packing: true"
+            yield finding("model.attention", found, fix, "data.packing")
         if data.window != DataSection.model_fields["window"].default:
             yield finding("data.window", "has no effect without packing", "remove it, or set packing: true",
                           "data.packing")  # fmt: skip
@@ -43,7 +50,7 @@ def rules(config: Sections) -> Iterator[Finding]:
          "use `compile: false`"),
         ("train.cuda_graphs", train.cuda_graphs, "every pack ends its samples elsewhere, and a graph replays one",
          "use `cuda_graphs: false`"),
-        ("model.attention", config.model.attention in _KERNELS, _KERNELS.get(config.model.attention, ""),
+        ("model.attention", kernel in _KERNELS, _KERNELS.get(kernel, ""),
          "use sdpa, which takes torch's flash attention for packs where it can, or cudnn, flash, efficient or math"),
     )  # fmt: skip
     for key, is_there, found, fix in beside:

@@ -318,7 +318,10 @@ class TrainSection(Section):
     seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
     global_batch: int = Field(
-        default=8, ge=1, le=2**24, description="Samples in one optimizer step, over all processes."
+        default=8,
+        ge=1,
+        le=2**24,
+        description="Samples in one optimizer step, over all processes; packs with data.packing.",
     )
     lr: float = Field(default=2e-5, gt=0, le=1000, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "onecycle"] = Field(

@@ -1,6 +1,7 @@
 """Data: conversations in the usual formats, encoded by the model's own processor, in a reproducible order.
 
     read -> Source of Conversation -> Encoder -> Sample -> collate -> Loader / EvalSet
+                                                        -> collate_pack -> PackLoader
 
 `train_loader` and `eval_set` put these together as a configuration says. Prompts (`prompts.py`) and preferences
 (`pairs.py`) are rows read, encoded and gathered in ways of their own, by the same Source and Loader.

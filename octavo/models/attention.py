@@ -2,6 +2,7 @@
 
     models.use_attention(model, fp8.grouped_attention)
     models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
+    models.use_kernel(model, "varlen", "image_encoder")  all images of a batch in one call
 
 The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows are in them), in the text
 and the vision part alike, and once for each sample of a packed row (:mod:`octavo.models.packed`). Vision towers of the
@@ -11,11 +12,12 @@ forwards without gradient, paged caches, position biases, and queries of another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,6 +46,8 @@ PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2":
 """transformers' names for what other packages compute, and whether they are here; rows of unequal length run without
 padding there."""
 
+VARLEN = "varlen"
+IMAGES = "octavo_flash_images"  # towers make one call for all images where the name says flash
 _kernels: dict[str, str | None] = {}  # of what was registered here, by its name
 
 
@@ -55,43 +59,72 @@ def by(kernel: str | None) -> AbstractContextManager[Any]:
     return sdpa_kernel([KERNELS[kernel], *others], set_priority=True)
 
 
-def use_attention(model: PreTrainedModel, attention: Attention | None = None, kernel: str | None = None) -> str:
-    """Let every part of a model compute attention by ``attention`` (None: torch's), and torch by ``kernel`` (None: by
-    that which an earlier call named, else torch's choice); returns the name it is registered under.
+def use_attention(
+    model: PreTrainedModel, attention: Attention | None = None, kernel: str | None = None, component: str | None = None
+) -> str:
+    """Let every part of a model, or those of a component (``foundation``, ``image_encoder``), compute attention by
+    ``attention`` (None: torch's), and torch by ``kernel`` (None: by that which an earlier call named, else torch's
+    choice); returns the name that it is registered under.
 
-    Nothing of it goes into a saved ``config.json``. ``model.set_attn_implementation("sdpa")`` takes it back.
+    A tower that takes all images in one call stays. Nothing of it goes into a saved ``config.json``.
+    ``model.set_attn_implementation("sdpa")`` takes it back.
 
     Raises:
         ModelError: a part of the model computes attention otherwise than by sdpa (its own kernels, or eager).
     """
-    kernel = kernel or _kernels.get(model.config._attn_implementation)
-    what = STOCK if attention is None else attention.__name__
-    number = [] if kernel is None else [str(list(KERNELS).index(kernel))]  # a name with "flash" is transformers' own
-    name = "_".join(["octavo", what, *number])
-    parts = [(path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    names: dict[int, str] = {}
+    parts = [(path, part) for path, part in _parts(model, component) if part.config._attn_implementation != IMAGES]
     for path, part in parts:
         found = part.config._attn_implementation
-        if found not in (STOCK, name) and found not in _kernels:
+        if id(part.config) in names:
+            continue
+        if found != STOCK and found not in _kernels:
             raise ModelError(
                 f"{path or type(model).__name__} computes attention by {found!r}, and only {STOCK!r} can be replaced "
-                f"by {kernel or what}. Load the model with attn_implementation={STOCK!r}, or leave its attention "
-                "as it is"
+                f"by {kernel or (STOCK if attention is None else attention.__name__)}. Load the model with "
+                f"attn_implementation={STOCK!r}, or leave its attention as it is"
             )
-    _kernels[name] = kernel
-    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
-    model.set_attn_implementation(name)
-    if left := [path or type(model).__name__ for path, part in parts if part.config._attn_implementation != name]:
+        names[id(part.config)] = _registered(attention, kernel or _kernels.get(found))
+    _set(model, names)
+    if left := [
+        path or type(model).__name__ for path, p in parts if p.config._attn_implementation != names[id(p.config)]
+    ]:
         raise ModelError(
             f"{', '.join(left)} of {type(model).__name__} would not take another attention function in this version of "
             "transformers. Leave its attention as it is"
         )
+    return names.get(id(model.config)) or next(iter(names.values()))
+
+
+def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, PreTrainedModel]]:
+    """The parts of a model, or those of a component: its tower has a configuration of its own."""
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    tower = getattr(model.config, "vision_config", None)
+    return [
+        (path, m) for path, m in found if component is None or (m.config is tower) == (component == "image_encoder")
+    ]
+
+
+def _registered(attention: Attention | None, kernel: str | None) -> str:
+    number = [] if kernel is None else [str(list(KERNELS).index(kernel))]  # a name with "flash" is transformers' own
+    name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
+    _kernels[name] = kernel
+    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
     return name
 
 
-def is_ours(model: PreTrainedModel) -> bool:
-    """Whether a model computes attention by what :func:`use_attention` registered."""
-    return model.config._attn_implementation in _kernels
+def _set(model: PreTrainedModel, names: Mapping[int, str]) -> None:
+    """Give configurations, by their identity, the attention of this name; others keep theirs."""
+    subs = {key: sub for key in model.config.sub_configs if (sub := getattr(model.config, key, None)) is not None}
+    wanted = {key: names.get(id(sub), sub._attn_implementation) for key, sub in subs.items()}
+    model.set_attn_implementation({"": names.get(id(model.config), model.config._attn_implementation), **wanted})
+
+
+def is_ours(model: nn.Module) -> bool:
+    """Whether a model, or the decoder of one, computes attention by what :func:`use_attention` registered."""
+    config: Any = model.config
+    return config._attn_implementation in _kernels
 
 
 @contextmanager
@@ -121,19 +154,60 @@ def kernels_here() -> tuple[str, ...]:
     return (*KERNELS, *(name for name, there in PACKAGES.items() if there()))
 
 
-def use_kernel(model: PreTrainedModel, kernel: str) -> None:
-    """Let every part of a model compute attention by a kernel of torch, by a package, or ``eager``.
+def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None) -> None:
+    """Let every part of a model, or those of a component, compute attention by a kernel of torch, by a package, or
+    ``eager``; ``varlen`` is for the vision tower, and for packs, which take it by themselves.
 
-    Raises ModelError as :func:`use_attention`, and what transformers raises where a package is not there."""
+    Raises ModelError as :func:`use_attention`, for what the component cannot take, and what transformers raises where a
+    package is not there."""
+    if not _parts(model, component):
+        raise ModelError(f"{type(model).__name__} has no {component}")
     if kernel in KERNELS:
-        use_attention(model, kernel=kernel)
-    else:
+        use_attention(model, kernel=kernel, component=component)
+    elif kernel == STOCK:
+        _set(model, {id(part.config): STOCK for _, part in _parts(model, component)})
+    elif kernel == VARLEN:
+        if component != "foundation":
+            _use_images(model)
+    elif component is None:
         model.set_attn_implementation(kernel)
+    else:
+        _set(model, {id(part.config): kernel for _, part in _parts(model, component)})
+
+
+def _use_images(model: PreTrainedModel) -> None:
+    """Let the vision tower compute attention for all images in one call."""
+    tower = getattr(model.config, "vision_config", None)
+    if not hasattr(tower, "spatial_merge_size"):
+        raise ModelError(f"{type(model).__name__} has no tower whose images differ in size, and varlen is for those")
+    ALL_ATTENTION_FUNCTIONS.register(IMAGES, _of_images)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.masks)
+    tower._attn_implementation = IMAGES  # set_attn_implementation looks for names with "flash" on the hub
+
+
+def _of_images(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: Any = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+        raise ModelError(
+            f"{type(module).__name__} does not say where images end in this version of transformers. Use "
+            "model.attention: sdpa"
+        )
+    return segments.attend_images(query, key, value, cu_seq_lens_q, int(max_length_q), scaling, dropout), None
 
 
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel and no other. Raises RuntimeError, and
     what a package raises, where it cannot."""
+    if kernel == VARLEN:
+        if not segments.takes_varlen(q, v):
+            raise RuntimeError(
+                "flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
+                f"{segments.LARGEST_HEAD} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
+            )
+        edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
+        return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
     if kernel in PACKAGES:
         if not PACKAGES[kernel]():
             raise RuntimeError(f"the package of {kernel} is not installed, or not for this machine")
@@ -177,8 +251,8 @@ def _called_as_transformers_does(
 
         with by(kernel):
             if isinstance(attention_mask, segments.Segments):
-                if special:
-                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {special[0]}, which "
+                if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
+                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
                                      "is not computed sample by sample. Set data.packing: false")  # fmt: skip
                 return segments.attend(
                     attention_mask, query, key, value, scaling, dropout, sample, kernel is None, module

@@ -67,8 +67,8 @@ class Packed:
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
         if (why := why_not_packed(model)) is not None:
             raise ModelError(f"samples cannot be packed: {why}. {INSTEAD}")
-        if not attention.is_ours(model):
-            attention.use_attention(model)
+        if not attention.is_ours(model.get_submodule(family.language_model)):
+            attention.use_attention(model, component="foundation")
         self.model, self.family = model, family
         self.axes = axes(model, family)
         self.layers = model.config.get_text_config().num_hidden_layers

@@ -4,13 +4,15 @@
 not, rows of `train.seq_length`), and on a GPU takes the one whose times add up to least. Elsewhere nothing is timed,
 and the first that works is taken. A call that the kernel cannot do, such as rows of unequal length with their mask,
 goes to the next one that can, as torch's own choice does. A run that goes on keeps the kernel that it began with.
+
+Vision tower and language model may have a kernel each (`{image_encoder: varlen, foundation: cudnn}`), chosen apart.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from octavo.train.errors import TrainError
 
 STOCK = "sdpa"
 KEEPS_ALL = ("math", "eager")  # keep the weights of all pairs of tokens for backward
+COMPONENTS = {"language model": "foundation", "vision tower": "image_encoder"}
 _PATCHES = 1024  # of an image that a vision tower is tried on: 512 x 512 pixels in patches of 16
 
 
@@ -31,7 +34,7 @@ _PATCHES = 1024  # of an image that a vision tower is tried on: 512 x 512 pixels
 class Heads:
     """The attention of one part of a model: ``heads`` of q over ``kv`` of k and v, ``size`` features each."""
 
-    part: str
+    part: str  # in words; :data:`COMPONENTS` has its component
     heads: int
     kv: int
     size: int
@@ -44,16 +47,18 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """``kernel``, ``why`` it is the one, and why others are not, by name."""
+    """``kernel``, ``why`` it is the one, and why others are not, by name; of one ``component``, or None: of all."""
 
     kernel: str
     why: str
     rejected: Mapping[str, str] = field(default_factory=dict)
+    component: str | None = None
 
     def __str__(self) -> str:
         left = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
         kept = ". It keeps T x T weights for backward, which predicted memory leaves out"
-        return f"attention by {self.kernel}, {self.why}{left}{kept if self.kernel in KEEPS_ALL else ''}"
+        of = "" if self.component is None else f" of {self.component}"
+        return f"attention{of} by {self.kernel}, {self.why}{left}{kept if self.kernel in KEEPS_ALL else ''}"
 
 
 def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
@@ -136,25 +141,58 @@ def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
     return call
 
 
-def decide(cfg: Config, world: World, kept: str | None) -> Choice | None:
-    """The choice of a run: ``kept`` is the kernel of the run that is continued. Rank 0 chooses. A collective."""
-    if cfg.model.attention == "auto" and kept is not None:
-        return Choice(kept, "as this run began")
+def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[str, tuple[Heads, ...]]]:
+    """Component (None: all) -> the word that is asked for it, and its parts. Raises TrainError for a component that the
+    model lacks."""
+    words = cfg.model.attention.kernels
+    own = {COMPONENTS[part.part]: part for part in parts}
+    if len(set(words.values())) == 1:
+        return {None: (words["foundation"], parts)}
+    if "image_encoder" not in own:
+        raise TrainError(
+            f"model.attention.image_encoder: {words['image_encoder']}, and this model has no image_encoder. Use "
+            f"model.attention: {words['foundation']}"
+        )
+    return {component: (words[component], (part,)) for component, part in own.items()}
 
-    def work() -> dict[str, Any] | None:
+
+def choices(cfg: Config, parts: tuple[Heads, ...], device: torch.device) -> list[Choice]:
+    """The kernels that are chosen, by component; none where torch may choose at each call. Raises TrainError."""
+    made = {component: choose(word, own, device) for component, (word, own) in asked_of(cfg, parts).items()}
+    return [replace(found, component=component) for component, found in made.items() if found is not None]
+
+
+def decide(cfg: Config, world: World, kept: Any) -> tuple[Choice, ...]:
+    """The choices of a run. ``kept``: the kernel of the run that is continued, or those of its components by name
+    (None: a new run). Rank 0 chooses. A collective."""
+    words = set(cfg.model.attention.kernels.values())
+    if words == {STOCK}:
+        return ()
+    if "auto" in words and kept is not None:
+        before = kept.items() if isinstance(kept, dict) else [(None, kept)]
+        return tuple(Choice(kernel, "as this run began", component=component) for component, kernel in before)
+
+    def work() -> list[dict[str, Any]]:
         parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
-        found = choose(cfg.model.attention, parts, world.device)
-        return None if found is None else {"kernel": found.kernel, "why": found.why, "rejected": dict(found.rejected)}
+        return [{**asdict(found), "rejected": dict(found.rejected)} for found in choices(cfg, parts, world.device)]
 
-    answer = None if cfg.model.attention == STOCK else world.from_main(work)
-    return None if answer is None else Choice(**answer)
+    return tuple(Choice(**found) for found in world.from_main(work))
 
 
-def use(model: nn.Module, choice: Choice | None, asked: str) -> None:
+def kept_of(chosen: Sequence[Choice]) -> Any:
+    """What a checkpoint keeps of them, for :func:`decide`; None for none."""
+    if not chosen:
+        return None
+    one = len(chosen) == 1 and chosen[0].component is None
+    return chosen[0].kernel if one else {str(found.component): found.kernel for found in chosen}
+
+
+def use(model: nn.Module, chosen: Sequence[Choice]) -> None:
     """Let a model compute attention so. Raises TrainError where it computes attention in a way of its own."""
-    if choice is None:
-        return
-    try:
-        models.use_kernel(model, choice.kernel)
-    except (models.ModelError, ImportError, ValueError) as error:
-        raise TrainError(f"model.attention: {asked} cannot be: {error}. Use model.attention: {STOCK}") from error
+    for choice in chosen:
+        try:
+            models.use_kernel(model, choice.kernel, choice.component)
+        except (models.ModelError, ImportError, ValueError) as error:
+            raise TrainError(
+                f"model.attention: {choice.kernel} cannot be: {error}. Use model.attention: {STOCK}"
+            ) from error

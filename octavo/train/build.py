@@ -53,7 +53,7 @@ class Job:
     files: Mapping[str, Any]
     phase: Phase
     base: base.Base | None = None
-    attention: str | None = None  # the kernel, unless torch chooses
+    attention: Any = None  # the kernel or those of components (`attention.kept_of`), unless torch chooses
     first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
     background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
 
@@ -103,8 +103,8 @@ def build(
         how = "install" if before == "torchvision" else "remove"
         say(f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
             f"{how} torchvision to have the former")  # fmt: skip
-    kernel = attention.decide(cfg, world, kept.get("attention"))
-    notes = notes if kernel is None else (*notes, str(kernel))
+    kernels = attention.decide(cfg, world, kept.get("attention"))
+    notes = (*notes, *map(str, kernels))
     # Nobody goes on before the file is there: a reference model is quantized by it on every rank.
     world.from_main(lambda: _keep_plan(directory, saved, family.name, plan, notes, prediction))
     for line in tell(planning.Planned(made, plan, family, notes, prediction, world.size)):
@@ -120,7 +120,7 @@ def build(
     model, lows, unread = assemble_model(made, world.device, plan, family, say, world.size)
     if evalset is not None and (ignored := models.ignored_settings(model)):
         say(f"note: {ignored}")
-    attention.use(model, kernel, cfg.model.attention)
+    attention.use(model, kernels)
     keep_less(model, family, plan, cfg, say)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
@@ -147,12 +147,11 @@ def build(
         stepper.graphs = graphs.Graphs(model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
-    used = None if kernel is None else kernel.kernel
     phase.begin(stepper, processor, directory, progress.step, say)
     background = checkpoint.Background(world, world.device) if cfg.run.save == "async" else None
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
-        found, used, start.first, background,
+        found, attention.kept_of(kernels), start.first, background,
     )  # fmt: skip
 
 

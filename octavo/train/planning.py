@@ -216,7 +216,7 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
             "run without, which predicted memory leaves out"
         )
     if cfg.data.packing:
-        kernel = cfg.model.attention
+        kernel = cfg.model.attention.foundation
         by = "torch's varlen flash attention in 16 bits on CUDA, else" if kernel == "sdpa" else f"{kernel},"
         notes.append(
             f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "

@@ -355,6 +355,25 @@ def test_packs_have_no_epochs_and_only_they_have_a_window():
 
 
 @pytest.mark.parametrize(
+    "attention, train, message",
+    [
+        ("flsh", "", "model.attention: expected a word or a mapping, found 'flsh'; did you mean flash?"),
+        ("{foundation: mth}", "", "model.attention.foundation: found 'mth'; did you mean math? one of auto, sdpa"),
+        ("{vision: math}", "", "model.attention.vision: unknown key"),
+        ("varlen", "", "model.attention: varlen is for rows of several samples, and rows of a batch are padded"),
+        (
+            "{image_encoder: varlen}",
+            "precision: fp32",
+            "model.attention: varlen computes in 16 bits, and train.precision",
+        ),
+    ],
+)
+def test_attention_is_a_word_or_one_for_each_component(attention, train, message):
+    base = BASE.replace("./m", f"./m, attention: {attention}")
+    assert message in one(base.replace("steps: 10", f"steps: 10, {train}" if train else "steps: 10"))
+
+
+@pytest.mark.parametrize(
     "freeze, message",
     [
         ("[image_encodr]", "model.freeze.0: unknown component 'image_encodr'; did you mean image_encoder?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo import models
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.models import attention, tiny
-from tests.models.conftest import batch
+from octavo.models import ModelError, attention, segments, tiny
+from tests.models.conftest import batch, some_image
 
 FAMILIES = [f for f in tiny.FAMILIES if f != "mpt"]  # MPT computes its scores itself
 
@@ -68,6 +69,59 @@ def test_vision_towers_take_it_too(checkpoint):
     models.use_attention(model, seen)
     step(model, inputs)
     assert {h for h in heads if not h[2]} and {h for h in heads if h[2]}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_a_tower_takes_all_images_in_one_call(checkpoint, family, monkeypatch):
+    """Images of several sizes; in Qwen2.5-VL windows too. Attention of one's own leaves it so."""
+    model = models.load(checkpoint(family)).train()
+    processor = models.load_processor(checkpoint(family))
+    images = [some_image(n, (24 + 8 * n, 32)) for n in range(3)]
+    text = "".join(f"<|vision_start|>{processor.image_token}<|vision_end|>so" for _ in images)
+    inputs = dict(processor(text=[text], images=images, return_tensors="pt"))
+    wanted = step(model, inputs)
+    calls = []
+    own = segments.attend_images
+    monkeypatch.setattr(segments, "attend_images", lambda *a: calls.append(a[3].tolist()) or own(*a))
+    models.use_kernel(model, "varlen", "image_encoder")
+    models.use_attention(model, grouped_attention)
+    loss, grads = step(model, inputs)
+    assert len(calls) == model.config.vision_config.depth and all(len(edges) > 3 for edges in calls)
+    assert torch.allclose(loss, wanted[0], atol=1e-6)
+    for key, grad in wanted[1].items():
+        assert torch.allclose(grads[key], grad, rtol=1e-4, atol=1e-6), key
+
+
+def test_components_have_a_kernel_each(checkpoint, monkeypatch):
+    model = models.load(checkpoint("qwen3_vl")).train()
+    inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
+    asked = []
+    monkeypatch.setattr(attention, "by", lambda kernel: asked.append(kernel) or nullcontext())
+    tower, decoder = model.config.vision_config.depth, model.config.text_config.num_hidden_layers
+    models.use_kernel(model, "math", "image_encoder")
+    step(model, inputs)
+    assert asked == ["math"] * tower
+    models.use_kernel(model, "flash", "foundation")
+    models.use_attention(model, grouped_attention)  # each keeps its own
+    asked.clear()
+    step(model, inputs)
+    assert asked == ["math"] * tower + ["flash"] * decoder
+    models.use_kernel(model, "sdpa", "image_encoder")
+    models.use_kernel(model, "eager", "foundation")
+    asked.clear()
+    step(model, inputs)
+    assert asked == []
+
+
+def test_kernels_that_a_component_cannot_have_are_refused(checkpoint):
+    text = models.load(checkpoint("qwen3"))
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM has no image_encoder"):
+        models.use_kernel(text, "math", "image_encoder")
+    with pytest.raises(ModelError, match="no tower whose images differ in size"):
+        models.use_kernel(models.load(checkpoint("internvl")), "varlen", "image_encoder")
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match=r"takes CUDA, 16 bits and heads of up to 256 in eights, found cpu, "):
+        models.attend("varlen", q, q, q, True)
 
 
 def test_nothing_of_it_is_saved_and_it_can_be_taken_back(checkpoint, tmp_path):

@@ -3,6 +3,7 @@ could mix them."""
 
 from __future__ import annotations
 
+import contextlib
 from itertools import accumulate
 
 import pytest
@@ -173,6 +174,18 @@ def test_layers_that_are_not_told_are_counted(loaded):
         model(**inputs, position_ids=positions, use_cache=False)
 
 
+def test_a_layer_that_asks_for_more_than_a_softmax_is_refused(loaded):
+    model, family, samples = loaded("qwen3")
+    forms = packed.Packed(model, family)
+    inputs, edges, _ = joined(samples)
+    positions = forms.positions(edges, inputs["input_ids"])
+    for window in (4, None):
+        model.model.layers[1].self_attn.sliding_window = window
+        refused = pytest.raises(ModelError, match="asks attention of a packed row for sliding_window")
+        with refused if window else contextlib.nullcontext(), torch.no_grad(), forms.forward(edges, positions):
+            model(**inputs, position_ids=positions, use_cache=False)
+
+
 def test_rows_of_several_samples_are_one_row(loaded):
     model, family, samples = loaded("qwen3")
     forms = packed.Packed(model, family)
@@ -223,12 +236,12 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
         return torch.cat(parts, 1).transpose(0, 1)
 
     def newer(q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        assert cq is ck and mq == mk and enable_gqa
+        assert cq is ck and mq == mk and enable_gqa == (q.shape[1] != k.shape[1])
         return apart(q, k, v, cq, mq, scale, window_size == (-1, 0))
 
-    def older(q, k, v, cq, ck, mq, mk, is_causal=False, scale=None):
+    def older(q, k, v, cq, ck, mq, mk, is_causal=False):
         assert cq is ck and mq == mk and k.shape[1] == q.shape[1]
-        return apart(q, k, v, cq, mq, scale, is_causal)
+        return apart(q, k, v, cq, mq, None, is_causal)
 
     monkeypatch.setattr(varlen, "varlen_attn", newer if window else older)
     torch.manual_seed(0)
@@ -241,3 +254,6 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
     monkeypatch.setattr(segments, "takes_varlen", lambda *of: True)
     assert torch.allclose(segments.attend(held, q, k, v, 0.3, 0.0, one), wanted, atol=1e-6)
+    images = segments.attend_images(q, q, q, held.cu_seqlens, 4, None)
+    monkeypatch.setattr(segments, "takes_varlen", lambda *of: False)
+    assert torch.allclose(segments.attend_images(q, q, q, held.cu_seqlens, 4, None), images, atol=1e-6)

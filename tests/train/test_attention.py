@@ -105,4 +105,23 @@ def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention, "choose", lambda *_: pytest.fail("a run that goes on chose anew"))
     again = train.run(make(*over, "model.attention=auto", f"run.resume={saved}", dir="again"))
     assert again.losses() == {2: plain.losses()[2]}
-    assert str(decide(make("model.attention=auto"), World(), "cudnn")) == "attention by cudnn, as this run began"
+    assert str(decide(make("model.attention=auto"), World(), "cudnn")[0]) == "attention by cudnn, as this run began"
+
+
+def test_components_are_chosen_apart_and_kept(make, place, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = ("train.steps=2", "train.warmup=0", "run.save_every=1", "run.keep=9", "data.eval=[]")
+    each = "model.attention={image_encoder: math, foundation: auto}"
+    first = train.run(make(*over, each, dir="each"))
+    notes = train.rundir.read_json(first.dir / "plan.json")["notes"]
+    assert any(note.startswith("attention of image_encoder by math, asked for") for note in notes)
+    assert any(note.startswith("attention of foundation by flash, the first that works") for note in notes)
+    saved = first.dir / "checkpoints" / "step_1"
+    assert read_state(saved)["counters"]["attention"] == {"foundation": "flash", "image_encoder": "math"}
+    again = train.run(make(*over, each, f"run.resume={saved}", dir="again"))
+    assert again.losses() == {2: first.losses()[2]}
+    with pytest.raises(TrainError, match="this model has no image_encoder. Use model.attention: auto"):
+        train.run(make(*over, each, f"model.path={place / 'text'}", dir="text"))
+    with pytest.raises(
+        TrainError, match="varlen was asked for, and cannot run on cpu: varlen: vision tower.*CUDA, 16 b"
+    ):
+        train.run(make(*over, "model.attention={image_encoder: varlen}", dir="varlen"))
