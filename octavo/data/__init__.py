@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from octavo.config.texts import is_url
 from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
 from octavo.data.collate import Meta, collate
@@ -126,8 +127,9 @@ def _documents(
     source = read(dataset, "documents", _cache(cfg))
     if not cfg.data.join or not joins(source):
         return source
-    of_hub = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
-    what = json.dumps([dataset.columns, *of_hub] if of_hub else dataset.columns)
+    of = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
+    of = [print_of(dataset.path)["sha256"]] if is_url(dataset.path) else of
+    what = json.dumps([dataset.columns, *of] if of else dataset.columns)
     return join(source, encodes, cfg.data.on_bad_sample, seed, _cache(cfg), say, what)
 
 
