@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from octavo.config.texts import is_url
 from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
@@ -147,8 +148,9 @@ def _documents(
 
 def _what(dataset: Dataset) -> str:
     """What of a data set beside its file decides what its rows are."""
-    of_hub = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
-    return json.dumps([dataset.columns, *of_hub] if of_hub else dataset.columns)
+    of = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
+    of = [print_of(dataset.path)["sha256"]] if is_url(dataset.path) else of
+    return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
 def _list(sources: Iterable[Source | Joined], report: SkipReport) -> None:

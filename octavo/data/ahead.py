@@ -36,7 +36,7 @@ class Ahead:
         """Have what the rows from the n-th on need fetched, by and by."""
         if not self._sets or self._closed:
             return
-        wanted = [(source, shard) for source, shard in self.mixture.shards(n) if source in self._sets]
+        wanted = [*self.mixture.shards(n, self._sets)]
         if wanted == self._wanted:
             return
         self._wanted = wanted
@@ -55,13 +55,15 @@ class Ahead:
             self._changed.wait()
             self._changed.clear()
             left = {source: rows.store.limit for source, rows in self._sets.items()}
+            most = dict.fromkeys(left, 0)
             for source, shard in self._wanted:
                 if self._closed or self._changed.is_set():
                     break
-                left[source] -= self._sets[source].found[shard].size
-                if left[source] >= 0:
-                    with contextlib.suppress(DataError):  # who needs it tries again, and says so
-                        self._sets[source].fetch(shard)
+                if left[source] < most[source]:  # the next one would take the room of those before it
+                    continue
+                with contextlib.suppress(DataError):  # who needs it tries again, and says so
+                    size = self._sets[source].fetch(shard)
+                    left[source], most[source] = left[source] - size, max(most[source], size)
 
 
 def _fetched(source: Any) -> Fetched | None:

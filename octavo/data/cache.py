@@ -60,15 +60,14 @@ def kept(
 
     Raises DataError where the folder cannot be written to or the disk is full, and where `source` changes meanwhile.
     """
-    folder = default_folder() if folder is None else folder
     before = _identity(source)
-    name = hashlib.sha256(f"{FORM}:{before}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
-    target = folder / f"{name}.{form.lower()}"
+    target = place(folder, source, more, form)
+    folder = target.parent
     if target.is_file():
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / f"{name}.lock"):
+        with locked(target.with_suffix(".lock")):
             if not target.is_file():
                 _make(target, source, write, say, form)
                 if _identity(source) != before:
@@ -81,6 +80,13 @@ def kept(
             "data.cache (or OCTAVO_CACHE)"
         ) from cause
     return target
+
+
+def place(folder: Path | None, source: Path, more: str = "", form: str = "Arrow") -> Path:
+    """Where `kept` has what is made of a source, there or not yet."""
+    text = f"{FORM}:{_identity(source)}:{more}"
+    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:20]
+    return (default_folder() if folder is None else folder) / f"{name}.{form.lower()}"
 
 
 def _make(target: Path, source: Path, write: Write, say: Say, form: str) -> None:

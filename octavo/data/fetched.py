@@ -24,13 +24,14 @@ import pyarrow as pa
 from octavo import atomic
 from octavo.data import cache, remote, tables, tar
 from octavo.data.errors import DataError
-from octavo.data.files import AT_ONCE, texts_of
+from octavo.data.files import texts_of
 from octavo.data.order import WINDOW
 from octavo.data.remote import Remote
 from octavo.data.table import ColumnRows, Rows, TextRows, write_texts
 from octavo.reading import read_json
 
 BYTES = 50 * 10**9  # of a data set's files, where nobody says
+AT_ONCE = 8  # files that are counted at a time
 OPEN = 512  # files that stay open at a time
 _STALE = 3600.0  # seconds after which what nobody writes to any more was left behind
 
@@ -54,11 +55,33 @@ class Store:
                     if not self._use(target):
                         self._fetch(shard, target)
         except OSError as cause:
-            why = atomic.no_room(self.folder, cause) or getattr(cause, "strerror", None) or str(cause)
-            raise DataError(
-                f"{self.folder} cannot keep {shard.url} ({shard.size} bytes): {why}. Lower fetch_gb of this data set, "
-                "or name a folder with room in data.cache (or OCTAVO_CACHE)"
-            ) from cause
+            raise self._full(shard, cause) from cause
+        return target
+
+    def _full(self, shard: Remote, cause: OSError) -> DataError:
+        why = atomic.no_room(self.folder, cause) or cause.strerror or str(cause)
+        return DataError(
+            f"{self.folder} cannot keep {shard.url} ({shard.size} bytes): {why}. Lower fetch_gb of this data set, "
+            "or name a folder with room in data.cache (or OCTAVO_CACHE)"
+        )
+
+    def index(self, shard: Remote, file: Path) -> Path:
+        """Where the index of a tar lies, made now where it is not there. It stays when the tar goes: it is small.
+        Raises `DataError`, and FileNotFoundError where the tar is gone."""
+        folder = self.folder.with_name(f"{self.folder.name}.indexes")
+        target = folder / f"{shard.key}.index"
+        if not target.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            aside = folder / f".{shard.key}.{uuid4().hex}.tmp"
+            try:
+                tar.write_index(file, aside)
+                cache.publish(aside, target)
+            except OSError as cause:
+                if isinstance(cause, FileNotFoundError):
+                    raise
+                raise self._full(shard, cause) from cause
+            finally:
+                aside.unlink(missing_ok=True)
         return target
 
     def _use(self, target: Path) -> bool:
@@ -133,9 +156,12 @@ class Fetched(tables.Shards):
         super().__init__(url, self.found, self._opened, counts, OPEN)
 
     def fetch(self, number: int) -> int:
-        """Have a file here before it is asked for, unless somebody is at it; how many bytes it has. Raises
+        """Have a file here before it is asked for, unless somebody is at it; how many bytes it takes. Raises
         `DataError`."""
-        self.store.file(self.found[number], wait=False)
+        file = self.store.file(self.found[number], wait=False)
+        with contextlib.suppress(OSError):
+            if file is not None:
+                return file.stat().st_size
         return self.found[number].size
 
     def _opened(self, shard: Remote) -> Rows:
@@ -157,7 +183,7 @@ def open_shard(store: Store, shard: Remote) -> Rows:
         assert file is not None
         try:
             if file.suffix == cache.TAR:
-                return tar.open_fetched(shard.url, file)
+                return tar.TarRows(shard.url, store.index(shard, file), file)
             return (ColumnRows if shard.suffix == ".parquet" else TextRows)(shard.url, file)
         except FileNotFoundError:  # somebody needed its room in this very moment
             continue

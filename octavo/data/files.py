@@ -12,7 +12,6 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import islice
 from json.decoder import scanstring
@@ -24,7 +23,7 @@ from octavo.data import cache, tables
 from octavo.data.errors import DataError
 from octavo.data.streams import Groups, Lines, Place
 from octavo.data.table import Rows, Text, TextRows, write_texts
-from octavo.data.tar import open_tar
+from octavo.data.tar import look_up, open_tar
 from octavo.reading import decode, open_file, read_bytes
 
 ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
@@ -35,8 +34,8 @@ _SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds where values end; a 
 
 
 EXPECTED = "a JSON, JSONL, CSV, parquet or tar file, a folder of such files, or one that `datasets` saved"
-OPEN = 128  # tar files that stay open at a time
-AT_ONCE = 8  # files that are looked through at a time
+FEW, TOGETHER = 16, 64 << 20  # files of a folder, and their bytes, above which none is converted in memory
+OPEN = 128  # files of the cache, and tars, that stay open at a time
 
 
 def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cache.quiet, stream: bool = False) -> Rows:
@@ -66,15 +65,17 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
         raise DataError(
             f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
         )
-    open_one = partial(_open_file, folder=folder, say=say, stream=stream)
+    few = len(files) <= FEW and sum(file.stat().st_size for file in files) < TOGETHER
+    small = cache.SMALL if few else 0  # what is converted in memory stays there
+    open_one = partial(_open_file, folder=folder, say=say, stream=stream, small=small)
     if kinds != [cache.TAR]:
-        return tables.Shards(path, files, open_one)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        counts = [*pool.map(lambda file: len(open_one(file)), files)]
-    return tables.Shards(path, files, open_one, counts, OPEN)
+        return tables.Shards(path, files, open_one, most=None if small or stream else OPEN)
+    look_up(files, folder, say)
+    return tables.Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
 
 
-def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
+def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, small: int | None = None) -> Rows:
+    small = cache.SMALL if small is None else small
     try:
         with open_file(path, DataError) as file:
             size = os.fstat(file.fileno()).st_size
@@ -83,13 +84,14 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool) ->
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
     if path.suffix.lower() == cache.TAR:
-        return open_tar(path, folder, say)
+        look_up([path], folder, say)
+        return open_tar(path, folder)
     if stream:
         stat = path.stat()
         return _where_it_lies(path, stat.st_size, stat.st_mtime_ns)
     if path.suffix.lower() == ".parquet":
-        return tables.open_parquet(path, folder, say)
-    if size < cache.SMALL:
+        return tables.open_parquet(path, folder, say, small)
+    if size < small:
         sink = pa.BufferOutputStream()
         write_texts(sink, texts_of(path))
         return TextRows(path, sink.getvalue())

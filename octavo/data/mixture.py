@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,11 +55,12 @@ class Mixture:
         epoch, position = divmod(turn * self.draws[source] + int(nth[place]), self.sizes[source])
         return source, self.orders[source].row(epoch, position)
 
-    def shards(self, n: int) -> Iterator[tuple[int, int]]:
-        """(data set, shard of it) of what the rows from the n-th on need: in the window under way of each data set and
-        the one behind it; of one that is shuffled whole, all."""
+    def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """(data set, shard of it) of what the rows from the n-th on need of these data sets: in the window under way of
+        each and the one behind it; of one that is shuffled whole, all."""
         turn, place = divmod(n, self._round)
-        for source, order in enumerate(self.orders):
+        for source in sources:
+            order = self.orders[source]
             if isinstance(order, Windows):
                 before = place if len(self.sources) == 1 else self._drawn(turn, source, place)
                 epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])

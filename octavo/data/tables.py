@@ -111,10 +111,11 @@ def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[s
         raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause
 
 
-def open_parquet(path: Path, folder: Path | None, say: cache.Say) -> ColumnRows:
-    """The rows of a parquet file. Raises DataError where it is none, and as `cache.kept` does."""
+def open_parquet(path: Path, folder: Path | None, say: cache.Say, small: int) -> ColumnRows:
+    """The rows of a parquet file, converted in memory below `small` bytes. Raises DataError where it is none, and as
+    `cache.kept` does."""
     write = partial(write_parquet, path)
-    if path.stat().st_size >= cache.SMALL:
+    if path.stat().st_size >= small:
         return ColumnRows(path, cache.kept(folder, path, write, say))
     sink = pa.BufferOutputStream()
     write(sink)

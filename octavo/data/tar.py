@@ -15,16 +15,19 @@ its files; it is made once, in the cache.
 
 from __future__ import annotations
 
-import tarfile
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from octavo.data import cache
-from octavo.data.errors import BadSample, DataError
+from octavo.data.errors import BadSample
+from octavo.data.members import entries
 from octavo.data.streams import Pieces
 from octavo.data.table import BATCH_ROWS, Mapped, keys_of, parsed, writer
 
@@ -35,9 +38,8 @@ INDEX = pa.schema([
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif")
 VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
 TEXTS = ("txt", "text", "caption", "transcript")
-MOST = 256 << 20  # bytes of a file in a tar
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_BLOCK = 512  # bytes that a tar is made of
+MUCH = 64 << 20  # bytes of tars that are looked up by several processes
+MOST_PROCESSES = 8
 
 
 class Member(NamedTuple):
@@ -133,22 +135,36 @@ def _number(kind: str) -> tuple[int, str]:
     return (int(first) if first.isdecimal() else -1), kind
 
 
-def open_tar(path: Path, folder: Path | None, say: cache.Say = cache.quiet) -> TarRows:
+def open_tar(path: Path, folder: Path | None) -> TarRows:
     """The rows of a tar file, its index out of the cache or made now. Raises DataError where it is none, is compressed,
     and as `cache.kept` does."""
 
     def write(target: Path, progress: Callable[[float], None]) -> None:
-        say(f"{path.name}: its rows are looked up, once")
         write_index(path, target)
 
     return TarRows(path, cache.kept(folder, path, write, cache.quiet, form="index"))
 
 
-def open_fetched(path: str, file: Path) -> TarRows:
-    """The rows of a tar file that was fetched from `path`; its index stays in memory."""
-    sink = pa.BufferOutputStream()
-    write_index(file, sink)
-    return TarRows(path, sink.getvalue(), file)
+def look_up(files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
+    """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
+    Raises as `open_tar` does."""
+    missing = [file for file in files if not cache.place(folder, file, form="index").is_file()]
+    if not missing:
+        return
+    size = sum(file.stat().st_size for file in missing)
+    say(f"{missing[0].parent}: the rows of {len(missing)} tar file(s) ({size / 1e6:.0f} MB) are looked up, once")
+    processes = min(len(missing), MOST_PROCESSES, os.cpu_count() or 1)
+    if size < MUCH or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        for file in missing:
+            open_tar(file, folder)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        for _ in pool.map(_made, missing, repeat(folder)):
+            pass
+
+
+def _made(file: Path, folder: Path | None) -> None:
+    open_tar(file, folder)
 
 
 def write_index(path: Path, sink: Any) -> None:
@@ -165,10 +181,13 @@ def _rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], st
     """What the index has of each row, in the order in which their first files stand."""
     rows: dict[str, list[Member]] = {}
     problems: dict[str, str] = {}
-    for name, start, size, problem in _members(path):
+    for name, start, size, problem in entries(path):
         place, _, last = name.rpartition("/")
         stem, _, kind = last.partition(".")
         kind = kind.lower()
+        if not name:  # behind what is broken
+            rows["the end of the tar"], problems["the end of the tar"] = [Member("", start, size)], str(problem)
+            break
         if problem is None and (not stem or not kind or stem.startswith("__")):
             continue  # hidden files, files without an ending, and what WebDataset keeps of a shard
         key = f"{place}/{stem}" if place else stem
@@ -181,57 +200,3 @@ def _rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], st
     for key, members in rows.items():
         kinds, starts, sizes = ([*column] for column in zip(*members, strict=True))
         yield key, kinds, starts, sizes, problems.get(key)
-
-
-def _members(path: Path) -> Iterator[tuple[str, int, int, str | None]]:
-    """(name, first byte, bytes, why it cannot be read) of each file in a tar; where the tar itself is broken, one that
-    says so."""
-    total = path.stat().st_size
-    last, broken = "its beginning", None
-    with _opened(path) as archive:
-        while True:
-            try:
-                if (member := archive.next()) is None:
-                    break
-            except tarfile.TarError as cause:
-                broken = str(cause)
-                break
-            archive.members.clear()  # type: ignore[attr-defined]
-            if member.isdir():
-                continue
-            last = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").removeprefix("./")
-            left, problem = total - member.offset_data, None
-            if not member.isreg() or member.issparse():
-                problem = f"its {last} is a link or no plain file; put the file itself into the tar"
-            elif member.size > left:
-                problem = f"its {last} has {member.size} bytes, and {path.name} ends after {max(left, 0)} of them: "
-                problem += "it was not copied whole"
-            elif member.size > MOST:
-                problem = f"its {last} has {member.size} bytes, and {MOST} are the most"
-            yield last, member.offset_data, member.size, problem
-            if member.isreg() and member.size > left:
-                return
-        end = archive.offset
-    if broken is None and not _ends(path, end):
-        broken = "what follows is no file's header"
-    if broken is not None:
-        yield "its end", end, 0, f"{path.name} is broken behind {last}, byte {end} of {total} ({broken})"
-
-
-def _ends(path: Path, at: int) -> bool:
-    """Whether a tar ends at a byte: with nothing, or with a block of zeros."""
-    with path.open("rb") as file:
-        file.seek(at)
-        return not any(file.read(_BLOCK))
-
-
-def _opened(path: Path) -> tarfile.TarFile:
-    with path.open("rb") as file:
-        head = file.read(8)
-    if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), None):
-        raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by their places; unpack it once, "
-                        "images are compressed as they are")  # fmt: skip
-    try:
-        return tarfile.open(path, "r:")
-    except tarfile.TarError as cause:
-        raise DataError(f"{path} is no tar file that can be read ({cause})") from cause

@@ -109,13 +109,16 @@ class Start:
 
 def settings(cfg: Config) -> dict[str, Any]:
     """What decides a run's numbers: everything except where it runs and how ranks share the model, what it writes, how
-    many workers read, and what backward computes again or moves. So a run that outgrew its card goes on with less kept,
-    to the same bits; compiled blocks are other graphs then, whose sums differ. Likewise how many completions are
-    written at a time, which moves their log-probabilities by rounding alone, and which are kept to be seen."""
+    many workers read, how much is fetched at a time, and what backward computes again or moves. So a run that outgrew
+    its card goes on with less kept, to the same bits; compiled blocks are other graphs then, whose sums differ.
+    Likewise how many completions are written at a time, which moves their log-probabilities by rounding alone, and
+    which are kept to be seen."""
     found = cfg.model_dump(mode="json")
     found["run"] = {"seed": cfg.run.seed}
     found["data"].pop("workers")
     found.pop("parallel")
+    for entry in (*found["data"]["train"], *found["data"]["eval"]):
+        entry.pop("fetch_gb")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
         found["train"].pop(key)
     for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():

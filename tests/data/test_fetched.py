@@ -122,7 +122,7 @@ def test_what_the_order_needs_is_fetched_before(there, tmp_path):
         file.unlink()
     ahead = Ahead(mixture)
     ahead.at(20)
-    needed = {shard for _, shard in mixture.shards(20)}
+    needed = {shard for _, shard in mixture.shards(20, [0])}
     assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
     wanted = {f"{source.rows.found[shard].key}.arrow" for shard in needed}
     for _ in range(500):
@@ -307,3 +307,22 @@ def test_windows_that_do_not_fit_are_refused_at_once(there):
     source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
     with pytest.raises(DataError, match=r"30 rows are shuffled together, which lie in files of up to .* raise it, or"):
         loader(source)
+
+
+def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
+    """Where two windows are too much, what comes first in the order is here."""
+    source = read(Dataset(path=there, shuffle_buffer=20))
+    mixture, store = Mixture([source], seed=1), source.rows.store
+    size = max(file.stat().st_size for file in store.folder.glob("*.arrow"))
+    store.limit = int(3.5 * size)
+    for file in store.folder.glob("*.arrow"):
+        file.unlink()
+    ahead = Ahead(mixture)
+    ahead.at(0)
+    first = [f"{source.rows.found[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
+    for _ in range(500):
+        if all((store.folder / name).exists() for name in first):
+            break
+        time.sleep(0.02)
+    ahead.close()
+    assert {file.name for file in store.folder.glob("*.arrow")} == {*first}

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from octavo import data
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, cache, joined, train_loader
+from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, cache, joined, remote, train_loader
 from octavo.data.joined import join, joins
 
 WORDS = ["one", "two two", "three three three", "fünf 五\n" * 9, "x", "seven " * 30]
@@ -191,3 +192,21 @@ def test_a_folder_that_cannot_keep_it_is_named(folder, models, monkeypatch, kept
     with pytest.raises(DataError, match=r"cannot keep rows.jsonl as tokens: .*Name a folder"):
         join(read(folder, *WORDS), DocumentEncoder(models("qwen3"), 8), "error", None)
     assert cache.default_folder() == kept
+
+
+def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
+    path = folder.json([{"text": f"Once {n}."} for n in range(9)], "text.jsonl")
+    cfg = SimpleNamespace(
+        data=SimpleNamespace(join=True, cache=str(folder.path / "cache"), on_bad_sample="error"),
+        train=SimpleNamespace(phase="pretrain"),
+    )
+    encoder = DocumentEncoder(models("qwen3"), 16)
+
+    def tokens():
+        remote.listed.cache_clear()
+        return data._documents(cfg, Dataset(path=f"file://{path}"), encoder, None)
+
+    first = tokens()
+    assert isinstance(first, joined.Joined) and tokens().file == first.file
+    path.write_text(path.read_text().replace("Once", "Twice"))
+    assert tokens().file != first.file

@@ -322,3 +322,21 @@ def test_folders_that_cannot_be_used(folder):
     (path / "state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=r"is no folder of `datasets` that can be read \(FileNotFoundError"):
         open_rows(path)
+
+
+def test_a_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch):
+    """Bytes in Arrow's memory are counted; few small files stay as they are."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
+    path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
+    monkeypatch.setattr("octavo.data.files.FEW", 25)
+    before = pa.total_allocated_bytes()
+    held = open_rows(path)
+    assert pa.total_allocated_bytes() - before > 1 << 20 and not (folder.path / "cache").exists()
+    truth = [held[n] for n in (399, 0, 17)]
+    del held
+    monkeypatch.setattr("octavo.data.files.TOGETHER", 1 << 20)
+    monkeypatch.setattr("octavo.data.files.OPEN", 2)
+    before = pa.total_allocated_bytes()
+    rows = open_rows(path)
+    assert [rows[n] for n in (399, 0, 17)] == truth and len({*rows.keys()}) == 1 and len(rows._rows) == 2
+    assert pa.total_allocated_bytes() - before < 200_000 and len([*(folder.path / "cache").glob("*.arrow")]) == 25

@@ -9,11 +9,15 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, read
 from octavo.data.files import open_rows
+from octavo.data.tar import TarRows, write_index
 
 
 def packed(path: Path, *files: tuple[str, Any]) -> Path:
@@ -84,7 +88,10 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         packed(folder.path / "tars" / f"part-{part}.tar", *files)
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
     said: list[str] = []
-    source = pickle.loads(pickle.dumps(folder.read(folder.path / "tars")))
+    monkeypatch.setattr("octavo.data.tar.MUCH", 0)  # by processes
+    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
+    assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
+    source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
     assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
     assert [file.name for file in cache.files_of(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
@@ -174,3 +181,27 @@ def test_a_damaged_index_is_named(tmp_path):
     with pytest.raises(DataError, match=r"\.index is no whole Arrow file any more .*; delete it"):
         open_rows(tmp_path / "a.tar", tmp_path / "cache")
     assert rows.path.name == "a.tar"
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9000))
+def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
+    """Bytes changed, and cut off: rows, bad rows that are named, or no tar; nothing else."""
+    files = [(f"{n}.{kind}", content) for n in range(3) for kind, content in (("json", talk("q", "a")), ("png", b"x"))]
+    path = packed(tmp_path / "a.tar", *files)
+    data = bytearray(path.read_bytes())
+    for at, value in damage:
+        data[at % len(data)] = value
+    path.write_bytes(data[: end or None])
+    sink = pa.BufferOutputStream()
+    try:
+        write_index(path, sink)
+        rows = TarRows(path, sink.getvalue())
+    except DataError as wrong:
+        assert "a.tar" in str(wrong)
+        return
+    for row in range(len(rows)):
+        try:
+            assert isinstance(rows[row], dict)
+        except BadSample as bad:
+            assert f"a.tar, row {row}" in str(bad)

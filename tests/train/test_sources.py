@@ -12,14 +12,25 @@ import pytest
 
 from octavo import data, train
 from octavo.config import Config
+from tests.data.test_tar import packed
 from tests.train.conftest import at
 
-KINDS = ("json", "jsonl", "parquet", "saved", "streamed jsonl", "streamed parquet", "streamed shards")
+KINDS = (
+    "json",
+    "jsonl",
+    "parquet",
+    "saved",
+    "streamed jsonl",
+    "streamed parquet",
+    "streamed shards",
+    "fetched shards",
+    "tar",
+)
 
 
 def written(folder: Path, rows: list[dict], kind: str) -> Path:
     """The rows as a data file of a kind, beside the folder of its images."""
-    what = kind.removeprefix("streamed ")
+    what = kind.split()[-1]
     path = folder / f"{kind.replace(' ', '-')}.{what}"
     if path.exists():
         return path
@@ -29,6 +40,8 @@ def written(folder: Path, rows: list[dict], kind: str) -> Path:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif what == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=5)
+    elif what == "tar":
+        packed(path, *((f"{n}.json", row) for n, row in enumerate(rows)))
     elif what == "saved":
         import datasets
 
@@ -48,6 +61,7 @@ def reading(make, place, tmp_path):
 
     def build(kind: str, *over: str, dir: str = "run", more: tuple[dict, ...] = ()) -> Config:
         path = written(tmp_path, [*rows, *more], kind)
+        path = f"file://{path}" if "fetched" in kind else path
         entry = f"{{path: '{path}', images: '{place / 'digits'}', stream: {str('streamed' in kind).lower()}}}"
         of = (f"data.train=[{entry}]", "data.eval=[]", "train.steps=3")
         return make(*of, *over, dir=dir)
@@ -61,15 +75,15 @@ def test_every_source_trains_alike(reading, tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     losses = {kind: train.run(reading(kind, dir=f"of-{kind[-7:]}-{len(kind)}")).losses() for kind in KINDS}
     assert len(losses["json"]) == 3 and all(found == losses["json"] for found in losses.values())
-    for kind in ("saved", "streamed shards"):
-        cfg = reading(kind, "run.resume=auto", dir="stopped-" + kind[-6:])
+    for kind in ("saved", "streamed shards", "fetched shards"):
+        cfg = reading(kind, "run.resume=auto", dir="stopped-" + kind[:7])
         assert train.run(cfg, callbacks=[at(1, signal.SIGTERM)]).status == "stopped"
         assert train.run(cfg).losses() == losses["json"]
     assert data.rows_of_an_epoch(reading("streamed jsonl", dir="e"), lambda: None) == 40
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_leaves_its_folder_is_named_in_every_source(reading, kind):
+def test_a_row_that_leaves_its_folder_is_named_in_every_source(reading, kind, tmp_path):
     """By file and row; left out and listed where that is asked."""
     row = {"id": "out", "image": "../../etc/x.png", "conversations": [
         {"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "1"}]}  # fmt: skip
@@ -83,8 +97,18 @@ def test_a_row_that_leaves_its_folder_is_named_in_every_source(reading, kind):
     with pytest.raises(data.BadSample, match=r"row 40.*leaves|row 40.*outside|row 40.*\.\./"):
         data.encoder(cfg, processor).encode(source[40])
     skipping = override(cfg, ["data.on_bad_sample=skip", "train.micro_batch=41", "train.global_batch=41"])
-    report = Path(cfg.data.train[0].path).parent / "skipped.jsonl"
+    report = tmp_path / "skipped.jsonl"
     batch = next(data.train_loader(skipping, processor, report_path=report))[0]
     assert batch["meta"].samples == 40
     [line] = [json.loads(text) for text in report.read_text().splitlines()]
     assert (line["file"], line["row"], line["id"]) == (source.name, 40, "out")
+
+
+def test_a_run_does_not_go_on_with_other_files_at_its_url(reading, tmp_path):
+    cfg = reading("fetched shards", "run.resume=auto", dir="stopped")
+    assert train.run(cfg, callbacks=[at(1, signal.SIGTERM)]).status == "stopped"
+    file = tmp_path / "fetched-shards.shards" / "part-020.parquet"
+    parquet.write_table(parquet.read_table(file).slice(0, 19), file)
+    data.remote.listed.cache_clear()
+    with pytest.raises(train.TrainError, match=r"was made with other data: file://.*shards had \d+ bytes, has \d+ now"):
+        train.run(cfg)

@@ -29,6 +29,43 @@ area(
         "data/test_mixture.py",
     ),
     (
+        "shards-same-order-each-epoch", "data/order.py",
+        "shuffled(len(self.sizes), self.seed, 2, self.source, epoch)",
+        "shuffled(len(self.sizes), self.seed, 2, self.source)",
+        "the files of a set come in the order of the first epoch",
+        "data/test_order.py",
+    ),
+    (
+        "next-window-not-fetched", "data/order.py",
+        "for _ in range(2):", "for _ in range(1):",
+        "files are fetched when they are needed, not before",
+        "data/test_order.py", "data/test_fetched.py",
+    ),
+    (
+        "rank-with-a-row-less-runs-a-forward-less", "data/loader.py",
+        "taken + spare", "taken",
+        "ranks run different numbers of forwards, and wait for each other for ever",
+        "data/test_loader.py",
+    ),
+    (
+        "newest-file-is-removed", "data/fetched.py",
+        "key=lambda item: item[1].st_atime_ns", "key=lambda item: -item[1].st_atime_ns",
+        "what was just fetched gives way",
+        "data/test_fetched.py",
+    ),
+    (
+        "short-fetch-is-taken", "data/remote.py",
+        "if out.tell() != remote.size:", "if False:",
+        "a fetch that broke off counts as the file",
+        "data/test_fetched.py",
+    ),
+    (
+        "images-of-a-tar-by-text", "data/tar.py",
+        "sorted(own, key=_number)", "sorted(own)",
+        "image 10 of a row comes before image 2",
+        "data/test_tar.py",
+    ),
+    (
         "mixture-weights-without-sizes", "data/mixture.py",
         "[w * n for w, n in zip(weights, self.sizes", "[w for w, _ in zip(weights, self.sizes",
         "a weight is a share of rows instead of a multiple of the data set",
