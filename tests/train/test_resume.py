@@ -283,13 +283,13 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
     over = ("data.eval=[]", "train.steps=3")
     monkeypatch.setattr("octavo.models.pixels_by", lambda processor: before)
     if before is None:
-        save = checkpoint.save
+        take = checkpoint.take
 
-        def former(*given: Any, counters: dict[str, Any], **more: Any) -> Path:
+        def former(*given: Any, counters: dict[str, Any], **more: Any) -> checkpoint.Moment:
             del counters["pixels"]
-            return save(*given, counters=counters, **more)
+            return take(*given, counters=counters, **more)
 
-        monkeypatch.setattr(checkpoint, "save", former)
+        monkeypatch.setattr(checkpoint, "take", former)
     first = train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     assert json.loads((first.dir / "environment.json").read_text())["pixels"] == before
     monkeypatch.setattr("octavo.models.pixels_by", lambda processor: now)
