@@ -39,6 +39,7 @@ class Deferred:
     prepared: Prepared
     homes: Mapping[str, tuple[nn.Module, str]]
     split: bool
+    say: Callable[[str], None] = lambda text: None
 
     def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
         """Read what `window` asks for of each parameter, hand it to `place`, and return the bytes that were read.
@@ -65,6 +66,9 @@ class Deferred:
             for origin in in_order(self._of_parameters()):
                 stream.fill(origin)
                 trimmed = trim_after(stream.shards.taken, trimmed)
+        stream.finish()
+        for note in stream.notes:
+            self.say(note)
         return stream.shards.taken - before
 
     def _of_parameters(self) -> list[Origin]:
@@ -115,7 +119,7 @@ def defer(
     for name in names:
         path_, _, leaf = name.rpartition(".")
         homes[name] = model.get_submodule(path_), leaf
-    return Deferred(model, prepared, homes, split)
+    return Deferred(model, prepared, homes, split, say)
 
 
 def _settled(

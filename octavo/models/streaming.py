@@ -63,7 +63,7 @@ class Stream:
     place: Callable[[str, Tensor], None] | None = None
     rules: PreTrainedModel = field(init=False)  # the model that transformers' own rules look at
     notes: list[str] = field(default_factory=list)
-    _cut: int = 0
+    _cut: set[str] = field(default_factory=set)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
     _turned: set[str] = field(default_factory=set)
 
@@ -101,7 +101,7 @@ class Stream:
         """Notes about what was met on the way."""
         if self._cut:
             self.notes.append(
-                f"{self._cut} stacks of experts have smaller blocks than the format's: gate and up, which are one "
+                f"{len(self._cut)} stacks of experts have smaller blocks than the format's: gate and up, which are one "
                 "matrix in the model, have scales of their own: their codes are those on disk, and GEMMs of a recipe "
                 "with larger blocks take their dequantized values"
             )
@@ -264,7 +264,8 @@ class Stream:
         heights, turned = [piece.shape[0] for piece in origin.slots[0]], origin.slots[0][0].turned
         block = q.spec.block if not turned or q.kind != "block" else q.spec.block[::-1]
         rows = rows_of_a_block(q, heights, turned, read)
-        self._cut += rows != block[0]
+        if rows != block[0]:
+            self._cut.add(origin.name)
         if rows == -1:
             return fp8.CastSpec("e4m3", (rows, block[1]), "fp32"), [slot[0] for slot in read]
         out = [torch.cat([finer(s, h, block[0], rows) for s, h in zip(slot, heights, strict=True)]) for slot in read]

@@ -491,3 +491,47 @@ area(
         "checkpoint/test_dcp_safe.py",
     ),
 )  # fmt: skip
+
+area(
+    "several ranks",
+    (
+        "fill-block-cut",
+        "models/streaming.py",
+        "return begin // height * height, min(rows, -(-end // height) * height)",
+        "return begin, end",
+        "a rank casts the blocks of its own rows, not those of the whole weight",
+        "parallel/test_fill.py -k two",
+    ),
+    (
+        "fill-lead-lost",
+        "fp8/weights/frozen.py",
+        "lead=lead if held else 0",
+        "lead=0",
+        "a shard that begins inside a block takes scales for rows that are not its own",
+        "parallel/test_fill.py -k two",
+    ),
+    (
+        "fill-own-amax",
+        "parallel/fill.py",
+        "world.all_reduce_max(amax.float().view(torch.int32)).view(torch.float32)",
+        "amax.float()",
+        "each rank has its own scale of a tensor that has one",
+        "parallel/test_fill.py -k two",
+    ),
+    (
+        "hf-one-writes-all",
+        "checkpoint/hf.py",
+        "rank = load.index(min(load))",
+        "rank = 0",
+        "one rank converts and writes every tensor",
+        "checkpoint/test_hf.py -k share",
+    ),
+    (
+        "hf-others-go-on",
+        "checkpoint/hf.py",
+        "    if said:",
+        "    if False:",
+        "a folder of which one rank could not write its part takes its place",
+        "checkpoint/test_hf.py -k fails",
+    ),
+)
