@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.config import Dataset
+from octavo.cli.arguments import missing
+from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, fetched, read, remote
 from octavo.data.ahead import Ahead
 from octavo.data.fetched import Store, open_fetched, open_shard
 from octavo.data.files import open_rows
 from octavo.data.loader import micro_batches
+from octavo.train import datafiles
 from tests.data.test_tar import packed, talk
 
 SHARDS, ROWS = 6, 10  # and rows in each
@@ -326,3 +329,22 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
         time.sleep(0.02)
     ahead.close()
     assert {file.name for file in store.folder.glob("*.arrow")} == {*first}
+
+
+def _rows_of(url: str, folder: Path) -> int:
+    rows = open_fetched(url, folder, limit=6000)
+    return sum(int(rows[n]["messages"][1]["content"]) for n in range(59, -1, -1))
+
+
+def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path):
+    """Each finds every row, whoever removes what meanwhile; and the folder keeps its bound."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(3, context) as pool:
+        assert [*pool.map(_rows_of, [there] * 3, [tmp_path / "own"] * 3)] == [sum(range(60))] * 3
+    files = [file for file in (tmp_path / "own").glob("fetched/*/*") if file.suffix == ".arrow"]
+    assert files and sum(file.stat().st_size for file in files) <= 6000
+
+
+def test_commands_do_not_look_for_a_url_here(there):
+    cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
+    assert missing(cfg, None) == [] and datafiles.fingerprints(cfg)["data"][there]["size"] > 0
