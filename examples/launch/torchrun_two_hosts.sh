@@ -1,7 +1,7 @@
 #!/bin/bash
 # Octavo on two hosts (or more) without a scheduler. The same line on each host, at about the same time:
 #
-#   HEAD=host1:29500 examples/launch/torchrun_two_hosts.sh run.yaml [key=value ...]
+#   HEAD=host1:29500 bash examples/launch/torchrun_two_hosts.sh run.yaml [key=value ...]
 #
 # HEAD is the host where torchrun's agents meet, and must be one of them. run.dir, the model and the data must lie on a
 # file system that all hosts see. A process that dies has all of them started again, RESTARTS times, from the newest

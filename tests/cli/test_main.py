@@ -1,5 +1,6 @@
 """The door: help, refusals and exit codes, in process; speed and imports in a process of their own."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -122,6 +123,9 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
     command(monkeypatch, fail(PermissionError(13, "Permission denied", "/runs")))
     assert main(["schema"]) == 1
     assert capsys.readouterr().err == "octavo schema: Permission denied: /runs; choose a folder that you may use\n"
+    command(monkeypatch, fail(OSError(errno.ESTALE, "Stale file handle", "/runs/metrics.jsonl")))
+    assert main(["schema"]) == 1
+    assert "Stale file handle: /runs/metrics.jsonl; the file system was lost" in capsys.readouterr().err
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
     command(monkeypatch, fail(full))
     assert main(["schema"]) == 1
