@@ -94,7 +94,7 @@ def train_loader(
     rank: int = 0,
     world: int = 1,
     start_row: int = 0,
-    place: tuple[int, int] = (0, 0),
+    place: tuple[int, int, int] = (0, 0, 0),
     report_path: str | Path | None = None,
 ) -> Loader | PackLoader:
     """The training stream of a configuration: conversations, in phase pretrain documents too; with `data.packing` in
@@ -143,6 +143,9 @@ def _documents(
     source = read(dataset, "documents", _cache(cfg))
     if not cfg.data.join or not joins(source):
         return source
+    if dataset.shuffle_buffer is not None:
+        raise DataError(f"{source.name}: joined documents are shuffled whole, so shuffle_buffer means nothing to them; "
+                        "remove it, or set data.join: false")  # fmt: skip
     return join(source, encodes, cfg.data.on_bad_sample, seed, _cache(cfg), say, _what(dataset))
 
 

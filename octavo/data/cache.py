@@ -144,7 +144,10 @@ def files_of(source: Path) -> list[Path]:
         return [source]
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in (*KINDS, TAR) and e.name[0] != ".")
-    return [file for name in of_kinds(names) if (file := source / name).is_file()]
+    found = [source / name for name in of_kinds(names)]
+    if lost := next((file for file in found if not file.exists()), None):
+        raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
+    return [file for file in found if file.is_file()]
 
 
 def of_kinds(names: Sequence[str]) -> list[str]:

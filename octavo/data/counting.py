@@ -2,7 +2,7 @@
 
 What is counted once is kept in a file of the cache, 4 bytes a row of a data set: a number, or 0 where nobody counted
 yet. Ranks of a machine, later epochs and later runs share it. Whoever finds a 0 counts the row; so nobody waits for
-anybody, and a file that cannot be written costs time alone. Rows that cannot be used are not noted: they may be mended.
+anybody, and a file that cannot be written costs time alone. A row that cannot be used is noted too, and stays left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from octavo.data.sources import Source
 from octavo.data.template import TemplateProblem
 
 FORM = 1  # of the file; rises when the same rows give other numbers
+LEFT = -1  # tokens of a row that is left out: it stays so, or the packs of a run that goes on would be others
 PIECE = 50  # rows that are counted in one call
 
 
@@ -68,9 +69,9 @@ def _ids(encoder: Encoder, special: bool, asked: Sequence[tuple[int, Written, in
 
 
 class Counts:
-    """What is known of the rows of a data set: token counts up to `most`, 0 where nobody counted. `file`: where all
-    who count write (None: in memory alone, for joined documents, whose rows are known by their number). Raises
-    DataError for a file of another size."""
+    """What is known of the rows of a data set: token counts up to `most`, `LEFT` of one that is left out, 0 where
+    nobody counted. `file`: where all who count write (None: in memory alone, for joined documents, whose rows are known
+    by their number). Raises DataError for a file of another size."""
 
     def __init__(self, rows: int, most: int, file: Path | None = None) -> None:
         self._own, self._most, self._file = np.zeros(rows, np.int32), most, file
@@ -93,13 +94,14 @@ class Counts:
         self._map()
 
     def __getitem__(self, row: int) -> int:
-        if not self._own[row] and self._shared is not None and 0 < (found := self._shared[row]) <= self._most:
-            self._own[row] = found
+        if not self._own[row] and self._shared is not None:
+            found = self._shared[row]
+            self._own[row] = found if found == LEFT or 0 < found <= self._most else 0
         return int(self._own[row])
 
     def add(self, found: Iterable[tuple[int, int]]) -> None:
-        """(row, tokens) of rows that were counted."""
-        found = [(row, tokens) for row, tokens in found if tokens and self[row] != tokens]
+        """(row, tokens or `LEFT`) of rows that were counted."""
+        found = [(row, tokens) for row, tokens in found if self[row] != tokens]
         for row, tokens in found:
             self._own[row] = tokens
         if self._file is None or not found:
@@ -126,7 +128,9 @@ def counts(source: Source | Joined, encoder: Encoder, folder: Path | None, more:
         np.zeros(length, "<i4").tofile(file)
 
     key = json.dumps([FORM, length, source.kind, source.format, str(source.images), more, _print_of(encoder)])
-    return Counts(length, encoder.seq_length, cache.kept(folder, source.rows.path, write, more=key, form="counts"))
+    return Counts(
+        length, encoder.seq_length, cache.kept(folder, Path(source.rows.path), write, more=key, form="counts")
+    )
 
 
 def _print_of(encoder: Encoder) -> str:
@@ -148,7 +152,8 @@ class _Counting:
 
     def __getitem__(self, places: Sequence[Place]) -> list[int]:
         new = [place for place in dict.fromkeys(places) if not self.known[place[0]][place[1]]]
-        found = dict(zip(new, tokens(self.encoder, [self._row(*place) for place in new]), strict=True))
+        counted = tokens(self.encoder, [self._row(*place) for place in new])
+        found = {place: count or LEFT for place, count in zip(new, counted, strict=True)}
         note(self.known, found.items())
         return [found.get(place) or self.known[place[0]][place[1]] for place in places]
 
@@ -188,14 +193,14 @@ class Lengths:
     def of(self, window: int) -> list[int]:
         """Tokens of each row of a window; 0 for those that are left out."""
         places = self.places(window)
-        if window != self.next:  # one that has passed, of which all is known but rows that are left out
-            return self._counting[places]
+        if window != self.next:  # one that has passed, of which all is known
+            return [max(0, tokens) for tokens in self._counting[places]]
         self._made = self._made or self._counted()
         counted = dict(chain.from_iterable(next(self._made) for _ in range(self._pieces)))
         self.next += 1
         if self._workers:  # another process noted it where a file can be written to
             note(self._counting.known, counted.items())
-        return [counted[place] for place in places]
+        return [max(0, counted[place]) for place in places]
 
     def _counted(self) -> Any:
         chunks = _Pieces(self, self.next, self._begin)

@@ -188,7 +188,7 @@ def open_shard(store: Store, shard: Remote) -> Rows:
         except FileNotFoundError:  # somebody needed its room in this very moment
             continue
         except DataError as cause:
-            raise DataError(str(cause).replace(str(file), shard.url)) from cause
+            raise DataError(f"{shard.url}, kept as {cause}") from cause
     raise DataError(f"{shard.url} is removed as soon as it comes; raise fetch_gb of its data set, which others share")
 
 
@@ -223,7 +223,8 @@ def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> 
     of_footer = found[0].suffix == ".parquet"
     say(f"{url}: the rows of {len(found)} file(s) are counted, once" + ("" if of_footer else ", for which each comes"))
     count: Callable[[Remote], int] = _by_footer if of_footer else lambda shard: len(open_shard(store, shard))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    room = store.limit // (2 * max(1, *(shard.size for shard in found)))  # each lies there as it came and as Arrow
+    with ThreadPoolExecutor(AT_ONCE if of_footer else max(1, min(AT_ONCE, room))) as pool:
         counts = [*pool.map(count, found)]
     store.folder.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(beside, json.dumps(counts).encode(), shared=True)

@@ -168,7 +168,7 @@ class Loader:
     nearest sample before them in the step, whose last row comes before its first (None: other ranks have none).
     """
 
-    place = (0, 0)  # of the next pack, in a stream of packs
+    place = (0, 0, 0)  # of the next pack, in a stream of packs
 
     def __init__(
         self,

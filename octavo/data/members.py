@@ -5,7 +5,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from octavo.data.errors import DataError
 from octavo.reading import first_line
@@ -54,9 +54,21 @@ def entries(path: Path) -> Iterator[Entry]:
                 if header.plain and header.start + header.size > total:
                     return
             at = header.end
-        file.seek(at)
-        if any(file.read(tarfile.BLOCKSIZE)):
-            yield Entry("", at, 0, _broken(path, last, at, total, "what follows is no file's header"))
+        if (why := _why_not_the_end(file, at)) is not None:
+            yield Entry("", at, 0, _broken(path, last, at, total, why))
+
+
+def _why_not_the_end(file: BinaryIO, at: int) -> str | None:
+    """A tar ends with empty blocks, and nothing else."""
+    file.seek(at)
+    first = file.read(tarfile.BLOCKSIZE)
+    if any(first):
+        return "what follows is no file's header"
+    if len(first) < tarfile.BLOCKSIZE:
+        return "the empty blocks that end a tar are missing: it was not copied whole"
+    if any(any(piece) for piece in iter(lambda: file.read(1 << 20), b"")):
+        return "there is more behind its end, as of tars that were joined; unpack them and make one"
+    return None
 
 
 def _next(archive: tarfile.TarFile) -> _Header | None:

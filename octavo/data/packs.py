@@ -39,11 +39,11 @@ _EMPTY = Pack((), ())
 class PackLoader:
     """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on: (window, pack in it). They are dealt to the
+    Step t takes `global_batch` packs of the stream, from `place` on. They are dealt to the
     `world` ranks by what they cost; who has one less than others has an empty one, so that all ranks run as many
     forwards. A row that is bad or too long leaves its place in its pack empty; it changes no other pack. `place` is
-    that of the first pack after the steps that were yielded, not of what workers have prepared: store it, and give it
-    back. `rows` counts the rows of the packs so far.
+    that of the first pack after the steps that were yielded, not of what workers have prepared: (window, pack in it,
+    checksum of the window's packs). Store it, and give it back. `rows` counts the rows of the packs so far.
 
     `workers`, `on_bad`, `report_path`, `cache_bytes`, `timeout` as in `Loader`; `known`: what was counted of each data
     set.
@@ -58,7 +58,7 @@ class PackLoader:
         global_batch: int,
         rank: int = 0,
         world: int = 1,
-        place: tuple[int, int] = (0, 0),
+        place: tuple[int, int, int] = (0, 0, 0),
         workers: int = 0,
         on_bad: str = "error",
         report_path: str | Path | None = None,
@@ -85,7 +85,7 @@ class PackLoader:
 
     @property
     def rows(self) -> int:
-        window, number = self.place
+        window, number, _ = self.place
         begun = self.packs(window)[:number] if number else ()
         return window * self.window + sum(len(pack.rows) for pack in begun)
 
@@ -119,7 +119,7 @@ class PackLoader:
         made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
         return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
 
-    def steps(self, place: tuple[int, int]) -> Iterator[tuple[list[Pack], tuple[int, int], int]]:
+    def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
         """(this rank's packs, the place behind the step, a checksum of all ranks') of each step, from a place on."""
         stream = self._from(place)
         while True:
@@ -127,13 +127,22 @@ class PackLoader:
             mine = packing.deal([packing.cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
             yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
-    def _from(self, place: tuple[int, int]) -> Iterator[tuple[Pack, tuple[int, int]]]:
-        """Each pack of the stream, and the place behind it."""
-        window, number = place
+    def _from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
+        """Each pack of the stream, and the place behind it. Raises `DataError` where the window that a place lies in
+        makes other packs than it did."""
+        window, number, before = place
         while True:
             packs = self.packs(window)
+            now = crc32(repr(packs).encode())
+            if number and now != before:
+                first = window * self.window
+                raise DataError(
+                    f"rows {first} to {first + self.window - 1} of the order make other packs than they did when this "
+                    "checkpoint was written: one that could not be used then can be now, or the other way round. Put "
+                    "its image or file back as it was, or begin a new run"
+                )
             for at in range(number, len(packs)):
-                yield packs[at], (window, at + 1) if at + 1 < len(packs) else (window + 1, 0)
+                yield packs[at], (window, at + 1, now) if at + 1 < len(packs) else (window + 1, 0, 0)
             window, number = window + 1, 0
 
     def _stream(self) -> Iterator[list[Any]]:
@@ -163,9 +172,10 @@ class PackLoader:
         """A row, or the error that it is where there is less room than it takes."""
         if isinstance(made, DataError) or len(made.input_ids) <= room:
             return place, made
+        was = f"{room} were counted when packs were planned: did its image change?" if room else "it was left out then."
         return place, BadSample(
-            made.file, made.row, f"has {len(made.input_ids)} tokens, and {room} were counted when packs were planned: "
-            "did its image change? Empty the data cache (data.cache) and start a new run", made.id,
+            made.file, made.row, f"has {len(made.input_ids)} tokens, and {was} Empty the data cache (data.cache) and "
+            "start a new run", made.id,
         )  # fmt: skip
 
 

@@ -145,8 +145,13 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     if dataset.images is not None:
         images = Path(dataset.images)
     elif is_name(dataset.path) or is_url(dataset.path):
-        images = default_folder()
-        images.mkdir(parents=True, exist_ok=True)  # names of files mean nothing there: images stand in the rows
+        images = default_folder() if cache is None else cache  # names of files mean nothing: images stand in the rows
+        try:
+            images.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise DataError(
+                f"{images} cannot be made ({cause.strerror}); name a folder that can be in data.cache"
+            ) from cause
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
     if not images.is_dir():

@@ -2,6 +2,6 @@
 
 from octavo.parallel.fill import fill
 from octavo.parallel.shard import full_state_dict, shard
-from octavo.parallel.world import WAITS, World, WorldError, setup
+from octavo.parallel.world import WAITS, World, WorldError, axes, setup
 
-__all__ = ["WAITS", "World", "WorldError", "fill", "full_state_dict", "setup", "shard"]
+__all__ = ["WAITS", "World", "WorldError", "axes", "fill", "full_state_dict", "setup", "shard"]

@@ -189,7 +189,7 @@ def setup(
             raise WorldError(f"threads={threads} was asked; at least 1 is needed")
         torch.set_num_threads(threads)
     rank, size, local_rank = _read(os.environ)
-    axes = _axes(size, replicate, shard)
+    mesh_axes = axes(size, replicate, shard)
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
@@ -207,14 +207,15 @@ def setup(
             f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(device.type, tuple(mesh_axes.values()), mesh_dim_names=tuple(mesh_axes))
     marks = Marks()
     pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
     return World(rank, size, local_rank, device, mesh, timeout, pulse, marks)
 
 
-def _axes(size: int, replicate: int, shard: int | str) -> dict[str, int]:
-    """The axes of the mesh, the slowest first; one of copies only where there are some."""
+def axes(size: int, replicate: int, shard: int | str) -> dict[str, int]:
+    """The axes of the mesh of so many ranks, the slowest first; one of copies only where there are some. Raises
+    WorldError where they do not multiply to the number of ranks."""
     within = size // replicate if shard == "auto" else int(shard)
     if replicate * within != size:
         each = f"shard: {shard}" if shard != "auto" else f"shard: auto, {size} / {replicate}"

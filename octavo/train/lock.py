@@ -113,7 +113,8 @@ class RunLock:
         while not self._ended.wait(BEAT):
             number += 1
             try:
-                if _read(path)[0] != _me():
+                holder = _read(path)[0]  # that of nobody: the file cannot be read now, or somebody removed it
+                if holder.pid and holder != _me():
                     break
                 self._write(number)
             except (OSError, TrainError, ValueError):  # no file system for a moment; ValueError: closed just now

@@ -37,7 +37,8 @@ PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
 
 # What a run notes in its checkpoints and takes from there without asking.
 _COUNTERS = {
-    **dict.fromkeys(("step!", "rows!", "window", "pack", "tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
+    **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), reading.COUNT),
+    **dict.fromkeys(("tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
     "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
     "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
 }  # fmt: skip
@@ -45,15 +46,16 @@ _COUNTERS = {
 
 @dataclass
 class Progress:
-    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window` and
-    number in it (`pack`), `tokens` seen, `skipped` steps that
-    were not finite (`in_a_row` of them just now), `learnt` the last step that held a token with a loss, `seconds` of
+    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window`,
+    number in it (`pack`) and the checksum of that window's packs (`packs`), `tokens` seen, `skipped` steps that were
+    not finite (`in_a_row` of them just now), `learnt` the last step that held a token with a loss, `seconds` of
     training, `health` the last FP8 health summary."""
 
     step: int = 0
     rows: int = 0
     window: int = 0
     pack: int = 0
+    packs: int = 0
     tokens: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -67,11 +69,18 @@ class Progress:
         return self.step - self.learnt
 
     def after(
-        self, step: int, rows: int, place: tuple[int, int], tokens: int, seconds: float, applied: bool, learnt: bool
+        self,
+        step: int,
+        rows: int,
+        place: tuple[int, int, int],
+        tokens: int,
+        seconds: float,
+        applied: bool,
+        learnt: bool,
     ) -> None:
-        """A step is done; `place`: (window, pack) of the next pack; `learnt`: it held a token with a loss."""
+        """A step is done; `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss."""
         self.step, self.rows = step, rows
-        self.window, self.pack = place
+        self.window, self.pack, self.packs = place
         self.learnt = step if learnt else self.learnt
         self.tokens += tokens
         self.seconds += seconds
@@ -94,7 +103,7 @@ class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
     far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
     another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
-    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it)."""
+    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it, checksum)."""
 
     directory: Path
     checkpoint: Path | None = None
@@ -104,7 +113,7 @@ class Start:
     result: Mapping[str, Any] | None = None
     forked: bool = False
     first: Mapping[str, Any] | None = None
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int, int] = (0, 0, 0)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -271,7 +280,7 @@ def _prepare(
     prints: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, place, files = 0, 0, (0, 0), {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
+    step, rows, place, files = 0, 0, (0, 0, 0), {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
     begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
@@ -282,7 +291,7 @@ def _prepare(
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
-        place = counters.get("window", 0), counters.get("pack", 0)
+        place = counters.get("window", 0), counters.get("pack", 0), counters.get("packs", 0)
         begun = starting.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save

@@ -246,6 +246,23 @@ def test_a_bad_row_leaves_its_place_empty_and_changes_no_other_pack(folder, mode
         take(stream(folder.read(raw), encoder), 10)
 
 
+def test_a_row_that_is_mended_changes_no_pack_of_a_run_that_goes_on(folder, models, tmp_path):
+    raw, file = many(folder), folder.path / "2.png"
+    data = file.read_bytes()
+    file.unlink()
+    cache, source = tmp_path / "cache", folder.read(raw)
+    encoder = Encoder(models("qwen3_vl"), 64)
+    whole = take(stream(source, encoder, cache, on_bad="skip", window=40), 10)
+    begun = stream(source, encoder, cache, on_bad="skip", window=40)
+    take(begun, 3)
+    assert begun.place[1]
+    file.write_bytes(data)
+    again = take(stream(source, encoder, cache, place=begun.place, on_bad="skip", window=40), 5)
+    assert [rows(step) for step in again] == [rows(step) for step in whole[3:8]]
+    with pytest.raises(DataError, match="of the order make other packs than they did when this checkpoint"):
+        take(stream(source, encoder, tmp_path / "another", place=begun.place, on_bad="skip", window=40), 1)
+
+
 def test_rows_that_are_left_out_are_listed_by_whoever_has_their_pack(folder, models, tmp_path):
     raw = many(folder, 20, images=False)
     raw[7] = folder.llava("long " * 90, "a")

@@ -125,11 +125,16 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     assert f"{path}, row 3 (id 3): its 3.json has 686 bytes, and a.tar ends after 188 of them" in why(rows, 3)
     with pytest.raises(DataError, match=r"a\.tar changed while it was read; start again"):
         whole[0]
-    for rest in (b"x" * 512, data[3 * 1536 :][:100]):
+    for rest in (b"x" * 512, data[3 * 1536 :][:100], b""):
         path.write_bytes(data[: 3 * 1536] + rest)
         rows = open_rows(path)
         assert len(rows) == 4 and rows[2] == third
         assert "a.tar is broken behind 2.json, byte 4608 of" in why(rows, 3)
+    path.write_bytes(data + data)
+    assert "there is more behind its end, as of tars that were joined" in why(open_rows(path), 4)
+    (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
+    with pytest.raises(DataError, match=r"b\.tar is a link to a file that is not there"):
+        open_rows(tmp_path)
 
 
 @pytest.mark.parametrize(

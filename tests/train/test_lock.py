@@ -101,6 +101,9 @@ def test_a_holder_on_another_host_keeps_its_lock_while_its_number_goes_up(elsewh
         lock.take(tmp_path, told.append)
     assert told == [f"{tmp_path} was last held by process {process.pid} on node7: waiting up to 3 s to see whether it "
                     "is alive"]  # fmt: skip
+    (tmp_path / ".lock").unlink()  # by a person: nobody else holds it
+    time.sleep(0.3)
+    assert process.is_alive()
     # One whose file another process has taken meanwhile, while it was stopped, ends and does not train on.
     (tmp_path / ".lock").write_text("12 node8 third 000000000001\n")
     process.join(30)

@@ -187,7 +187,7 @@ def _batches(cfg: Config, ranks: int) -> list[int]:
     each = max(1, samples_of(cfg) // ranks)
     if cfg.data.packing:  # a micro-batch is a pack
         return [1]
-    return [n for n in range(1, each + 1) if each % n == 0]
+    return [n for n in range(1, each + 1) if each % n == 0 and samples_of(cfg) % n == 0]
 
 
 def _named(way: Mapping[str, str]) -> Any:

@@ -33,6 +33,7 @@ from octavo.config import Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
+from octavo.parallel import WorldError, axes
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts, gathers_bf16, model_dtype
@@ -93,8 +94,12 @@ class Footprint:
 
 
 def shards_of(cfg: Config, ranks: int) -> int:
-    """Over how many of the ranks a copy of the model is sharded."""
-    return max(1, ranks // cfg.parallel.replicate)
+    """Over how many of the ranks a copy of the model is sharded; of one rank nothing is. Raises TrainError for axes
+    that do not multiply to that many."""
+    try:
+        return 1 if ranks == 1 else axes(ranks, cfg.parallel.replicate, cfg.parallel.shard)["shard"]
+    except WorldError as error:
+        raise TrainError(str(error)) from error
 
 
 class Footprints:

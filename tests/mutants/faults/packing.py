@@ -30,7 +30,7 @@ area(
     ),
     (
         "packs-resume-one-early", "data/packs.py",
-        "(window, at + 1) if at + 1 < len(packs)", "(window, at) if at + 1 < len(packs)",
+        "(window, at + 1, now) if at + 1 < len(packs)", "(window, at, now) if at + 1 < len(packs)",
         "a resumed run repeats a pack",
         "data/test_packing.py",
     ),
