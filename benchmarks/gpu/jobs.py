@@ -41,7 +41,7 @@ JOBS: tuple[Job, ...] = (
     *_tests(1, {"torch_backend": 160, "casts": 160, "gemms": 180}),
     *_tests(2, {"gluon": 120, "moe": 120, "fused": 120, "compile": 150, "adamw": 120, "param": 90, "saved": 90}),
     *_tests(2, {"offloaded": 90, "eager": 60, "graphs": 60, "blocks": 60, "logits": 60, "generation": 120}),
-    *_tests(2, {"optimizer_states": 60, "sharing": 60, "decode": 90, "invariant": 120}),
+    *_tests(2, {"optimizer_states": 60, "sharing": 60, "decode": 90, "invariant": 120, "async_saves": 60}),
     *_tests(2, {"memory": 60, "plan": 70}, alone=True),
     *_suites(1, {"cast": 70, "gemm": 150, "linear": 115}),
     *_suites(3, {"layer": 170, "step": 210, "memory": 95}),
