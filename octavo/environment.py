@@ -24,7 +24,7 @@ REQUIRED: dict[str, str] = {
     "torch": ">=2.11,<2.14",
     "transformers": ">=5.17,<5.24",
     "huggingface-hub": ">=1.5",
-    "fsspec": ">=2023.5",
+    "fsspec": ">=2024.6",
     "safetensors": ">=0.8",
     "tokenizers": ">=0.23.1",
     "jinja2": ">=3.1.6",
@@ -39,7 +39,7 @@ REQUIRED: dict[str, str] = {
     "matplotlib": ">=3.8",
     "tensorboard": ">=2.16.2",
     "scikit-learn": ">=1.4",
-    "peft": ">=0.18",
+    "peft": ">=0.19",
 }
 
 #: found and recorded, never needed
