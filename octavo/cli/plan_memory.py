@@ -3,10 +3,11 @@ fits."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.cli import terminal
+from octavo.cli import arguments, terminal
 from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
 from octavo.train.tokens import assumed
 
@@ -175,7 +176,8 @@ def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
     print("\n".join(changes) if changes else "the configuration as it is")
     print()
     if changes and args.file is not None:
-        print(f"on the command line: octavo train {args.file} {best.words(now)}")
+        given = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
+        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *given])} {best.words(now)}")
     for reason in found.reasons:
         print(reason)
     if found.exacter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.data.errors import DataError
@@ -27,7 +28,7 @@ class Ahead:
         self.mixture = mixture
         self._sets = {n: found for n, source in enumerate(mixture.sources) if (found := _fetched(source)) is not None}
         for number, rows in self._sets.items():
-            _check(rows, mixture.orders[number])
+            _check(rows, mixture.sources[number].shards, mixture.orders[number])
         self._wanted: list[tuple[int, int]] = []
         self._changed, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -73,8 +74,9 @@ def _fetched(source: Any) -> Fetched | None:
     return rows
 
 
-def _check(rows: Fetched, order: Any) -> None:
-    total = sum(shard.size for shard in rows.found)
+def _check(rows: Fetched, taken: Sequence[int], order: Any) -> None:
+    """`taken`: how many rows of each file."""
+    total = sum(shard.size for shard, count in zip(rows.found, taken, strict=True) if count)
     need = total
     if isinstance(order, Windows):  # a window begins and ends within a file
         need = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.found))

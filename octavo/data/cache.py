@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,8 +33,6 @@ KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it sa
 INDEX = "index.json"  # of a folder of tars
 EVERY = 5.0  # seconds between words on a conversion
 
-_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # how a URL begins, as a path
-
 Say = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
 """Writes what is kept of a data file to a path; tells from time to time which share of it is done."""
@@ -53,10 +50,10 @@ def default_folder() -> Path:
 
 
 def kept(
-    folder: Path | None, source: Path, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
+    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
 ) -> Path:
-    """The file that `write` makes of `source`, made now where it is not there. `folder`: of the cache (None: the
-    default); `more`: what else the content depends on; `form`: what it becomes, in a word.
+    """The file that `write` makes of `source` (a text: of a URL), made now where it is not there. `folder`: of the
+    cache (None: the default); `more`: what else the content depends on; `form`: what it becomes, in a word.
 
     Raises DataError where the folder cannot be written to or the disk is full, and where `source` changes meanwhile.
     """
@@ -76,30 +73,31 @@ def kept(
     except OSError as cause:
         why = atomic.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
-            f"{folder} cannot keep {source.name} as {form}: {why}. Name a folder with room that can be written to in "
-            "data.cache (or OCTAVO_CACHE)"
+            f"{folder} cannot keep {Path(source).name} as {form}: {why}. Name a folder with room that can be written "
+            "to in data.cache (or OCTAVO_CACHE)"
         ) from cause
     return target
 
 
-def place(folder: Path | None, source: Path, more: str = "", form: str = "Arrow") -> Path:
+def place(folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow") -> Path:
     """Where `kept` has what is made of a source, there or not yet."""
     text = f"{FORM}:{_identity(source)}:{more}"
     name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return (default_folder() if folder is None else folder) / f"{name}.{form.lower()}"
 
 
-def _make(target: Path, source: Path, write: Write, say: Say, form: str) -> None:
+def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -> None:
     aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-    size, told = source.stat().st_size / 1e6 if source.is_file() else 0.0, time.monotonic()
+    file, told = Path(source), time.monotonic()
+    size = file.stat().st_size / 1e6 if file.is_file() else 0.0
 
     def progress(share: float) -> None:
         nonlocal told
         if time.monotonic() - told > EVERY:
             told = time.monotonic()
-            say(f"{source.name} ({size:.0f} MB): {share:.0%} converted to {form}")
+            say(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
 
-    say(f"{source.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
+    say(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
     try:
         write(aside, progress)
         atomic.sync(aside)
@@ -158,8 +156,8 @@ def of_kinds(names: Sequence[str]) -> list[str]:
     return tars if tars and not {*found} - {INDEX} else found
 
 
-def _identity(source: Path) -> str:
-    if is_name(str(source)) or _ELSEWHERE.match(str(source)):  # whoever asks says which revision, or what it holds
+def _identity(source: Path | str) -> str:
+    if isinstance(source, str) or is_name(str(source)):  # whoever asks says which revision, or what it holds
         return str(source)
     found = [(str(file.resolve()), file.stat()) for file in files_of(source)]
     return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)

@@ -128,9 +128,7 @@ def counts(source: Source | Joined, encoder: Encoder, folder: Path | None, more:
         np.zeros(length, "<i4").tofile(file)
 
     key = json.dumps([FORM, length, source.kind, source.format, str(source.images), more, _print_of(encoder)])
-    return Counts(
-        length, encoder.seq_length, cache.kept(folder, Path(source.rows.path), write, more=key, form="counts")
-    )
+    return Counts(length, encoder.seq_length, cache.kept(folder, source.rows.path, write, more=key, form="counts"))
 
 
 def _print_of(encoder: Encoder) -> str:

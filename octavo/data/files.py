@@ -70,8 +70,14 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
     open_one = partial(_open_file, folder=folder, say=say, stream=stream, small=small)
     if kinds != [cache.TAR]:
         return tables.Shards(path, files, open_one, most=None if small or stream else OPEN)
+    _refuse_stream(path, stream)
     look_up(files, folder, say)
     return tables.Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
+
+
+def _refuse_stream(path: Path, stream: bool) -> None:
+    if stream:
+        raise DataError(f"{path}: rows of a tar are read where they lie in any case; leave `stream` out")
 
 
 def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, small: int | None = None) -> Rows:
@@ -84,6 +90,7 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
     if size == 0:
         raise DataError(f"{path} is empty (0 bytes); expected a JSON list of rows or one JSON object a line")
     if path.suffix.lower() == cache.TAR:
+        _refuse_stream(path, stream)
         look_up([path], folder, say)
         return open_tar(path, folder)
     if stream:

@@ -125,7 +125,7 @@ def join(
         _write(source, encoder, on_bad, file, progress)
 
     key = json.dumps([FORM, source.format, len(source), more, _print_of(encoder)])
-    file = cache.kept(folder, Path(source.rows.path), write, say, key, "tokens")
+    file = cache.kept(folder, source.rows.path, write, say, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, which no count tells
     made = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
     bad = [record for record in made.records if record["action"] == BadSample.action]

@@ -151,24 +151,69 @@ class Judge:
         return None
 
 
-class Loader:
+class Steps:
+    """Micro-batches of a rank, step by step and without end: what streams of rows and of packs have in common.
+
+    `workers=0` reads inline and keeps processed samples in memory, up to `cache_bytes`; more read ahead in processes of
+    their own. The batches are the same; a worker that has not brought a row within `timeout` seconds is named.
+    `report_path` is the file that lists the rows left out; `report.counts` counts them. `rows` counts the rows of the
+    mixture that were consumed by the steps that were yielded, not by what workers have prepared; `place` is that of the
+    next pack, in a stream of packs.
+    """
+
+    rows: int
+    place = (0, 0, 0)
+
+    def __init__(
+        self, mixture: Mixture, encoder: Any, rank: int, world: int, workers: int, on_bad: str,
+        report_path: str | Path | None, cache_bytes: int, timeout: float,
+    ) -> None:  # fmt: skip
+        if not 0 <= rank < world:
+            raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
+        self.mixture, self.encoder, self.rank, self.world = mixture, encoder, rank, world
+        self.workers, self.timeout = workers, timeout
+        self._judge = Judge(mixture.sources, on_bad, report_path)
+        self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self._ahead = Ahead(mixture)
+        self._steps: Generator[list[Any], None, None] | None = None
+
+    @property
+    def report(self) -> SkipReport:
+        """Counts and list of the rows left out so far."""
+        return self._judge.report
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """The one endless stream; a second `iter` goes on where the first stopped."""
+        if self._steps is None:
+            self._steps = self._stream()
+        return self._steps
+
+    def __next__(self) -> list[Any]:
+        return next(iter(self))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+
+    def _stream(self) -> Generator[list[Any], None, None]:
+        raise NotImplementedError
+
+
+class Loader(Steps):
     """Yields, for each step, the micro-batches of this rank, or what else `gather` makes of its rows.
 
     Step t takes the rows [start_row + t*G, start_row + (t+1)*G) of the mixture, G = `global_batch`; rank r of
     `world` takes those from r G / world to (r + 1) G / world, rounded down: equal slices, or some with a row more,
     for which the others have a place that is left out. A slice is cut into micro-batches of up to `micro_batch` rows.
     A row that is left out makes its micro-batch smaller; an empty one is a fully masked row, so that all ranks run as
-    many forwards. `rows` is the number of rows of the mixture consumed by the steps that were yielded, not by what
-    workers have prepared: store it, and give it back as `start_row`.
+    many forwards. Store `rows`, and give it back as `start_row`. For the rest see `Steps`.
 
-    `workers=0` reads inline and keeps processed samples in memory; more read ahead in processes of their own. The
-    batches are the same; a worker that has not brought a row within `timeout` seconds is named. `report_path` is the
-    file that lists the rows left out; `report.counts` counts them. `gather(rows, micro_batch, pad_id)` is given the
-    (number in the stream, sample or None) of a step's rows; with `neighbours` and several ranks also `before=`, the
-    nearest sample before them in the step, whose last row comes before its first (None: other ranks have none).
+    `gather(rows, micro_batch, pad_id)` is given the (number in the stream, sample or None) of a step's rows; with
+    `neighbours` and several ranks also `before=`, the nearest sample before them in the step, whose last row comes
+    before its first (None: other ranks have none).
     """
-
-    place = (0, 0, 0)  # of the next pack, in a stream of packs
 
     def __init__(
         self,
@@ -189,32 +234,11 @@ class Loader:
     ) -> None:
         if micro_batch < 1 or global_batch < 1:
             raise DataError(f"global_batch {global_batch} in micro-batches of {micro_batch}; give each 1 or more rows")
-        if not 0 <= rank < world:
-            raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
-        self.mixture, self.encoder = mixture, encoder
-        self.micro_batch, self.global_batch, self.rank, self.world = micro_batch, global_batch, rank, world
-        self.workers, self.rows, self.timeout, self.gather = workers, start_row, timeout, gather
+        super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
+        self.micro_batch, self.global_batch, self.rows, self.gather = micro_batch, global_batch, start_row, gather
         first, stop = (global_batch * nth // world for nth in (rank, rank + 1))
         self.mine = range(first, stop)  # of each step
         self.others = global_batch - len(self.mine) if neighbours else 0  # rows that `before` may be one of
-        self._judge = Judge(mixture.sources, on_bad, report_path)
-        self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
-        self._ahead = Ahead(mixture)
-        self._steps: Iterator[list[Any]] | None = None
-
-    @property
-    def report(self) -> SkipReport:
-        """Counts and list of the rows left out so far."""
-        return self._judge.report
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """The one endless stream; a second `iter` goes on where the first stopped."""
-        if self._steps is None:
-            self._steps = self._stream()
-        return self._steps
-
-    def __next__(self) -> list[Any]:
-        return next(iter(self))
 
     def at(self, number: int) -> Any:
         """What is made of a row of the stream, by its number. Raises its error."""
@@ -223,13 +247,7 @@ class Loader:
             raise made
         return made
 
-    def close(self) -> None:
-        """Stop the workers."""
-        if self._steps is not None:
-            self._steps.close()  # type: ignore[attr-defined]
-            self._steps = None
-
-    def _stream(self) -> Iterator[list[Any]]:
+    def _stream(self) -> Generator[list[Any], None, None]:
         first = self.mine.start
         others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # the nearest one before first
         numbers = [*self.mine, *others[:1]]

@@ -67,7 +67,7 @@ class Mixture:
                 yield from ((source, shard) for shard in order.shards(epoch, position))
             else:
                 sizes = getattr(self.sources[source], "shards", None)
-                yield from ((source, shard) for shard in range(0 if sizes is None else len(sizes)))
+                yield from ((source, shard) for shard, rows in enumerate([] if sizes is None else sizes) if rows)
 
     def _drawn(self, turn: int, source: int, place: int) -> int:
         """How many draws from a data set a round has before a place of it."""

@@ -7,7 +7,7 @@ follows from data, settings and seed alone, and where a run is, from two numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from octavo.data import packing
-from octavo.data.ahead import Ahead
 from octavo.data.collate import collate_pack
 from octavo.data.counting import Counts, Lengths
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loader import AT_ONCE, CACHE_BYTES, Judge, Place, Processed, by_workers
+from octavo.data.loader import AT_ONCE, CACHE_BYTES, Place, Steps, by_workers
 from octavo.data.mixture import Mixture, shuffled
-from octavo.data.report import SkipReport
 
 
 class Pack(NamedTuple):
@@ -36,17 +34,15 @@ class Pack(NamedTuple):
 _EMPTY = Pack((), ())
 
 
-class PackLoader:
+class PackLoader(Steps):
     """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on. They are dealt to the
-    `world` ranks by what they cost; who has one less than others has an empty one, so that all ranks run as many
-    forwards. A row that is bad or too long leaves its place in its pack empty; it changes no other pack. `place` is
-    that of the first pack after the steps that were yielded, not of what workers have prepared: (window, pack in it,
-    checksum of the window's packs). Store it, and give it back. `rows` counts the rows of the packs so far.
+    Step t takes `global_batch` packs of the stream, from `place` on. They are dealt to the `world` ranks by what they
+    cost; who has one less than others has an empty one, so that all ranks run as many forwards. A row that is bad or
+    too long leaves its place in its pack empty; it changes no other pack.
 
-    `workers`, `on_bad`, `report_path`, `cache_bytes`, `timeout` as in `Loader`; `known`: what was counted of each data
-    set.
+    `place` is that of the first pack after the steps that were yielded: (window, pack in it, checksum of the window's
+    packs). Store it, and give it back. `known`: what was counted of each data set. For the rest see `Steps`.
     """
 
     def __init__(
@@ -67,21 +63,10 @@ class PackLoader:
     ) -> None:
         if global_batch < 1:
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
-        if not 0 <= rank < world:
-            raise DataError(f"rank {rank} of {world} process(es); ranks count from 0")
-        self.mixture, self.encoder, self.window, self.global_batch = mixture, encoder, window, global_batch
-        self.rank, self.world, self.place, self.workers, self.timeout = rank, world, place, workers, timeout
+        super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
+        self.window, self.global_batch, self.place = window, global_batch, place
         self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, workers, timeout)
-        self._judge = Judge(mixture.sources, on_bad, report_path)
-        self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
-        self._ahead = Ahead(mixture)
-        self._steps: Any = None
         self.packs = lru_cache(maxsize=4)(self._packs)
-
-    @property
-    def report(self) -> SkipReport:
-        """Counts and list of the rows left out so far."""
-        return self._judge.report
 
     @property
     def rows(self) -> int:
@@ -89,20 +74,9 @@ class PackLoader:
         begun = self.packs(window)[:number] if number else ()
         return window * self.window + sum(len(pack.rows) for pack in begun)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """The one endless stream; a second `iter` goes on where the first stopped."""
-        if self._steps is None:
-            self._steps = self._stream()
-        return self._steps
-
-    def __next__(self) -> list[Any]:
-        return next(iter(self))
-
     def close(self) -> None:
-        """Stop the workers."""
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
+        """Stop the workers, and the process that counts."""
+        super().close()
         self._lengths.close()
 
     def _packs(self, window: int) -> tuple[Pack, ...]:
@@ -145,7 +119,7 @@ class PackLoader:
                 yield packs[at], (window, at + 1, now) if at + 1 < len(packs) else (window + 1, 0, 0)
             window, number = window + 1, 0
 
-    def _stream(self) -> Iterator[list[Any]]:
+    def _stream(self) -> Generator[list[Any], None, None]:
         chunks = _Chunks(self)
         if self.workers and self.rank < self.global_batch:  # later ranks never have a row
             made = by_workers(self._processed, chunks, self.workers, self.timeout)

@@ -185,7 +185,7 @@ class Stepper:
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
         packs = [edges_of(batch) for batch in batches]
-        places = sum(edges[-1] for edges in packs if edges is not None)
+        places = sum(edges[-1] for edges, meta in zip(packs, metas, strict=True) if edges is not None and meta.rows)
         plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
         mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places, plan]
         *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])

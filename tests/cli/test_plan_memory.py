@@ -46,21 +46,34 @@ def test_as_json(capsys) -> None:
     assert {s["key"] for s in found["switches"]} >= {"optimizer.master", "fp8.activations", "train.recompute"}
 
 
+HELD = [
+    "optimizer.update=step",
+    "train.recompute=none",
+    "optimizer.offload=false",
+    "train.offload_activations=false",
+]
+
+
+def test_a_proposal_is_what_train_takes_with_the_words_that_were_given(capsys) -> None:
+    words = ["plan", str(EXAMPLE), "--shape", "llama2_7b", "--ranks", "2", "train.global_batch=7", *HELD]
+    assert main([*words, "--fit", "900GB"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("on the command line: ")]
+    assert all(f" {word}" in line for word in ("train.global_batch=7", *HELD))
+    [micro] = [word for word in line.split() if word.startswith("train.micro_batch=")] or ["train.micro_batch=1"]
+    assert 7 % int(micro.partition("=")[2]) == 0
+    assert main([*words, "--card", "900GB", "parallel.replicate=2", "parallel.shard=2"]) == 1
+    assert "parallel asks for replicate: 2 and shard: 2, and there are 2 ranks" in capsys.readouterr().err
+
+
 def test_fit_proposes_yaml(capsys) -> None:
-    held = [
-        "optimizer.update=step",
-        "train.recompute=none",
-        "optimizer.offload=false",
-        "train.offload_activations=false",
-    ]
-    assert main(["plan", "--shape", "llama2_7b", "--fit", "80GB", "train.global_batch=1", *held]) == 0
+    assert main(["plan", "--shape", "llama2_7b", "--fit", "80GB", "train.global_batch=1", *HELD]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == (
         "assumed: train.micro_batch 1 x train.seq_length 2048 tokens, rows of one length; --tokens says otherwise; "
         "speeds of 400 TFLOP/s, 2.5 TB/s of the card's memory and 25 GB/s to the host, not measured"
     )
     assert "\n  states: fp8\n" in out and "by an estimate of FLOPs and bytes (not a measurement)" in out
-    assert main(["plan", "--shape", "llama2_7b", "--fit", "4GB", "train.global_batch=1", *held]) == 1
+    assert main(["plan", "--shape", "llama2_7b", "--fit", "4GB", "train.global_batch=1", *HELD]) == 1
     assert "nothing fits" in capsys.readouterr().out
 
 

@@ -339,6 +339,12 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
     assert {*there_in(store.folder)} == {*first}
 
 
+def test_of_a_part_of_a_set_the_files_without_a_row_are_not_asked_for(there):
+    source = read(Dataset(path=there, max_samples=ROWS + 1, fetch_gb=3e-6))
+    loader(source).close()  # two files fit
+    assert [shard for _, shard in Mixture([source], seed=1).shards(0, [0])] == [0, 1]
+
+
 def _rows_of(url: str, folder: Path) -> int:
     rows = open_fetched(url, folder, limit=6000)
     return sum(int(rows[n]["messages"][1]["content"]) for n in range(59, -1, -1))

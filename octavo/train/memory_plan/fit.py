@@ -28,7 +28,7 @@ from typing import Any
 from octavo.config import Config
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan.activations import FakeForward
-from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, value_of
+from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, shards_of, value_of
 from octavo.train.memory_plan.switches import SWITCHES
 from octavo.train.planning import micro_steps_of, samples_of
 
@@ -122,7 +122,7 @@ def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] =
     best = _fastest(fitting)
     smallest = min(every, key=lambda s: s.footprint.total)
     if best is None:
-        wider = (n for n in RANKS if n > ranks and samples_of(sizes.cfg) % n == 0)
+        wider = (n for n in RANKS if n > ranks and samples_of(sizes.cfg) % n == 0 and _makes(sizes.cfg, n))
         more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
         return Fit(card, None, (), (), (), smallest, more, len(every))
     ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
@@ -182,11 +182,19 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
                 yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
 
 
+def _makes(cfg: Config, ranks: int) -> bool:
+    """Whether the mesh that is asked for has so many ranks."""
+    try:
+        return shards_of(cfg, ranks) > 0
+    except TrainError:
+        return False
+
+
 def _batches(cfg: Config, ranks: int) -> list[int]:
     """Micro-batches that divide what a rank has of the global batch."""
-    each = max(1, samples_of(cfg) // ranks)
     if cfg.data.packing:  # a micro-batch is a pack
         return [1]
+    each = max(1, samples_of(cfg) // ranks)
     return [n for n in range(1, each + 1) if each % n == 0 and samples_of(cfg) % n == 0]
 
 
