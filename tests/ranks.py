@@ -22,13 +22,13 @@ import torch.multiprocessing as mp
 START = "spawn" if torch.cuda.is_available() else "fork"
 
 
-def run(function: Callable[..., Any], size: int, *args: Any, replicate: int = 1) -> list[Any]:
-    """`function(world, *args)` on `size` ranks, in `replicate` copies; what each returned (JSON), in rank order. A
+def run(function: Callable[..., Any], size: int, *args: Any, **axes: int) -> list[Any]:
+    """`function(world, *args)` on `size` ranks, laid out by `axes`; what each returned (JSON), in rank order. A
     failing rank fails all."""
     port = free_port()
     gc.collect()  # of earlier groups, whose threads are here: a fork that collected them would wait for ever
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (size, port, folder, function, args, replicate), nprocs=size, start_method=START)
+        mp.start_processes(_rank, (size, port, folder, function, args, axes), nprocs=size, start_method=START)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
 
 
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def _rank(
-    rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: tuple, replicate: int
+    rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: tuple, axes: dict[str, int]
 ) -> None:
     gc.freeze()  # what the parent made is the parent's to collect; who looks through objects means its own
     from octavo import parallel
@@ -50,7 +50,7 @@ def _rank(
     )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on one GPU would be refused; these tests are about gloo
     torch.set_num_threads(1)
-    world = parallel.setup(threads=1, replicate=replicate)
+    world = parallel.setup(threads=1, **axes)
     result = function(world, *args)
     (Path(folder) / str(rank)).write_text(json.dumps(result))
     world.barrier()

@@ -420,7 +420,7 @@ class OptimizerSection(Section):
 
 
 class ParallelSection(Section):
-    """How the ranks of a run share a model: replicate x shard is their number."""
+    """How the ranks of a run share a model and its data: replicate x shard x context is their number."""
 
     replicate: int = Field(
         default=1,
@@ -429,5 +429,26 @@ class ParallelSection(Section):
         description="Copies of the model. Within a copy parameters are sharded; gradients are summed over both.",
     )
     shard: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
-        default="auto", description="Ranks that a copy is sharded over; auto: all ranks divided by `replicate`."
+        default="auto",
+        description="Parts of a global batch that a copy trains on at once, each on `context` ranks; auto: all ranks "
+        "divided by `replicate` and `context`. Parameters are sharded over shard x context ranks.",
     )
+    context: int = Field(
+        default=1, ge=1, le=2**16, description="Ranks that share the tokens of a row (context parallel)."
+    )
+    ulysses: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
+        default="auto",
+        description="Of the `context` ranks, so many exchange heads for tokens; the others gather keys and values. "
+        "auto: the most that divide `context` and the heads of keys and values.",
+    )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Ranks that the experts of a layer are dealt to (expert parallel); divides shard x context.",
+    )
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """What the number of ranks must agree with, as `parallel.Layout.of` takes it."""
+        return self.model_dump(include={"replicate", "shard", "context", "expert"})

@@ -1,7 +1,9 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
+from octavo.parallel.errors import WorldError
 from octavo.parallel.fill import fill
+from octavo.parallel.layout import Layout
 from octavo.parallel.shard import full_state_dict, shard
-from octavo.parallel.world import WAITS, World, WorldError, axes, setup
+from octavo.parallel.world import WAITS, World, setup
 
-__all__ = ["WAITS", "World", "WorldError", "axes", "fill", "full_state_dict", "setup", "shard"]
+__all__ = ["WAITS", "Layout", "World", "WorldError", "fill", "full_state_dict", "setup", "shard"]

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.parallel import flight
+from octavo.parallel.errors import WorldError
+from octavo.parallel.layout import Layout
 from octavo.parallel.meeting import meet
 from octavo.parallel.pulse import Marks, Pulse, missing_words
 from octavo.reading import first_line
@@ -30,16 +32,12 @@ TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evalua
 WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank that did not come is found and named
 
 
-class WorldError(RuntimeError):
-    """The ranks of a run could not be set up, or one of them no longer answers."""
-
-
 @dataclass(frozen=True)
 class World:
     """One process among `size`. `device` is where this rank computes; `mesh` has the axis "shard" or, with copies of
-    the model, the axes "replicate" and "shard", and is None for a single process; `timeout` is how many seconds it may
-    take until a rank that does not come is named; `group` what its own collectives go through (None: the group of all
-    ranks). Every method is a collective: all ranks call it, in the same order.
+    the model, the axes "replicate" and "shard", and is None for a single process; `layout` says what all axes are;
+    `timeout` is how many seconds it may take until a rank that does not come is named; `group` what its own collectives
+    go through (None: the group of all ranks). Every method is a collective: all ranks call it, in the same order.
     """
 
     rank: int = 0
@@ -51,11 +49,22 @@ class World:
     pulse: Pulse | None = None
     marks: Marks = field(default_factory=Marks, compare=False)
     group: dist.ProcessGroup | None = None
+    layout: Layout = Layout()
 
     @property
-    def replicas(self) -> int:
-        """How many copies of the model the ranks hold."""
-        return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
+    def data_rank(self) -> int:
+        """Which part of a global batch this rank trains on; ranks of a context share one."""
+        return self.rank // self.layout.context
+
+    @property
+    def data_size(self) -> int:
+        """How many parts of a global batch are trained on at once."""
+        return self.size // self.layout.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of each row this rank has, among `layout.context`."""
+        return self.rank % self.layout.context
 
     @property
     def is_main(self) -> bool:
@@ -169,17 +178,16 @@ class World:
 
 
 def setup(
-    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None, replicate: int = 1,
-    shard: int | str = "auto",
-) -> World:  # fmt: skip
+    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None, **asked: int | str
+) -> World:
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
     1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
-    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `replicate` and `shard`: the
-    axes of the mesh; ranks of a shard group follow one another, so that they may lie in one node.
+    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `asked`: the axes, as
+    :meth:`Layout.of` takes them.
 
     Raises WorldError where the environment contradicts itself, the axes do not multiply to the number of ranks, a rank
     has no GPU of its own, or peers do not appear.
@@ -189,7 +197,7 @@ def setup(
             raise WorldError(f"threads={threads} was asked; at least 1 is needed")
         torch.set_num_threads(threads)
     rank, size, local_rank = _read(os.environ)
-    mesh_axes = axes(size, replicate, shard)
+    layout = Layout.of(size, **asked)  # type: ignore[arg-type]
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
@@ -207,23 +215,10 @@ def setup(
             f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
-    mesh = init_device_mesh(device.type, tuple(mesh_axes.values()), mesh_dim_names=tuple(mesh_axes))
+    mesh = init_device_mesh(device.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
     marks = Marks()
     pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
-    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks)
-
-
-def axes(size: int, replicate: int, shard: int | str) -> dict[str, int]:
-    """The axes of the mesh of so many ranks, the slowest first; one of copies only where there are some. Raises
-    WorldError where they do not multiply to the number of ranks."""
-    within = size // replicate if shard == "auto" else int(shard)
-    if replicate * within != size:
-        each = f"shard: {shard}" if shard != "auto" else f"shard: auto, {size} / {replicate}"
-        raise WorldError(
-            f"parallel asks for replicate: {replicate} and {each}, and there are {size} ranks. Start replicate x shard "
-            "ranks, or change parallel.replicate or parallel.shard"
-        )
-    return {"shard": within} if replicate == 1 else {"replicate": replicate, "shard": within}
+    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks, layout=layout)
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:

@@ -127,7 +127,7 @@ def kept_for(
     Raises TrainError where it cannot be, and what loading and reading rows raise.
     """
     world, cfg = stepper.world, stepper.cfg
-    share = {"rank": world.rank, "world": world.size}
+    share = {"rank": world.data_rank, "world": world.data_size}
     mixture = data.pair_loader(cfg, processor, **share).mixture
     kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)])
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)

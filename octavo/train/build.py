@@ -87,7 +87,11 @@ def build(
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
     data.prepare(asked, processor, say)
-    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "report_path": directory / "skipped.jsonl"}
+    share: dict[str, Any] = {
+        "rank": world.data_rank,
+        "world": world.data_size,
+        "report_path": directory / "skipped.jsonl",
+    }
     place = {"place": start.place} if cfg.data.packing else {}
     loader = phase.loader(asked, processor, start_row=start.rows, **place, **share)
     evalset = phase.evalset(asked, processor, **share)
@@ -200,6 +204,9 @@ def _keep_plan(
 def check_possible(cfg: Config, world: parallel.World) -> None:
     """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
     check_update(cfg, world)
+    for axis in ("context", "expert"):
+        if getattr(cfg.parallel, axis) > 1:
+            raise TrainError(f"parallel.{axis} is not supported by this version. Use {axis}: 1")
     asked = {
         "train.offload_activations": cfg.train.offload_activations,
         "train.synchronize_per_layer": cfg.train.synchronize_per_layer,

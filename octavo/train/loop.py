@@ -82,8 +82,7 @@ def _run(
     cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase, tell: Tell,
     watchers: Sequence[Callback],
 ) -> RunResult:  # fmt: skip
-    axes = cfg.parallel.replicate, cfg.parallel.shard
-    world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir), *axes)
+    world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir), **cfg.parallel.axes)
     display = Display(console if world.is_main else None, label, cfg.train.steps)
     _refuse_early(cfg)
     with RunLock() as lock:

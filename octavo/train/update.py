@@ -57,12 +57,12 @@ class Update(Protocol):
 def check_update(cfg: Config, world: World) -> None:
     """Raise TrainError where weights would be updated in backward and a step has more than one: gradients would have to
     be held from one to the next."""
-    each = cfg.train.micro_batch * world.size
+    each = cfg.train.micro_batch * world.data_size
     if cfg.optimizer.update == "backward" and cfg.train.global_batch > each:
         raise TrainError(
             f"optimizer.update: backward takes one micro-batch a step and process, and {cfg.train.global_batch} "
             f"samples (train.global_batch) are {-(-cfg.train.global_batch // each)} of {cfg.train.micro_batch} on "
-            f"{world.size} process(es). Set train.global_batch={each}, raise train.micro_batch, or use "
+            f"{world.data_size} process(es). Set train.global_batch={each}, raise train.micro_batch, or use "
             "optimizer.update: step"
         )
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.parallel import World, WorldError, setup
+from octavo.parallel import Layout, World, WorldError, setup
 from tests import ranks
 
 
@@ -112,7 +112,19 @@ def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(WorldError, match="replicate: 2 and shard: 2, and there are 6 ranks"):
         setup(replicate=2, shard=2)
+    with pytest.raises(WorldError, match="replicate: 1 and shard: auto, 6 / 1 / 4, context: 4, and there are 6 ranks"):
+        setup(context=4)
+    with pytest.raises(WorldError, match="expert: 4, which does not divide the 6 ranks of shard x context"):
+        setup(context=3, expert=4)
     assert not dist.is_initialized()
+
+
+def test_ranks_of_a_context_share_a_part_of_the_batch_and_follow_one_another():
+    layout = Layout.of(24, replicate=2, context=3, expert=4)
+    assert (layout.shard, layout.sharded, layout.axes) == (4, 12, {"replicate": 2, "shard": 12})
+    worlds = [World(rank, 24, layout=layout) for rank in (0, 2, 3, 23)]
+    assert [(world.data_rank, world.context_rank) for world in worlds] == [(0, 0), (0, 2), (1, 0), (7, 2)]
+    assert {world.data_size for world in worlds} == {8}
 
 
 def test_two_ranks_sum_gather_and_fail_together():

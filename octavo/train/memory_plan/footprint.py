@@ -33,7 +33,7 @@ from octavo.config import Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
-from octavo.parallel import WorldError, axes
+from octavo.parallel import Layout, WorldError
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts, gathers_bf16, model_dtype
@@ -97,7 +97,7 @@ def shards_of(cfg: Config, ranks: int) -> int:
     """Over how many of the ranks a copy of the model is sharded; of one rank nothing is. Raises TrainError for axes
     that do not multiply to that many."""
     try:
-        return 1 if ranks == 1 else axes(ranks, cfg.parallel.replicate, cfg.parallel.shard)["shard"]
+        return 1 if ranks == 1 else Layout.of(ranks, **cfg.parallel.axes).sharded
     except WorldError as error:
         raise TrainError(str(error)) from error
 

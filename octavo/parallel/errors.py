@@ -1,0 +1,5 @@
+"""What goes wrong between ranks."""
+
+
+class WorldError(RuntimeError):
+    """The ranks of a run could not be set up, or one of them no longer answers."""
