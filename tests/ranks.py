@@ -18,6 +18,10 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch imports when it is first needed: on every rank, were it not here
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from octavo import parallel
 
 START = "spawn" if torch.cuda.is_available() else "fork"
 
@@ -32,6 +36,22 @@ def run(function: Callable[..., Any], size: int, *args: Any, replicate: int = 1)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(size)]
 
 
+def whole_state(model: nn.Module, world: parallel.World) -> dict[str, torch.Tensor]:
+    """A snapshot of the whole model under its own names on rank 0, an empty dict elsewhere. A collective.
+
+    Tied names both appear and share one storage, as in an unsharded `state_dict`.
+    """
+    result: dict[str, torch.Tensor] = {}
+    seen: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            here = tensor.detach()
+            seen[id(tensor)] = (here.full_tensor() if isinstance(here, DTensor) else here).to("cpu", copy=True)
+        if world.is_main:
+            result[name] = seen[id(tensor)]
+    return result
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -43,8 +63,6 @@ def _rank(
     rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: tuple, replicate: int
 ) -> None:
     gc.freeze()  # what the parent made is the parent's to collect; who looks through objects means its own
-    from octavo import parallel
-
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
