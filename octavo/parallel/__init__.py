@@ -3,7 +3,7 @@
 from octavo.parallel.errors import WorldError
 from octavo.parallel.fill import fill
 from octavo.parallel.layout import Layout
-from octavo.parallel.shard import full_state_dict, shard
+from octavo.parallel.shard import shard
 from octavo.parallel.world import WAITS, World, setup
 
-__all__ = ["WAITS", "Layout", "World", "WorldError", "fill", "full_state_dict", "setup", "shard"]
+__all__ = ["WAITS", "Layout", "World", "WorldError", "fill", "setup", "shard"]
