@@ -152,7 +152,7 @@ def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Coll
     if plan.policy.weight_codes == "recast":
         return 0
     if ranks > 1:
-        return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
+        return sum(shard_of_codes(_whole(row), casts_of(row), ranks) for row in fp8_weights(plan))
     return sum(
         codes_of(row, _held_gemms(plan, row, row.row.module in reached, weight_name(row) in frozen))
         for row in _once(plan.rows)
@@ -198,7 +198,7 @@ def frozen_of(found: Iterable[Held]) -> frozenset[str]:
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
     """The rows whose weight is FP8 between steps (`fp8.param`), tied ones once: an FP8 GEMM multiplies by it, and it
     is no other layer's in high precision."""
-    sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and _specs(row)}
+    sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and casts_of(row)}
     return tuple(row for row in _once(plan.rows) if weight_name(row) in sure and sure.issuperset(row.row.tied))
 
 
@@ -215,30 +215,36 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
     return all(g is not None and (g.b.format, g.b.block) == (codes.format, codes.block) for g in used)
 
 
-def _specs(row: fp8.PlanRow) -> list[CastSpec]:
+def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
     """The casts of a weight: the forward's, and dgrad's where that has another."""
     found = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
     return list(dict.fromkeys(found))
 
 
-def _shard_of_codes(row: fp8.PlanRow, ranks: int) -> int:
-    """What a rank keeps: :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
+def shard_of_codes(shape: tuple[int, ...], casts: Iterable[CastSpec], ranks: int) -> int:
+    """Codes and scales that each of the ranks keeps, and sends, of a matrix [N, K] or of experts [E, N, K]:
+    :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
     found = 0
-    for spec in _specs(row):
-        if row.row.experts:
-            found += math.ceil(row.row.experts / ranks) * bytes_of(row.shape, spec)
+    for spec in casts:
+        shards = Shards(shape[0], ranks, 0)
+        if len(shape) == 3:
+            found += shards.chunk * bytes_of((shape[1], shape[2]), spec)
             continue
-        shards = Shards(row.shape[0], ranks, 0)
-        scales = shards.blocks(spec.block[0]) * layout(1, row.shape[1], spec.block).grid[1]
-        found += shards.chunk * row.shape[1] + scales * _scale_width(spec)
+        scales = shards.blocks(spec.block[0]) * layout(1, shape[1], spec.block).grid[1]
+        found += shards.chunk * shape[1] + scales * _scale_width(spec)
     return found
+
+
+def _whole(row: fp8.PlanRow) -> tuple[int, ...]:
+    """The shape of its weight, as GEMMs multiply by it."""
+    return row.shape if not row.row.experts else (row.row.experts, *row.shape)
 
 
 def codes_of(row: fp8.PlanRow, gemms: Iterable[Any] | None = None) -> int:
     """Bytes of the codes of one layer's weight, those of all experts.
 
     ``gemms``: of the recipe, whose codes are counted (None: of the forward, and of dgrad where that casts anew)."""
-    specs = _specs(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
+    specs = casts_of(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
     return (row.row.experts or 1) * sum(bytes_of(row.shape, spec) for spec in specs)
 
 
