@@ -47,8 +47,8 @@ def reduced(size: int, ranks: int) -> int:
 class Counted(TorchDispatchMode):
     """While entered: bytes that this thread's collectives bring to this rank.
 
-    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes, and of
-    integers (amaxes of blocks that two ranks share), count as "figures". Backward is seen where it runs in the same
+    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes, and
+    of integers (amaxes of blocks that two ranks share), count as "figures". Backward is seen where it runs in the same
     thread, as it does on a CPU. Raises NotImplementedError at a collective that it has no rule for.
     """
 

@@ -7,7 +7,6 @@ own.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
@@ -24,25 +23,23 @@ def groups(
     cfg: Config, held: Iterable[Held], plan: fp8.Plan, reached: Collection[str], layout: Layout
 ) -> tuple[Group, ...]:
     """The groups of this layout. ``reached``: see :func:`octavo.train.memory_plan.states.backward_reaches`."""
-    held = tuple(held)
-    dealt = {row.name for row in plan.rows if row.kind == "experts"} if layout.expert > 1 else set()
+    own = states.experts_of(plan) if layout.expert > 1 else frozenset()
+    held, plan = states.dealt(held, plan, layout.expert)
     coded = {states.weight_name(row): row for row in states.fp8_weights(plan)}
     backward = _in_backward(held, reached)
     found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
     for p in held:
-        name, shape, ranks = stock_name(p.name), p.shape or (1,), layout.sharded
-        if name in dealt:
-            shape, ranks = (math.ceil(shape[0] / layout.expert), *shape[1:]), ranks // layout.expert
+        name, shape = stock_name(p.name), p.shape or (1,)
+        ranks = layout.sharded // (layout.expert if name in own else 1)
         casts = states.casts_of(coded[name]) if name in coded else [p.codes] if p.codes is not None else []
         turned = p.turned or (name in coded and len(shape) == 3 and shape[1:] != coded[name].shape)
-        elements = math.ceil(shape[0] / ranks) * math.prod(shape[1:])
-        each = states.sent_width(cfg, p.width(cfg))
+        each = states.sent_width(cfg, p.width(cfg)) * p.elements(ranks)
         sums = found[p.block, ranks]
         if casts:
             sums[0] += states.shard_of_codes((shape[0], *(shape[1:][::-1] if turned else shape[1:])), casts, ranks)
         else:
-            sums[0] += each * elements
-        sums[1] += each * elements if p.trained else 0
+            sums[0] += each
+        sums[1] += each if p.trained else 0
     return tuple(Group(block, ranks, *sums, block in backward) for (block, ranks), sums in found.items())
 
 

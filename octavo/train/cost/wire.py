@@ -150,9 +150,11 @@ def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     }
 
 
-def total(groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
+def total(
+    groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, twice: bool = False
+) -> dict[str, int]:  # fmt: skip
     """Bytes that come to a rank in a micro-batch, by kind; without kinds of which there are none."""
-    found = weights(groups, mesh.layout.replicate) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
+    found = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
     return {kind: size for kind, size in found.items() if size}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -266,6 +266,28 @@ def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
             yield row
         seen.add(row.name)
         seen.add(f"{row.name}.weight")
+
+
+def experts_of(plan: fp8.Plan) -> frozenset[str]:
+    """The names of parameters that hold all experts of a layer."""
+    return frozenset(row.name for row in plan.rows if row.row.experts and row.kind == "experts")
+
+
+def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
+    """(parameters, plan) with the experts of a layer that one of so many ranks has."""
+    if ways == 1:
+        return tuple(found), plan
+    names = experts_of(plan)
+    own = (
+        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p for p in found
+    )
+    rows = (
+        replace(row, row=replace(row.row, experts=-(-row.row.experts // ways)))
+        if row.name in names and row.row.experts
+        else row
+        for row in plan.rows
+    )
+    return tuple(own), replace(plan, rows=tuple(rows))
 
 
 def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
