@@ -8,7 +8,7 @@ octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
 octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
 octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs, and bytes on the wire by exchange
-octavo plan run.yaml --cluster h100x8x8                        the time of a step there, and the best mesh; docs/scale.md
+octavo plan run.yaml --cluster h100x8x8                        the time of a step, and the best mesh; see docs/scale.md
 octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md
 octavo plan run.yaml --shape llama2_7b                         the file's settings on a published model
 """
@@ -223,8 +223,8 @@ def _config(args: argparse.Namespace) -> Any:
 
 #: the names of octavo.models.shapes, which imports transformers
 SHAPES = (
-    "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b", "internvl3_5_8b",
-    "nvila_8b", "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
+    "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
+    "internvl3_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
 )  # fmt: skip
 
 

@@ -7,6 +7,6 @@ from octavo.train.cost.wire import CARRIED, Decoder, Group, Mesh, Rows, by_colle
 from octavo.train.cost.work import Work, work_of
 
 __all__ = [
-    "CARRIED", "GPUS", "Cluster", "Decoder", "Estimate", "Found", "Group", "Mesh", "Rows", "Speeds", "Work", "by_collective",
-    "estimate", "evaluate", "search", "total", "work_of",
+    "CARRIED", "GPUS", "Cluster", "Decoder", "Estimate", "Found", "Group", "Mesh", "Rows", "Speeds", "Work",
+    "by_collective", "estimate", "evaluate", "search", "total", "work_of",
 ]  # fmt: skip

@@ -127,8 +127,7 @@ def _of_file(path: str) -> Cluster:
         raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
     card, gpu = Card.parse(str(given.pop("memory"))), str(given.pop("gpu"))
     bad = [name for name, value in (*given.items(), *speeds.items()) if not isinstance(value, int | float)]
-    if bad or not all(isinstance(given[name], int) for name in ("per_node", "nodes")):
-        raise TrainError(
-            f"{path}: {', '.join(bad) or 'per_node and nodes'} must be numbers, whole ones for GPUs, nodes"
-        )
+    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(given[name], int)]
+    if bad:
+        raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")
     return Cluster(gpu=gpu, memory=card, **given, speeds=replace(fitted(), **speeds))._checked(path)
