@@ -2,7 +2,7 @@
 
     python benchmarks/cost.py --out benchmarks/results/cost.json            fit, judge, and print both halves
     python benchmarks/cost.py --write                                        ... and let octavo/train/cost use the fit
-    python benchmarks/cost.py --table                                        best meshes from 8 to 4,096 GPUs
+    python benchmarks/cost.py --table --out benchmarks/results/meshes.json   best meshes from 8 to 4,096 GPUs
 
 Published figures are what others claim of their software; nothing here ran on a GPU. Every run is of FSDP, context
 and expert parallelism alone: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
@@ -22,10 +22,15 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from octavo.config import load_config
+from octavo.models import shapes
 from octavo.parallel import Layout
-from octavo.train.cost import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate
+from octavo.train import planning
+from octavo.train.cost import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of
 from octavo.train.cost.cluster import SPEEDS_FILE
-from octavo.train.memory_plan import Card
+from octavo.train.cost.search import in_short_rows
+from octavo.train.memory_plan import Card, Footprints
+from octavo.train.tokens import Tokens
 
 LINKS = 0.8  # of a link's speed, assumed: what these runs send is hidden behind computing, so they say little of it
 
@@ -208,11 +213,64 @@ def write(found: dict[str, float], path: Path = SPEEDS_FILE) -> None:
     path.write_text(json.dumps({"about": about, "sources": sources, "speeds": speeds}, indent=1) + "\n")
 
 
+# The table: FP8, packs of samples of 4,096 tokens, a quarter of them of images, four a GPU and step.
+MODELS = {
+    "Qwen3-VL-8B": "qwen3_vl_8b", "Qwen3-VL-30B-A3B": "qwen3_vl_30b_a3b", "Qwen3-VL-235B-A22B": "qwen3_vl_235b_a22b",
+}  # fmt: skip
+PACK, SAMPLE = 16384, 4096
+SETTINGS = (
+    "fp8.recipe=blockwise", "optimizer.states=fp8", "optimizer.master=bf16+16", "train.logits=chunked",
+    "train.recompute=full", "train.micro_batch=1", f"train.seq_length={PACK}",
+    "data.packing=true",
+)  # fmt: skip
+
+
+def table(most: int) -> list[dict[str, Any]]:
+    """The best mesh of each model on 8, 16, ... H100, eight in a node."""
+    out = []
+    for title, name in MODELS.items():
+        counts = {"foundation": PACK, "lm_head": PACK, "image_encoder": PACK, "image_projector": PACK // 4}
+        tokens = in_short_rows(Tokens(counts, PACK, 4096, SAMPLE))
+        model, family = shapes.shape_model(name)
+        cfg = load_config(None, [f"model.path={name}", "data.train=[{path: none}]", "train.steps=1", *SETTINGS])
+        plan, _, _ = planning.plan_model(cfg, model, family)
+        sizes = Footprints(cfg, model, family, plan, tokens)
+        decoder, ranks = work_of(sizes, cfg).decoder, 8
+        while ranks <= most:
+            sizes.cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": 4 * ranks})})
+            best = search(sizes, Cluster.parse(f"h100x8x{ranks // 8}"), decoder)[0]
+            fits, found = best.over <= 0, best.estimate
+            out.append({
+                "model": title, "gpus": ranks, "mesh": str(best.mesh) if fits else None,
+                "gib": round(best.memory / 2**30, 1), "tokens_per_second_per_gpu": round(found.rate) if fits else None,
+                "bound": found.bound if fits else best.why(best),
+            })  # fmt: skip
+            ranks *= 2
+    return out
+
+
+def show_table(rows: list[dict[str, Any]]) -> None:
+    print("| model | GPUs | best mesh | GiB a rank | tokens/s a GPU | time goes to |\n|---|---|---|---|---|---|")
+    for row in rows:
+        fits = row["mesh"] is not None
+        rate = f"{row['tokens_per_second_per_gpu']:,}" if fits else ""
+        cells = (row["model"], f"{row['gpus']:,}", row["mesh"] or "none fits", row["gib"], rate, row["bound"])
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     parser.add_argument("--write", action="store_true", help="keep the constants in octavo/train/cost/speeds.json")
+    parser.add_argument("--table", action="store_true", help="the best meshes on 8, 16, ... GPUs, and nothing else")
+    parser.add_argument("--most", type=int, default=4096, help="GPUs of the table's last rows")
     asked = parser.parse_args()
+    if asked.table:
+        best = table(asked.most)
+        show_table(best)
+        if asked.out is not None:
+            asked.out.write_text(json.dumps(best, indent=1) + "\n")
+        return 0
     found = fit()
     rows = judged(found)
     print(", ".join(f"{name} {value:.3g}" for name, value in found.items()) + f", links {LINKS} (assumed)\n")

@@ -96,8 +96,8 @@ def meshes(cfg: Config, ranks: int, decoder: Decoder) -> Iterator[Config]:
             if data * cfg.train.micro_batch > samples_of(cfg):
                 continue
             for expert in _divisors(ranks // replicate):
-                if expert > 1 and (not decoder.experts or decoder.experts % expert):
-                    continue
+                if expert > 1 and (not decoder.experts or decoder.experts % (ranks // replicate)):
+                    continue  # each rank of a copy holds whole experts
                 axes = {"replicate": replicate, "shard": data // replicate, "context": context, "expert": expert}
                 section = cfg.parallel.model_copy(update={**axes, "ulysses": "auto"})
                 yield cfg.model_copy(update={"parallel": section})

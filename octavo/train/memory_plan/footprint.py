@@ -186,7 +186,7 @@ class Footprints:
         """The footprint, given what a forward keeps."""
         plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
         kept, tokens = part(kept, _rows(self.tokens, rows), layout.context)
-        still = self._still(cfg, plan, layout.sharded)
+        still = self.still(cfg, layout)
         activations = resident = kept.activations
         if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
             resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
@@ -216,18 +216,19 @@ class Footprints:
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
         """Bytes on the device between steps, and gradients."""
-        still = self._still(cfg, self.plan_of(cfg), layout_of(cfg, ranks).sharded)
+        still = self.still(cfg, layout_of(cfg, ranks))
         return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
 
-    def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
-        """The kinds that stand between steps of a model sharded so, each counted once for all that it depends on."""
-        held, how, each = self.held, cfg.optimizer, (states.width(cfg), states.trained_width(cfg))
+    def still(self, cfg: Config, layout: Layout) -> dict[str, int]:
+        """The kinds that stand between steps, wherever they are kept, each counted once for all that it depends on."""
+        plan, held, how, ranks = self.plan_of(cfg), self.held, cfg.optimizer, layout.sharded
+        each, shared = (states.width(cfg), states.trained_width(cfg)), layout.ranks > 1
         kinds: dict[str, tuple[Any, Callable[[], int]]] = {
             "weights": (each, lambda: states.weights(cfg, held, ranks)),
             "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),
             "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
             "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
-            "codes": (_of_plan(cfg), lambda: states.codes(plan, self.reached, ranks, self.frozen)),
+            "codes": ((_of_plan(cfg), shared), lambda: states.codes(plan, self.reached, ranks, self.frozen, shared)),
             "reference": (
                 (each, _of_plan(cfg)),
                 lambda: 0 if self._copied is None else self._copied(cfg, plan, ranks),
@@ -237,10 +238,6 @@ class Footprints:
             if (kind, ranks, on) not in self._standing:
                 self._standing[kind, ranks, on] = count()
         return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
-
-    def still(self, cfg: Config, layout: Layout) -> Mapping[str, int]:
-        """The kinds that stand between steps, wherever they are kept."""
-        return self._still(cfg, self.plan_of(cfg), layout.sharded)
 
     def _workspace(
         self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int, layout: Layout

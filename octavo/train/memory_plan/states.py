@@ -142,16 +142,19 @@ def saved(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     return weights(cfg, found, ranks) + of
 
 
-def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = ()) -> int:
+def codes(
+    plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = (), shared: bool | None = None
+) -> int:  # fmt: skip
     """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: of ``frozen`` ones,
     which are codes, dgrad's second layout alone.
 
     Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
-    from its shard and stay with that. ``reached``: see :func:`backward_reaches`.
+    from its shard and stay with that. ``reached``: see :func:`backward_reaches`. ``shared``: under FSDP2, also where a
+    copy is whole on each rank (None: where there are several ranks).
     """
     if plan.policy.weight_codes == "recast":
         return 0
-    if ranks > 1:
+    if ranks > 1 if shared is None else shared:
         return sum(shard_of_codes(_whole(row), casts_of(row), ranks) for row in fp8_weights(plan))
     return sum(
         codes_of(row, _held_gemms(plan, row, row.row.module in reached, weight_name(row) in frozen))

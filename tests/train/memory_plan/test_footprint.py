@@ -106,6 +106,8 @@ def test_copies_hold_what_their_shards_do_and_sum_gradients_besides(make) -> Non
     plain = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64, "image_encoder": 16, "image_projector": 4}, 64, 16))
     copies = changed(cfg, {"parallel.replicate": 2})
     assert plain.of(copies, 4).kinds == plain.of(cfg, 2).kinds != plain.of(cfg, 4).kinds
+    whole = plain.of(copies, 2).kinds  # on each rank, and under FSDP2 all the same: codes go with gathered weights
+    assert whole["weights"] == plain.of(cfg).kinds["weights"] and whole["codes"] == 0 < plain.of(cfg).kinds["codes"]
 
 
 def test_ranks_that_share_a_row_hold_their_part_of_it(make) -> None:
