@@ -3,10 +3,8 @@
 from octavo.parallel.errors import WorldError
 from octavo.parallel.fill import fill
 from octavo.parallel.layout import Layout
-from octavo.parallel.shard import full_state_dict, shard
+from octavo.parallel.shard import shard
 from octavo.parallel.wire import Counted, by_collective
 from octavo.parallel.world import WAITS, World, setup
 
-__all__ = [
-    "WAITS", "Counted", "Layout", "World", "WorldError", "by_collective", "fill", "full_state_dict", "setup", "shard",
-]  # fmt: skip
+__all__ = ["WAITS", "Counted", "Layout", "World", "WorldError", "by_collective", "fill", "setup", "shard"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from octavo.models import shapes
@@ -25,6 +27,14 @@ def test_text_only_and_rows(make, place) -> None:
     two = one.of(changed(cfg, {"train.micro_batch": 2 * cfg.train.micro_batch}))
     assert two.kinds["activations"] == 2 * one.of(cfg).kinds["activations"] > 0
     assert two.kinds["weights"] == one.of(cfg).kinds["weights"]
+
+
+def test_objects_that_the_caller_froze_stay_frozen(make, place) -> None:
+    """Tests do (tests/conftest.py): collections went through half a million of objects again in all that came after."""
+    cfg = make(f"model.path={place / 'text'}")
+    assert gc.get_freeze_count() > 100_000
+    sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0)).of(cfg)
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_the_largest_shard_is_counted() -> None:
