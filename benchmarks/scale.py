@@ -169,7 +169,7 @@ def expected(place: str, size: int, overrides: tuple[str, ...]) -> tuple[dict[st
     sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
     work = cost.work_of(sizes, cfg)
-    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.kv_heads)
+    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     kinds = sizes.of(cfg, size).kinds
     return cost.by_collective(moved), sum(kinds[kind] for kind in HELD)

@@ -10,7 +10,7 @@ from octavo.cli import terminal
 from octavo.cli.arguments import UsageError
 from octavo.train import cost
 from octavo.train.memory_plan import gb
-from octavo.train.memory_plan.mesh import layout_of, ulysses_of
+from octavo.train.memory_plan.mesh import layout_of
 
 ASSUMED = (
     "by data sheets and constants fitted to figures that others publish (docs/scale.md); no GPU of ours measured them"
@@ -43,7 +43,7 @@ def of(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """(work of a micro-batch, mesh) of the configuration. Raises TrainError for a mesh of another number of ranks."""
     layout = layout_of(sizes.cfg, args.ranks)
     work = cost.work_of(sizes, sizes.cfg)
-    return work, cost.Mesh(layout, ulysses_of(sizes.cfg, layout, work.decoder.kv_heads))
+    return work, cost.Mesh.of(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
 
 
 def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:

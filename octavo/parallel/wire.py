@@ -35,6 +35,7 @@ _OPS = {
     "all_to_all": ("alltoall_", "alltoall_base_", "all_to_all_single"),
     "broadcast": ("broadcast_", "broadcast"),
 }
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 _NAMES = {op: collective for collective, ops in _OPS.items() for op in ops}
 
@@ -47,9 +48,9 @@ def reduced(size: int, ranks: int) -> int:
 class Counted(TorchDispatchMode):
     """While entered: bytes that this thread's collectives bring to this rank.
 
-    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes, and
-    of integers (amaxes of blocks that two ranks share), count as "figures". Backward is seen where it runs in the same
-    thread, as it does on a CPU. Raises NotImplementedError at a collective that it has no rule for.
+    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes,
+    of integers (amaxes of blocks that two ranks share) and of fp64 (counts) are "figures". Backward is seen where it
+    runs in the same thread, as it does on a CPU. Raises NotImplementedError at a collective that it has no rule for.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Counted(TorchDispatchMode):
             found = (size - 1) * (_nbytes(sent[0]) // (size if op == "reduce_scatter_tensor" else 1))
         elif collective == "all_reduce":
             found = reduced(_nbytes(sent[0]), size)
-            if _nbytes(sent[0]) < FIGURE or not sent[0].is_floating_point():
+            if _nbytes(sent[0]) < FIGURE or sent[0].dtype not in _GRADIENTS:
                 collective = "figures"
         elif collective == "broadcast":
             found = _nbytes(sent[0])

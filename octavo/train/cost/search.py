@@ -81,7 +81,7 @@ def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
     layout = Layout.of(cluster.ranks, **cfg.parallel.axes)
     steps = max(1, -(-samples_of(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
     work = work_of(sizes, cfg, steps)
-    found = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.kv_heads), cluster)
+    found = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
     memory = sizes.of(cfg, cluster.ranks).total
     return Found(found, memory, memory - cluster.memory.usable)
 
@@ -89,7 +89,7 @@ def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
 def meshes(cfg: Config, ranks: int, decoder: Decoder) -> Iterator[Config]:
     """The configuration under every mesh of so many ranks."""
     for context in _divisors(ranks):
-        if cfg.train.seq_length % (UNIT * context) and context > 1:
+        if context > 1 and (not cfg.data.packing or cfg.train.seq_length % (UNIT * context)):
             continue
         for replicate in _divisors(ranks // context):
             data = ranks // context

@@ -9,7 +9,7 @@ gather        weights, of a group of n = F ranks (experts F / E)               (
 reduce        gradients, the same groups                                       (n - 1) x shard
 sum           shards of gradients, over R copies                               2 (R - 1) / R x shard
 ulysses       q, k, v in and o out; backward as much, a layer                  4 (Hq + Hk') D b T / P (U - 1) / U
-keys          k and v whole, gathered in forward and again in backward         4 Hk' D b T / U (C - 1) / C
+keys          k and v whole, gathered in the forward                           2 Hk' D b T / U (C - 1) / C
 keys_grad     their gradients, reduced in fp32                                 8 Hk' D T / U (C - 1) / C
 features      images' features to the ranks of their tokens, and back          2 I / P w b (P - 1) / P
 dispatch      rows to their experts, and the gradients of their results        k T / P (E - 1) / E x two rows
@@ -49,12 +49,12 @@ class Mesh:
     ulysses: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, ulysses: int | str, kv_heads: int) -> Mesh:
-        """``ulysses`` "auto": the most that divide `context` and the heads of keys and values."""
+    def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
+        """``ulysses`` "auto": the most that divide `context` and the heads of queries."""
         if ulysses != "auto":
             return cls(layout, int(ulysses))
         context = layout.context
-        return cls(layout, max(n for n in range(1, context + 1) if context % n == 0 and kv_heads % n == 0))
+        return cls(layout, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0))
 
     @property
     def gathering(self) -> int:
@@ -130,7 +130,7 @@ def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     features = decoder.features * rows.width * (rows.images // ranks) * (ranks - 1) // ranks
     return {
         "ulysses": decoder.layers * passes * exchanged,
-        "keys": decoder.layers * passes * (gathering - 1) * shard * rows.width,
+        "keys": decoder.layers * (passes - 1) * (gathering - 1) * shard * rows.width,
         "keys_grad": decoder.layers * (gathering - 1) * shard * 4,
         "features": 2 * features,
     }

@@ -6,6 +6,7 @@ keys and values are whole on each of them while it attends, but for the heads th
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,11 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
         raise TrainError(str(error)) from error
 
 
-def ulysses_of(cfg: Config, layout: Layout, kv_heads: int) -> int:
-    """How many of the context ranks exchange heads; auto: the most that divide them and the heads of keys."""
+def ulysses_of(cfg: Config, layout: Layout, heads: int) -> int:
+    """How many of the context ranks exchange heads; auto: the most that divide them and the heads of queries."""
     if cfg.parallel.ulysses != "auto":
         return int(cfg.parallel.ulysses)
-    return max(n for n in range(1, layout.context + 1) if layout.context % n == 0 and kv_heads % n == 0)
+    return max(n for n in range(1, layout.context + 1) if layout.context % n == 0 and heads % n == 0)
 
 
 def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
@@ -48,13 +49,15 @@ def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, 
 
 
 def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -> int:
-    """Bytes of a layer's keys and values over all tokens of a row, with their gradients in fp32 (backward). ``tokens``
-    are those of one rank; ``width``: bytes of an element that is computed with."""
+    """Bytes of keys and values over all tokens of a row: of every layer until backward, of one where blocks are
+    recomputed in full, and of one their gradients in fp32. ``tokens`` are those of one rank; ``width``: bytes of an
+    element that is computed with."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    ulysses = ulysses_of(cfg, layout, heads)
+    ulysses = ulysses_of(cfg, layout, text.num_attention_heads)
     if layout.context == ulysses:
         return 0
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    shown = -(-heads // ulysses) * size
-    return 2 * tokens.counts.get("foundation", 0) * layout.context * shown * (width + 4)
+    layers = 1 if cfg.train.recompute.foundation == "full" else text.num_hidden_layers
+    each = 2 * tokens.counts.get("foundation", 0) * layout.context * math.lcm(heads, ulysses) // ulysses * size
+    return each * (layers * width + 4)

@@ -40,7 +40,7 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     plan, _, _ = planning.plan_model(cfg, model, family, size)
     work = cost.work_of(Footprints(cfg, model, family, plan, NONE, device="cpu"), cfg)
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
-    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.kv_heads)
+    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []
     for rank in range(size):

@@ -129,7 +129,8 @@ def test_ranks_that_share_a_row_hold_their_part_of_it(make) -> None:
     assert shared.kinds["logits"] == pytest.approx(alone.kinds["logits"] / 4, abs=4)
     assert shared.kinds["weights"] == alone.kinds["weights"]
     text = plain.config.get_text_config()
-    assert shared.parts["keys"] == 2 * 256 * text.num_key_value_heads * text.head_dim * (4 + 4)
+    whole = 2 * 256 * text.num_key_value_heads * text.head_dim
+    assert shared.parts["keys"] == whole * (4 * text.num_hidden_layers + 4)
     heads = plain.of(changed(cfg, {"parallel.context": 4, "parallel.ulysses": 2}), 4)
     assert heads.parts["keys"] == shared.parts["keys"] // 2
 
