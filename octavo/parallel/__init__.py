@@ -6,15 +6,18 @@ from octavo.parallel.fill import fill
 from octavo.parallel.images import Images
 from octavo.parallel.layout import Layout
 from octavo.parallel.shard import shard
+from octavo.parallel.wire import Counted, by_collective
 from octavo.parallel.world import WAITS, World, setup
 
 __all__ = [
     "WAITS",
     "Context",
+    "Counted",
     "Images",
     "Layout",
     "World",
     "WorldError",
+    "by_collective",
     "context_of",
     "fill",
     "setup",
