@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from octavo.fp8.weights import full
+
 
 def worst_difference(sharded: nn.Module, whole: nn.Module) -> float:
     """The largest relative difference of a gradient; infinite where one of the two lacks one."""
@@ -14,5 +16,5 @@ def worst_difference(sharded: nn.Module, whole: nn.Module) -> float:
             return float("inf")
         if want.grad is not None:
             scale = want.grad.abs().max().clamp(min=1e-6)
-            worst = max(worst, float((mine.grad.full_tensor() - want.grad).abs().max() / scale))
+            worst = max(worst, float((full(mine.grad) - want.grad).abs().max() / scale))
     return worst

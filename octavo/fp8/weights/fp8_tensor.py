@@ -476,3 +476,17 @@ def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
     made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in made.__dict__})
     return made
+
+
+def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
+    """Experts ``first`` to ``last`` of a parameter [E, ...], in memory of their own: what a rank has of experts that
+    are dealt out."""
+    if not isinstance(parameter, Fp8Weight):
+        return parameter.detach()[first:last].clone()
+    source = parameter.source._replace(whole=torch.Size((last - first, *parameter.shape[1:])))
+    if parameter.held is not None:
+        return Fp8Weight.of(parameter.held.tensor.detach()[first:last].clone(), source)
+    assert parameter.stored is not None
+    codes = parameter.stored.rows(first, last).changed(torch.clone)
+    own = Codes(codes.codes, source, codes.turned, codes.frozen)
+    return Fp8Weight.of_codes(own, source.whole, parameter.dtype, parameter.device)
