@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from octavo.fp8 import moe
+from octavo.fp8 import is_frozen, moe
 from octavo.fp8.weights import part_of
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import World
@@ -55,6 +55,8 @@ def _why_not(module: nn.Module, world: World) -> str | None:
             f"its {experts} experts are no multiple of the {over} ranks (shard x context) that share a copy of the "
             "model, and each rank must hold whole experts. Use parallel.replicate for more copies of fewer ranks"
         )
+    if any(is_frozen(parameter) for parameter in module.parameters()):
+        return "its weights are frozen in FP8, which are gathered as codes. Set parallel.expert: 1"
     if isinstance(module, moe.Experts):
         delayed = module.scaled_late
         return None if delayed is None else f"{delayed} keeps a history of each expert. Use another fp8.recipe for it"

@@ -204,9 +204,8 @@ def _keep_plan(
 def check_possible(cfg: Config, world: parallel.World) -> None:
     """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
     check_update(cfg, world)
-    for axis in ("context", "expert"):
-        if getattr(cfg.parallel, axis) > 1:
-            raise TrainError(f"parallel.{axis} is not supported by this version. Use {axis}: 1")
+    if cfg.parallel.context > 1:
+        raise TrainError("parallel.context is not supported by this version. Use context: 1")
     asked = {
         "train.offload_activations": cfg.train.offload_activations,
         "train.synchronize_per_layer": cfg.train.synchronize_per_layer,

@@ -479,14 +479,9 @@ def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
 
 
 def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
-    """Experts ``first`` to ``last`` of a parameter [E, ...], in memory of their own: what a rank has of experts that
-    are dealt out."""
+    """Experts ``first`` to ``last`` of a parameter [E, ...] that has values, in memory of their own: what a rank has of
+    experts that are dealt out."""
+    own = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
     if not isinstance(parameter, Fp8Weight):
-        return parameter.detach()[first:last].clone()
-    source = parameter.source._replace(whole=torch.Size((last - first, *parameter.shape[1:])))
-    if parameter.held is not None:
-        return Fp8Weight.of(parameter.held.tensor.detach()[first:last].clone(), source)
-    assert parameter.stored is not None
-    codes = parameter.stored.rows(first, last).changed(torch.clone)
-    own = Codes(codes.codes, source, codes.turned, codes.frozen)
-    return Fp8Weight.of_codes(own, source.whole, parameter.dtype, parameter.device)
+        return own
+    return Fp8Weight.of(own, parameter.source._replace(whole=own.shape))

@@ -34,6 +34,11 @@ def is_whole(value: object) -> bool:
     return not is_dtensor(value)
 
 
+def mesh_of(value: Any) -> Any:
+    """The ranks that share a DTensor; None for anything else."""
+    return value.device_mesh if is_dtensor(value) else None
+
+
 def full(value: Any) -> Any:
     """All of a tensor, on every rank: a collective for a DTensor; anything else as it is."""
     if not is_dtensor(value):
