@@ -40,7 +40,6 @@ from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
 from octavo.fp8.dense import Source, source_of
 from octavo.fp8.kernels import Groups
-from octavo.fp8.weights import WeightSlice
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
@@ -139,45 +138,13 @@ def adopt(model: nn.Module) -> int:
                 'lora.exclude: ["**.experts"]'
             )
         held.add(kind)
-        if not isinstance(base, moe.Experts | _RowByRow):
-            base.__class__ = _row_by_row(type(base))
+        if not isinstance(base, moe.Experts):
+            moe.by_rows(base)
         module.__class__ = _adapted()
     return len(outer)
 
 
-class _RowByRow(nn.Module):
-    """Experts in high precision that compute rows laid out by expert while an adapter stands beside them, and as their
-    stock class does at any other time."""
-
-    _stock: type[nn.Module]
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if moe.BESIDE not in self.__dict__:
-            return super().forward(hidden_states, top_k_index, top_k_weights)
-        return moe.mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
-
-    def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
-        part = WeightSlice(None, bool(getattr(self, "is_transposed", False)))
-        return _Rows.apply(x, self._parameters[name], self._parameters.get(f"{name}_bias"), groups, part)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class is made on the fly, so that a copy names the stock class instead."""
-        return _rebuild, (self._stock,), self.__dict__.copy()
-
-
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _row_by_row(stock: type[nn.Module]) -> type[nn.Module]:
-    if stock not in _classes:
-        names = {"__module__": __name__, "_stock": stock}
-        _classes[stock] = type(f"Adapted{stock.__name__}", (_RowByRow, stock), names)
-    return _classes[stock]
-
-
-def _rebuild(stock: type[nn.Module]) -> nn.Module:
-    made = _row_by_row(stock)
-    return made.__new__(made)
 
 
 def _adapted() -> type[nn.Module]:
@@ -260,36 +227,6 @@ class _LowRank(torch.autograd.Function):
 def _dense(factor: Tensor, dtype: torch.dtype) -> Tensor:
     """As grouped products read it: rows without gaps."""
     return factor.to(dtype).contiguous()
-
-
-class _Rows(torch.autograd.Function):
-    """x [R, K] times each expert's weight, in high precision. The weight is kept as the parameter it is, so that of
-    frozen FP8 codes no values outlive the GEMM."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: WeightSlice) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            y = moe.grouped_fwd(x, part.of(weight), bias, groups)
-        ctx.save_for_backward(*groups[:3], weight, *((x,) if ctx.needs_input_grad[1] else ()))
-        ctx.rows, ctx.part, ctx.b_dtype = groups.rows, part, None if bias is None else bias.dtype
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        sizes, starts, tiles, weight, *x = ctx.saved_tensors
-        groups = Groups(sizes, starts, tiles, ctx.rows)
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-        dx = dw = db = None
-        with torch.autocast(dy.device.type, enabled=False):
-            if needs_x:
-                dx = moe.grouped_dgrad(dy, ctx.part.of(weight), groups)
-            if needs_w:
-                dw = moe.grouped_wgrad(dy, x[0], groups, weight.dtype)
-                dw = dw.mT if ctx.part.transposed else dw
-            if needs_b:
-                db = moe.grouped_bias_grad(dy, groups).to(ctx.b_dtype)
-        return dx, dw, db, None, None
 
 
 def _is_wrapper(module: object) -> bool:

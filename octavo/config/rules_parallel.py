@@ -21,3 +21,11 @@ def rules(config: Sections) -> Iterator[Finding]:
     if axes.ulysses != "auto" and axes.context % axes.ulysses:
         found = f"ulysses {axes.ulysses} does not divide context {axes.context}"
         yield finding("parallel.ulysses", found, "use a divisor of it, or auto", "parallel.context")
+    if axes.expert > 1 and config.train.phase in BEYOND_SFT:
+        found = (
+            f"experts are not dealt to ranks in phase {config.train.phase}, whose other forwards are not tried with it"
+        )
+        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "train.phase")
+    if axes.expert > 1 and config.lora is not None:
+        found = "experts are not dealt to ranks beside adapters, whose base is gathered in FP8 and has no gradients"
+        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "lora")

@@ -41,6 +41,13 @@ class Layout:
         """The axes of the mesh over which FSDP2 works, the slowest first; one of copies only where there are some."""
         return {"shard": self.sharded} if self.replicate == 1 else {"replicate": self.replicate, "shard": self.sharded}
 
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """The axes of the mesh of experts, the slowest first: those that experts are dealt to, and over which FSDP2
+        shards what each of these has."""
+        rest = {"rest": self.sharded // self.expert, "expert": self.expert}
+        return rest if self.replicate == 1 else {"replicate": self.replicate, **rest}
+
     @classmethod
     def of(
         cls, ranks: int, replicate: int = 1, shard: int | str = "auto", context: int = 1, expert: int = 1

@@ -13,6 +13,7 @@ What is particular here:
   is bit for bit what one process has. With ``gather=torch.bfloat16`` values are gathered, and gradients summed, in
   BF16: half the bytes of fp32, and a forward that computes as a BF16 model does. Shards stay as they are, with what is
   added up in them and saved; FP8 weights send their codes as ever, and BF16 gradients.
+- Experts that are dealt to ranks are a group of their own in each block (:mod:`octavo.parallel.experts`).
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
 tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from octavo.parallel.experts import deal, rest_of
 from octavo.parallel.world import World, WorldError
 
 
@@ -65,6 +67,10 @@ def shard(
     _check_unshared(model, blocks)
     # Inputs of blocks are left alone: positions that a model computes in fp32 on purpose are among them.
     way = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=gather, cast_forward_inputs=False)
+    if world.experts is not None:
+        rest = rest_of(world.experts)
+        for module in deal(model, world):
+            fully_shard(module, mesh=rest, reshard_after_forward=reshard_after_forward, mp_policy=way)
     for _, block in blocks:
         fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward, mp_policy=way)
     # Logits are a view of their GEMM's output. FSDP2 warns of that, because writing into them would lose its hook; a

@@ -35,7 +35,8 @@ WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank tha
 @dataclass(frozen=True)
 class World:
     """One process among `size`. `device` is where this rank computes; `mesh` has the axis "shard" or, with copies of
-    the model, the axes "replicate" and "shard", and is None for a single process; `layout` says what all axes are;
+    the model, the axes "replicate" and "shard", and is None for a single process; `layout` says what all axes are, and
+    `experts` is the mesh of experts where they are dealt to ranks (`Layout.expert_axes`);
     `timeout` is how many seconds it may take until a rank that does not come is named; `group` what its own collectives
     go through (None: the group of all ranks). Every method is a collective: all ranks call it, in the same order.
     """
@@ -50,6 +51,7 @@ class World:
     marks: Marks = field(default_factory=Marks, compare=False)
     group: dist.ProcessGroup | None = None
     layout: Layout = Layout()
+    experts: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -215,10 +217,13 @@ def setup(
             f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
             "torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
-    mesh = init_device_mesh(device.type, tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
+    mesh, experts = (
+        init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
+        for axes in (layout.axes, layout.expert_axes if layout.expert > 1 else {})
+    )
     marks = Marks()
     pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
-    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks, layout=layout)
+    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks, None, layout, experts)
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:

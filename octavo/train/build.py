@@ -204,8 +204,6 @@ def _keep_plan(
 def check_possible(cfg: Config, world: parallel.World) -> None:
     """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
     check_update(cfg, world)
-    if cfg.parallel.expert > 1:
-        raise TrainError("parallel.expert is not supported by this version. Use expert: 1")
     asked = {
         "train.offload_activations": cfg.train.offload_activations,
         "train.synchronize_per_layer": cfg.train.synchronize_per_layer,

@@ -23,7 +23,7 @@ class Proof(Callback):
     run; proof.json says which. What a phase proves stands there as of the newest checkpoint."""
 
     def begin(self, run: Run) -> None:
-        self.proof, self.more = fp8.Proof(run.job.plan), run.job.phase.proof(run.job.stepper)
+        self.proof, self.more = fp8.Proof(run.job.plan, run.world.layout.expert), run.job.phase.proof(run.job.stepper)
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}

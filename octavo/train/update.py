@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.optim import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.weights import full
+from octavo.fp8.weights import full, mesh_of
 from octavo.parallel import World
 from octavo.train import critic
 from octavo.train.errors import TrainError
@@ -120,8 +121,19 @@ class AfterBackward:
 
 
 def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
-    """The norm of their gradients over all ranks; the gradients are scaled down to the limit."""
-    return full(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
+    """The norm of their gradients over all ranks; the gradients are scaled down to the limit.
+
+    torch scales those of one mesh at a time, and adds up no norms of two: experts that are dealt to ranks have a mesh
+    of their own."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(mesh_of(parameter), []).append(parameter)
+    if len(found) < 2:
+        return full(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
+    norm = gradient_norm(parameters)
+    for own in found.values():
+        clip_grads_with_norm_(own, clip or math.inf, norm)
+    return norm
 
 
 class InBackward:

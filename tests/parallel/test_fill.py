@@ -49,6 +49,11 @@ CASES = {
     "halves of codes": Case("coded", {"split": True}),
     **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "qwen3_moe", "llama", "mpt")},
 }
+DEALT = {
+    "experts of values": Case("qwen3_vl_moe", {}),
+    "halves of experts": CASES["halves of experts"],
+    "param of experts": Case("qwen3_moe", {}, "blockwise", True),
+}
 FEW = {name: CASES[name] for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves")}
 
 
@@ -115,18 +120,20 @@ def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[st
 
 
 @pytest.mark.parametrize(
-    ("size", "cases", "replicate"),
+    ("size", "cases", "axes"),
     [
-        pytest.param(2, FEW, 1, id="two"),
-        pytest.param(3, CASES, 1, id="three", marks=LONG),
-        pytest.param(2, {name: case for name, case in CASES.items() if name not in FEW}, 1, id="more", marks=LONG),
-        pytest.param(4, FEW, 2, id="copies", marks=LONG),
+        pytest.param(2, FEW, {}, id="two"),
+        pytest.param(2, DEALT, {"expert": 2}, id="dealt"),
+        pytest.param(3, CASES, {}, id="three", marks=LONG),
+        pytest.param(2, {name: case for name, case in CASES.items() if name not in FEW}, {}, id="more", marks=LONG),
+        pytest.param(4, FEW, {"replicate": 2}, id="copies", marks=LONG),
+        pytest.param(4, DEALT, {"expert": 2}, id="dealt over two of four", marks=LONG),
     ],
 )
 def test_each_rank_has_the_rows_of_what_one_process_loads(
-    folders: Path, size: int, cases: dict[str, Case], replicate: int
+    folders: Path, size: int, cases: dict[str, Case], axes: dict[str, int]
 ):
-    assert ranks.run(_all, size, str(folders), cases, replicate=replicate) == [{}] * size
+    assert ranks.run(_all, size, str(folders), cases, **axes) == [{}] * size
 
 
 def _read(world: World, folder: str) -> list[float]:

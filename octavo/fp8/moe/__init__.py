@@ -1,6 +1,17 @@
 """Mixtures of experts: all experts of a layer at once."""
 
-from octavo.fp8.moe.experts import BESIDE, PROJECTIONS, Experts, is_experts, matches_stock, mixture, why_not
+from octavo.fp8.moe.exchange import EXCHANGE, Exchange
+from octavo.fp8.moe.experts import (
+    BESIDE,
+    PROJECTIONS,
+    Experts,
+    is_experts,
+    matches_stock,
+    mixture,
+    stand_in_matches,
+    why_not,
+)
+from octavo.fp8.moe.experts_high import by_rows
 from octavo.fp8.moe.grouped_high import bias_grad as grouped_bias_grad
 from octavo.fp8.moe.grouped_high import dgrad as grouped_dgrad
 from octavo.fp8.moe.grouped_high import fwd as grouped_fwd
@@ -8,8 +19,11 @@ from octavo.fp8.moe.grouped_high import wgrad as grouped_wgrad
 
 __all__ = [
     "BESIDE",
+    "EXCHANGE",
+    "Exchange",
     "Experts",
     "PROJECTIONS",
+    "by_rows",
     "grouped_bias_grad",
     "grouped_dgrad",
     "grouped_fwd",
@@ -17,5 +31,6 @@ __all__ = [
     "is_experts",
     "matches_stock",
     "mixture",
+    "stand_in_matches",
     "why_not",
 ]

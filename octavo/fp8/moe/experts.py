@@ -38,7 +38,9 @@ from octavo.fp8.dense.inputs import Source, behind, compute_dtype
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.moe.exchange import EXCHANGE, Exchange, parameter
 from octavo.fp8.moe.grouped import Grouped, grouped_gemms, one_by_one, why_not_grouped
+from octavo.fp8.moe.rows import ToPairs, ToRows, rows_of
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 
@@ -135,6 +137,12 @@ class Experts(CachesWeights):
                 delayed.attach(module, site, slots=weight.shape[0], suffix=f"_{name}")
         return module
 
+    @property
+    def scaled_late(self) -> str | None:
+        """The recipe of a projection whose scales are of former steps, one of which each expert keeps."""
+        late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
+        return next((recipe.short() for recipe in late), None)
+
     def _weight_codes(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
 
@@ -158,7 +166,7 @@ class Experts(CachesWeights):
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
         site = self._sites[name]
-        weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        weight, bias = parameter(self, name), parameter(self, f"{name}_bias")
         assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
@@ -204,7 +212,7 @@ def _rebuild(stock: type[nn.Module]) -> nn.Module:
 
 def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
     """The (N, K) weight of each expert, as views that autograd gathers into one gradient (zeros for the unused)."""
-    weight = module._parameters[name]
+    weight = parameter(module, name)
     assert weight is not None
     parts = weight.unbind(0)
     return tuple(p.t() for p in parts) if getattr(module, "is_transposed", False) else parts
@@ -221,7 +229,7 @@ def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
 
 def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
     """The bias [N] of each expert, or a None for each."""
-    weight, bias = module._parameters[name], module._parameters.get(f"{name}_bias")
+    weight, bias = parameter(module, name), parameter(module, f"{name}_bias")
     assert weight is not None
     return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
 
@@ -232,28 +240,34 @@ def mixture(
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
     ``saves``: what lies between the projections and behind them is saved in FP8. What :data:`BESIDE` makes of their
     inputs, if the module has it, is added to the projections."""
-    weight = module._parameters["gate_up_proj"]
+    weight = parameter(module, "gate_up_proj")
     assert weight is not None
     beside: Beside | None = module.__dict__.get(BESIDE)
     if beside is not None:
         project = partial(_with_beside, project, beside)
-    top_k = top_k_index.shape[-1]
-    # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
-    groups, pair_of, row_of = route(top_k_index.reshape(-1), weight.shape[0])
     dtype = compute_dtype(hidden)
-    x = _ToRows.apply(hidden, pair_of, row_of, top_k, dtype)
+    tokens, chosen, top_k, dealt = hidden, top_k_index.reshape(-1), top_k_index.shape[-1], None
+    exchange: Exchange | None = module.__dict__.get(EXCHANGE)
+    if exchange is not None:  # from here on a token is a row that some rank sent, with one choice
+        dealt = exchange.deal(chosen, weight.shape[0] * exchange.ranks)
+        tokens, chosen, top_k = dealt.to_experts(hidden, top_k, dtype), dealt.experts, 1
+    # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
+    groups, pair_of, row_of = route(chosen, weight.shape[0])
+    x = ToRows.apply(tokens, pair_of, row_of, top_k, dtype)
     gate = partial(_gate, module)
     if beside is None or weight.requires_grad:
         gate_up = project("gate_up_proj", x, groups)
     else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
-        again = partial(_rows, top_k=top_k, dtype=dtype)
-        with behind(x, Source((hidden.detach(), pair_of), again)):
+        again = partial(rows_of, top_k=top_k, dtype=dtype)
+        with behind(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
     else:
         y = project("down_proj", gate(gate_up), groups)
-    pairs, nobody = _ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
+    pairs, nobody = ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
+    if dealt is not None:
+        pairs, nobody = dealt.to_pairs(pairs), (dealt.place >= len(dealt.order)).unsqueeze(1)
     if getattr(module, "has_post_expert_norm", False):
         pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
     weights = top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
@@ -266,52 +280,6 @@ def mixture(
 def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups: Groups) -> Tensor:
     y, extra = project(name, x, groups), beside.get(name)
     return y if extra is None else y + extra(x, groups)
-
-
-class _ToRows(torch.autograd.Function):
-    """hidden [M, H] -> [R, H] in ``dtype``: the token of each row. Rows of padding hold some token or other."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(row_of)
-        ctx.top_k, ctx.dtype = top_k, hidden.dtype
-        return _rows(hidden, pair_of, top_k, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (row_of,) = ctx.saved_tensors
-        pairs = _take(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
-        tokens = row_of.shape[0] // ctx.top_k
-        return pairs.view(tokens, ctx.top_k, dy.shape[1]).sum(1, dtype=ctx.dtype), None, None, None, None
-
-
-class _ToPairs(torch.autograd.Function):
-    """rows [R, H] -> [P, H]: the row of each pair; that of a pair without an expert holds some row or other, and so do
-    the gradients of padding rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(pair_of)
-        return _take(rows, row_of)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (pair_of,) = ctx.saved_tensors
-        return _take(dy, pair_of), None, None
-
-
-def _rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
-    """hidden [M, H] -> [R, H]: the token of the pair in each row."""
-    return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
-
-
-def _take(source: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
-    if not source.shape[0]:
-        return source.new_zeros(index.shape[0], source.shape[1])
-    return source.index_select(0, index.clamp(max=source.shape[0] - 1))
 
 
 # --- what is saved in FP8 between the projections and behind them ------------------------------------------------

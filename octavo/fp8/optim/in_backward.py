@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from octavo.fp8.dense import delayed
 from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.weights.shards import is_dtensor, plain
+from octavo.fp8.weights.shards import is_dtensor, plain, sharded_over
 
 
 class PartialUpdate(RuntimeError):
@@ -276,7 +276,7 @@ def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
         return torch.zeros(())
     parts: dict[Any, list[Tensor]] = {}
     for p in parameters:  # also those without a gradient here: ranks must agree on the collectives
-        of_ranks = (p.device_mesh, tuple(p.placements)) if is_dtensor(p) else None  # type: ignore[attr-defined]
+        of_ranks = (p.device_mesh, sharded_over(p)) if is_dtensor(p) else None  # type: ignore[attr-defined]
         found = parts.setdefault(of_ranks, [])
         if id(p) in norms:
             found.append(norms[id(p)])
@@ -284,9 +284,8 @@ def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
     for of_ranks, found in parts.items():
         square = torch.stack(found).square().sum() if found else torch.zeros((), device=plain(parameters[0]).device)
         if of_ranks is not None:
-            mesh, placements = of_ranks
-            for dim, placement in enumerate(placements):
-                if placement.is_shard():
-                    torch.distributed.all_reduce(square, group=mesh.get_group(dim))
+            mesh, over = of_ranks
+            for dim in over:
+                torch.distributed.all_reduce(square, group=mesh.get_group(dim))
         squares.append(square)
     return torch.stack(squares).sum().sqrt()

@@ -15,7 +15,6 @@ are matched by order. The exchange waits for no device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.adamw import edges as edges_of
 from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.optim.engine import Engine
-from octavo.fp8.weights.shards import is_dtensor
+from octavo.fp8.weights.shards import borders, is_dtensor, sharded_over
 
 # Rows of each exchange: the extrema as (-lo, hi) of v, for coat before it those of m; then the largest |r|.
 _ROUNDS = {"fp8": (2, 1), "coat": (4,), "bf16": (), "fp32": ()}
@@ -38,44 +37,27 @@ def is_cut(parameter: Tensor, states: str) -> bool:
 
 
 def cut_groups(parameter: Tensor) -> tuple[int, ...]:
-    """The groups of the flattened whole parameter of which no rank holds all; the same on every rank.
-
-    Raises ValueError for a DTensor that is sharded over two dimensions of its mesh: whose rows are whose would depend
-    on more than their number.
-    """
-    if not is_dtensor(parameter):
+    """The groups of the flattened whole parameter of which no rank holds all; the same on every rank."""
+    if not is_dtensor(parameter) or not parameter.numel():
         return ()
-    over = _sharded_over(parameter)
-    if over is None or not parameter.numel():
-        return ()
-    ranks = parameter.device_mesh.size(over)  # type: ignore[attr-defined]
-    return _cut(parameter.shape[0], parameter.shape[1:].numel(), ranks)
+    return _cut(borders(parameter), parameter.shape[1:].numel())
 
 
-@lru_cache(maxsize=4096)
-def _cut(rows: int, row: int, ranks: int) -> tuple[int, ...]:
-    """Groups that have a border between two ranks inside them: FSDP2 divides rows as `torch.chunk` does."""
-    each = -(-rows // ranks)
-    borders = (rank * each * row for rank in range(1, ranks) if rank * each < rows)
-    return tuple(sorted({border // GROUP for border in borders if border % GROUP}))
+def _cut(rows: Sequence[int], row: int) -> tuple[int, ...]:
+    """Groups inside which one of these rows, of so many elements, begins."""
+    return tuple(sorted({first * row // GROUP for first in rows if first * row % GROUP}))
 
 
-def _sharded_over(parameter: Any) -> int | None:
-    """The dimension of the mesh over which a DTensor is split in rows; None for one that is replicated only."""
-    dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if len(dims) > 1:
-        raise ValueError(
-            f"A parameter of shape {list(parameter.shape)} is split over {len(dims)} dimensions of its mesh "
-            f"({parameter.placements}); fp8.AdamW knows rows over one. Use states='bf16' or 'fp32', or FSDP2 alone."
-        )
-    return dims[0] if dims else None
+def _groups_of(parameter: Any) -> tuple[Any, ...]:
+    """The process groups that share the rows of a DTensor: a maximum over one after the other is that of all ranks."""
+    return tuple(parameter.device_mesh.get_group(dim) for dim in sharded_over(parameter))
 
 
 def step(work: Sequence[tuple[Tensor, Piece]], hyper: Hyper, factor: float | Tensor | None, run: Engine) -> None:
     """Let ``run`` step parameters that have cut groups, each with its piece on this rank; nothing where there are none.
 
     A collective: every rank gives the same parameters in the same order, also those of which it holds nothing, with a
-    piece of no elements. Raises what :func:`cut_groups` raises.
+    piece of no elements.
     """
     if not work:
         return
@@ -101,9 +83,9 @@ class Agreement:
         self._device = device
         self._calls = 0
         slots: dict[tuple[int, int], tuple[Any, int]] = {}  # (parameter's number, group) -> (ranks, slot)
-        self._sizes: dict[Any, int] = {}  # by process group, in the order of the parameters
+        self._sizes: dict[Any, int] = {}  # by process groups, in the order of the parameters
         for parameter, index in parameters:
-            ranks = parameter.device_mesh.get_group(_sharded_over(parameter))  # type: ignore[attr-defined]
+            ranks = _groups_of(parameter)
             for group in cut_groups(parameter):
                 slot = self._sizes.get(ranks, 0)
                 slots[index, group] = (ranks, slot)
@@ -130,7 +112,8 @@ class Agreement:
             shared = marks.new_full((len(marks), size), _NEUTRAL)
             if len(columns):  # torch selects nothing from nothing only by raising
                 shared.index_copy_(1, places, marks.index_select(1, columns))
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=ranks)
+            for group in ranks:
+                torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group)
             if len(columns):
                 agreed.index_copy_(1, columns, shared.index_select(1, places))
         return agreed

@@ -3,6 +3,7 @@
 For a step in which a component ran n forwards (micro-batches), every one of its FP8 layers must have run::
 
     fwd        n times, or a multiple of n where the model calls it more often; experts n times each, idle ones included
+               (on several ranks those that this one has)
                (a head at least n times: once a block of the vocabulary)
     recompute  at most as often as fwd
     wgrad      as often as fwd; never for a frozen weight
@@ -35,11 +36,11 @@ class Proof:
     """Checks counts against a plan and keeps what it saw.
 
     ``pending`` holds the components with FP8 layers that no observed step has reached yet (a text-only batch does not
-    reach the image encoder).
+    reach the image encoder). ``dealt``: ranks that the experts of a layer are dealt to, each of which runs its part.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, dealt: int = 1) -> None:
+        self.plan, self.dealt = plan, dealt
         self.pending: set[str] = {r.component for r in plan.rows if r.fp8}
         self.missing: list[str] = []
         self.unused: list[str] = []
@@ -77,7 +78,9 @@ class Proof:
             if len(unused) == len(rows):
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
-                problems += [f"{row.name}: {p}" for p in _mismatches(row, counts, ran[row.name], n, row.name in unused)]
+                each = n * ((row.row.experts or self.dealt) // self.dealt)
+                found = _mismatches(row, counts, ran[row.name], each, row.name in unused)
+                problems += [f"{row.name}: {p}" for p in found]
             self.unused += [u for u in unused if u not in self.unused]
         if problems:
             self.missing += problems
@@ -137,9 +140,10 @@ def _unused(row: PlanRow, counts: GemmCounts, ran: _Ran) -> bool:
     return announced and not any(_calls(ran, g) for g in _BACKWARD)
 
 
-def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, n: int, unused: bool) -> list[str]:
-    """What differs for one layer after n forwards of its component, as phrases."""
-    forward, idle, want = _calls(ran, "fwd"), counts.idle[row.name], n * (row.row.experts or 1)
+def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: bool) -> list[str]:
+    """What differs for one layer after forwards of its component, as phrases; ``want``: how often its GEMMs were to run
+    in each."""
+    forward, idle = _calls(ran, "fwd"), counts.idle[row.name]
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []

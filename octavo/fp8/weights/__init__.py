@@ -3,8 +3,8 @@
 from octavo.fp8.weights.cache import CachesWeights, WeightSlice
 from octavo.fp8.weights.fp8_ops import Fp8Weight
 from octavo.fp8.weights.fp8_rows import Shards
-from octavo.fp8.weights.fp8_tensor import filled, master_of
-from octavo.fp8.weights.shards import distributed, full, is_whole, plain, reshard, rows_here, span
+from octavo.fp8.weights.fp8_tensor import filled, master_of, part_of
+from octavo.fp8.weights.shards import distributed, full, is_whole, mesh_of, plain, reshard, rows_here, span
 
 __all__ = [
     "Fp8Weight",
@@ -16,6 +16,8 @@ __all__ = [
     "full",
     "is_whole",
     "master_of",
+    "mesh_of",
+    "part_of",
     "plain",
     "reshard",
     "rows_here",

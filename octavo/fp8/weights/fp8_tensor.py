@@ -476,3 +476,12 @@ def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
     made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in made.__dict__})
     return made
+
+
+def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
+    """Experts ``first`` to ``last`` of a parameter [E, ...] that has values, in memory of their own: what a rank has of
+    experts that are dealt out."""
+    own = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
+    if not isinstance(parameter, Fp8Weight):
+        return own
+    return Fp8Weight.of(own, parameter.source._replace(whole=own.shape))

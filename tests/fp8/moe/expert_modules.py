@@ -23,14 +23,18 @@ def made(cls, config):
 
 
 FAMILIES = {
-    "qwen3_moe": lambda: made(Qwen3MoeExperts, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL)),
-    "qwen3_vl_moe": lambda: made(Qwen3VLMoeTextExperts, Qwen3VLMoeTextConfig(moe_intermediate_size=I, **SMALL)),
-    "mixtral": lambda: made(
-        MixtralExperts, MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    "qwen3_moe": lambda n=E: made(
+        Qwen3MoeExperts, Qwen3MoeConfig(moe_intermediate_size=I, **SMALL | {"num_experts": n})
+    ),
+    "qwen3_vl_moe": lambda n=E: made(
+        Qwen3VLMoeTextExperts, Qwen3VLMoeTextConfig(moe_intermediate_size=I, **SMALL | {"num_experts": n})
+    ),
+    "mixtral": lambda n=E: made(
+        MixtralExperts, MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=n, num_experts_per_tok=2)
     ),
     # transposed, with biases, an interleaved gate of its own
-    "gpt_oss": lambda: made(
-        GptOssExperts, GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, num_experts_per_tok=2)
+    "gpt_oss": lambda n=E: made(
+        GptOssExperts, GptOssConfig(hidden_size=H, intermediate_size=I, num_local_experts=n, num_experts_per_tok=2)
     ),
 }
 

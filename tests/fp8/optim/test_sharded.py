@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from octavo.fp8.optim import convert, sharded
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.weights.shards import span
+from octavo.fp8.weights.shards import borders_of, span
 from octavo.parallel import World
 from tests import ranks
 
@@ -127,13 +127,17 @@ def test_ranks_agree_with_one_process_bit_for_bit(size):
 
 
 def test_cut_groups_follow_from_shapes():
-    assert sharded._cut(rows=4, row=128, ranks=4) == ()
-    assert sharded._cut(rows=7, row=40, ranks=2) == (1,)  # four rows and three: element 160
-    assert sharded._cut(rows=7, row=40, ranks=3) == (0, 1)  # 120 and 240
-    assert sharded._cut(rows=64, row=1, ranks=4) == (0,)  # on all four
-    assert sharded._cut(rows=3, row=1176, ranks=2) == (18,)
-    assert sharded._cut(rows=2, row=200, ranks=4) == (1,)  # two ranks hold nothing
-    assert sharded._cut(rows=0, row=128, ranks=2) == ()
+    def cut(rows: int, row: int, *ranks: int) -> tuple[int, ...]:
+        return sharded._cut(borders_of(rows, ranks), row)
+
+    assert cut(4, 128, 4) == ()
+    assert cut(7, 40, 2) == (1,)  # four rows and three: element 160
+    assert cut(7, 40, 3) == (0, 1)  # 120 and 240
+    assert cut(64, 1, 4) == (0,)  # on all four
+    assert cut(3, 1176, 2) == (18,)
+    assert cut(2, 200, 4) == (1,)  # two ranks hold nothing
+    assert cut(0, 128, 2) == ()
+    assert cut(8, 40, 2, 2) == (0, 1)  # 80, 160 and 240
     p = nn.Parameter(torch.ones(7, 40))
     assert sharded.cut_groups(p) == () and not sharded.is_cut(p, "fp8")
 

@@ -358,8 +358,8 @@ area(
         "fp8/optim/test_adamw.py",
     ),
     (
-        "shard-border", "fp8/optim/sharded.py",
-        "each = -(-rows // ranks)", "each = max(1, rows // ranks)",
+        "shard-border", "fp8/weights/shards.py",
+        "each = -(-(last - first) // parts)", "each = max(1, (last - first) // parts)",
         "the groups that two ranks share are looked for at the wrong rows",
         "fp8/optim/test_sharded.py",
     ),

@@ -1,0 +1,109 @@
+"""Experts dealt to ranks: each row goes to the rank that has its expert, and what the expert makes of it comes back.
+
+Rank r of n has the experts from r E / n on. A forward of a layer, with P pairs of a token and one of its experts::
+
+    sort the pairs by expert (stable); tell every rank how many rows each of its experts gets
+    send the rows, receive those of the own experts: by source rank, expert, token, choice    [P, H] -> [R, H]
+    lay them out by expert (kernels/groups.py) and run the experts
+    send the rows back, put them where the pairs were                                         [R, H] -> [P, H]
+
+Within an expert, rows lie in the order (source rank, token, choice). That is the order which one process has that is
+given the ranks' tokens one behind the other: so casts, GEMMs and their padding are its own, bit for bit.
+
+Every rank takes part, also one without a token or without a row for its experts; the backward sends the same rows the
+other way. How many rows come is read from the device once a forward, because a receiver must make room for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.moe.rows import ToPairs, ToRows
+from octavo.fp8.weights.shards import experts_here
+
+EXCHANGE = "_exchange"
+"""In the __dict__ of a module of experts that are dealt to ranks: an :class:`Exchange`."""
+
+
+class Dealt(NamedTuple):
+    """The pairs of one forward, dealt out. ``order`` [S]: the pair in each row that is sent; ``place`` [P]: the row of
+    each pair, S or more for one without an expert; ``sent`` and ``received``: rows to and from each rank; ``experts``
+    [R]: the expert of each received row, counted from the first one here."""
+
+    order: Tensor
+    place: Tensor
+    sent: list[int]
+    received: list[int]
+    experts: Tensor
+    group: Any
+
+    def to_experts(self, hidden: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+        """hidden [M, H] of the tokens here -> [R, H] in ``dtype``: the rows of the experts here."""
+        rows = ToRows.apply(hidden, self.order, self.place, top_k, dtype)
+        return _Exchanged.apply(rows, self.sent, self.received, self.group)
+
+    def to_pairs(self, rows: Tensor) -> Tensor:
+        """What the experts here made of received rows [R, H] -> [P, H] of the pairs here; of one without an expert some
+        row or other."""
+        back = _Exchanged.apply(rows, self.received, self.sent, self.group)
+        return ToPairs.apply(back, self.order, self.place)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Between the ranks of ``group`` (a process group), among which the experts of a layer are dealt."""
+
+    group: Any
+    ranks: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        return self  # a group is no value
+
+    def deal(self, chosen: Tensor, experts: int) -> Dealt:
+        """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to nobody).
+
+        A collective; waits for the device."""
+        valid = (chosen >= 0) & (chosen < experts)
+        bucket = torch.where(valid, chosen, experts).long()
+        order = torch.argsort(bucket, stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        mine = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+        mine = mine.scatter_add_(0, bucket, torch.ones_like(bucket))[:experts].view(self.ranks, -1)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        here = torch.arange(mine.shape[1], device=chosen.device).repeat(self.ranks)
+        own = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
+        return Dealt(order[: sum(sent)], place, sent, received, own, self.group)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows [S, H], ``sent`` of them to each rank in turn, for those that were ``received`` from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(dy, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    there = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(there, rows.contiguous(), received, sent, group=group)
+    return there
+
+
+def parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter of a module of experts, or a None; of experts that are dealt to ranks, those here."""
+    found = module._parameters.get(name)
+    return experts_here(found) if found is not None and EXCHANGE in module.__dict__ else found

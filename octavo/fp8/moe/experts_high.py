@@ -1,0 +1,90 @@
+"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where adapters stand beside them, or
+where they are dealt to ranks. At any other time they run as their stock class does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.fp8.kernels.groups import Groups
+from octavo.fp8.moe import grouped_high
+from octavo.fp8.moe.exchange import EXCHANGE, parameter
+from octavo.fp8.moe.experts import BESIDE, mixture
+from octavo.fp8.weights.cache import WeightSlice
+
+
+class HighExperts(nn.Module):
+    """Mixed into the class of a module of experts by :func:`by_rows`."""
+
+    _stock: type[nn.Module]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if BESIDE not in self.__dict__ and EXCHANGE not in self.__dict__:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return self._by_rows(hidden_states, top_k_index, top_k_weights)
+
+    @torch._disable_dynamo
+    def _by_rows(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return mixture(self, hidden_states, top_k_index, top_k_weights, self._project)
+
+    def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
+        part = WeightSlice(None, bool(getattr(self, "is_transposed", False)))
+        return _Rows.apply(x, parameter(self, name), parameter(self, f"{name}_bias"), groups, part)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class is made on the fly, so that a copy names the stock class instead."""
+        return _rebuild, (self._stock,), self.__dict__.copy()
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def by_rows(module: nn.Module) -> None:
+    """Let a module of experts in high precision be able to compute by rows; in place, and harmless twice."""
+    if not isinstance(module, HighExperts):
+        module.__class__ = _class(type(module))
+
+
+def _class(stock: type[nn.Module]) -> type[nn.Module]:
+    if stock not in _classes:
+        names = {"__module__": __name__, "_stock": stock}
+        _classes[stock] = type(f"High{stock.__name__}", (HighExperts, stock), names)
+    return _classes[stock]
+
+
+def _rebuild(stock: type[nn.Module]) -> nn.Module:
+    made = _class(stock)
+    return made.__new__(made)
+
+
+class _Rows(torch.autograd.Function):
+    """x [R, K] times each expert's weight, in high precision. The weight is kept as the parameter it is, so that of
+    frozen FP8 codes no values outlive the GEMM."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, part: WeightSlice) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            y = grouped_high.fwd(x, part.of(weight), bias, groups)
+        ctx.save_for_backward(*groups[:3], weight, *((x,) if ctx.needs_input_grad[1] else ()))
+        ctx.rows, ctx.part, ctx.b_dtype = groups.rows, part, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        sizes, starts, tiles, weight, *x = ctx.saved_tensors
+        groups = Groups(sizes, starts, tiles, ctx.rows)
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        with torch.autocast(dy.device.type, enabled=False):
+            if needs_x:
+                dx = grouped_high.dgrad(dy, ctx.part.of(weight), groups)
+            if needs_w:
+                dw = grouped_high.wgrad(dy, x[0], groups, weight.dtype)
+                dw = dw.mT if ctx.part.transposed else dw
+            if needs_b:
+                db = grouped_high.bias_grad(dy, groups).to(ctx.b_dtype)
+        return dx, dw, db, None, None

@@ -1,0 +1,90 @@
+"""Expert parallel: the experts of each layer dealt to the ranks of the mesh's axis "expert", a part of them each.
+
+A module of experts then has parameters [E, ...] of which rank r of n holds those of the experts from r E / n on, as
+DTensors ``Shard(0)`` on that axis; FSDP2 shards these over the rest of the mesh, in a group of the module's own, and
+gathers over that rest alone. Both cuts are between experts, and both are in the DTensor: so whoever saves, counts or
+adds up sees E experts, and checkpoints load on any other number of ranks.
+
+Tokens go to the experts (:mod:`octavo.fp8.moe.exchange`), whether these compute in FP8 or not. An expert's gradient is
+the sum over the ranks that have it, of the rows that came to them from all others: the one that one process has.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from octavo.fp8 import is_frozen, moe
+from octavo.fp8.weights import part_of
+from octavo.parallel.errors import WorldError
+from octavo.parallel.world import World
+
+
+def deal(model: nn.Module, world: World) -> list[nn.Module]:
+    """Deal the experts of all layers to the ranks of ``world.experts``, in place; the modules that hold them.
+
+    All ranks hold the same weights, or none. Raises WorldError for a model without experts, for experts that are not
+    known to give the same when rows are laid out by expert, and where their number is no multiple of the ranks that
+    share them.
+    """
+    found = {name: module for name, module in model.named_modules() if moe.is_experts(module)}
+    if not found:
+        raise WorldError(
+            f"parallel.expert: {world.layout.expert} was asked for, but {type(model).__name__} has no experts that are "
+            "stacked in one parameter (gate_up_proj, down_proj). Set parallel.expert: 1"
+        )
+    for name, module in found.items():
+        if why := _why_not(module, world):
+            raise WorldError(
+                f"parallel.expert: {world.layout.expert} was asked for, but {name} cannot be dealt to ranks: {why}"
+            )
+    for module in found.values():
+        _deal(module, world.experts)
+    return list(found.values())
+
+
+def _why_not(module: nn.Module, world: World) -> str | None:
+    """Why these experts cannot be dealt out, with what to do about it; None if they can."""
+    experts, over = module._parameters["gate_up_proj"].shape[0], world.layout.sharded  # type: ignore[union-attr]
+    own = {f"{name}{more}" for name in moe.PROJECTIONS for more in ("", "_bias")}
+    if other := sorted(name for name, _ in module.named_parameters() if name not in own):
+        return f"its parameter {other[0]} belongs to no expert alone. Set parallel.expert: 1"
+    if experts % over:
+        return (
+            f"its {experts} experts are no multiple of the {over} ranks (shard x context) that share a copy of the "
+            "model, and each rank must hold whole experts. Use parallel.replicate for more copies of fewer ranks"
+        )
+    if any(is_frozen(parameter) for parameter in module.parameters()):
+        return "its weights are frozen in FP8, which are gathered as codes. Set parallel.expert: 1"
+    if isinstance(module, moe.Experts):
+        delayed = module.scaled_late
+        return None if delayed is None else f"{delayed} keeps a history of each expert. Use another fp8.recipe for it"
+    meta = any(p.is_meta for p in module.parameters())
+    why = moe.why_not(module) or (moe.stand_in_matches(module) if meta else moe.matches_stock(module))
+    return None if why is None else f"{why}. Set parallel.expert: 1"
+
+
+def _deal(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    assert mesh is not None
+    axis = mesh["expert"]
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            setattr(module, name, nn.Parameter(_own(parameter, axis), requires_grad=parameter.requires_grad))
+    if not isinstance(module, moe.Experts):
+        moe.by_rows(module)
+    module.__dict__[moe.EXCHANGE] = moe.Exchange(axis.get_group(), axis.size())
+
+
+def _own(parameter: Tensor, axis: DeviceMesh) -> DTensor:
+    """The part of a parameter [E, ...] that this rank has, as one of the whole."""
+    each = parameter.shape[0] // axis.size()
+    first = axis.get_local_rank() * each
+    return DTensor.from_local(part_of(parameter, first, first + each), axis, [Shard(0)], run_check=False)
+
+
+def rest_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of the mesh of experts over which FSDP2 works."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]
