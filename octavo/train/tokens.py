@@ -18,9 +18,9 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 
 @dataclass(frozen=True)
 class Tokens:
-    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each other, those of
-    a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a sample, weighted by
-    what they cost: sum(l^2) / sum(l) (0: the row)."""
+    """``counts``: component -> tokens of one forward of a rank. ``row`` and ``image``: tokens that attend to each
+    other, those of a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a
+    sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
 
     counts: Mapping[str, int]
     row: int
@@ -31,6 +31,20 @@ class Tokens:
     def rows(self) -> int:
         """Of the batch."""
         return max(1, self.counts.get("foundation", 0) // self.row)
+
+    def shared(self, ranks: int) -> Tokens:
+        """Those of one of the ranks that share a row: its part of the tokens, which attend to the row as ever, and of
+        the images, which stay whole."""
+        if ranks == 1:
+            return self
+        part = {name: -(-n // ranks) for name, n in self.counts.items() if not name.startswith("image_")}
+        patches, out = (self.counts.get(name, 0) for name in ("image_encoder", "image_projector"))
+        own = min(patches, max(self.image, -(-patches // ranks)))
+        features = -(-out * own // patches) if patches else 0
+        seen = {"image_encoder": own, "image_projector": features}
+        row = max(-(-self.row // ranks), features + 2 if features else 0)
+        part |= {name: n for name, n in seen.items() if name in self.counts}
+        return Tokens(part, row, self.image, self.sample or self.row)
 
 
 def rows_of(cfg: Config) -> int:
@@ -72,7 +86,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     known = {name: _rounded(counts[name]) for name in family.components if name in counts}
     lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
     sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
-    return Tokens(known, row, image, sample)
+    return Tokens(known, row, image, sample).shared(cfg.parallel.context)
 
 
 def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
@@ -133,7 +147,10 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     known = {name: n for name, n in counts.items() if name in components}
-    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"
+    found = Tokens(known, row, max(0, image)).shared(cfg.parallel.context)
+    if cfg.parallel.context > 1:
+        message += f", of which each of {cfg.parallel.context} ranks has its share (parallel.context)"
+    return found, f"{message}; --tokens says otherwise"
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:
