@@ -172,7 +172,7 @@ def plan_run(
     model, family = model_of(cfg)
 
     def work() -> dict:
-        tokens = count(family, model)
+        tokens = count(family, model).shared(cfg.parallel.context)
         found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
         return {"tokens": [dict(tokens.counts), tokens.row, tokens.image, tokens.sample], "found": found.to_json()}
 

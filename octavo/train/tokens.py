@@ -18,7 +18,7 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 
 @dataclass(frozen=True)
 class Tokens:
-    """``counts``: component -> tokens of one forward of a rank. ``row`` and ``image``: tokens that attend to each
+    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each
     other, those of a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a
     sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
 
@@ -86,7 +86,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     known = {name: _rounded(counts[name]) for name in family.components if name in counts}
     lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
     sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
-    return Tokens(known, row, image, sample).shared(cfg.parallel.context)
+    return Tokens(known, row, image, sample)
 
 
 def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
@@ -147,10 +147,7 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     known = {name: n for name, n in counts.items() if name in components}
-    found = Tokens(known, row, max(0, image)).shared(cfg.parallel.context)
-    if cfg.parallel.context > 1:
-        message += f", of which each of {cfg.parallel.context} ranks has its share (parallel.context)"
-    return found, f"{message}; --tokens says otherwise"
+    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:

@@ -13,7 +13,6 @@ from octavo.config import Config, ConfigError, load_config_text
 from octavo.models import tiny
 from octavo.parallel import World
 from octavo.train import planning
-from octavo.train.memory_plan.footprint import Footprints
 from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, attention_flops
 from tests import ranks
@@ -116,14 +115,8 @@ def test_a_plan_counts_a_ranks_share(mixed, place):
     assert (seen.counts["image_encoder"], seen.counts["image_projector"], seen.row) == (600, 150, 256)
     model, family = planning.model_of(cfg)
     assert attention_flops(model.config, tokens) == 4 * attention_flops(model.config, found)
-    plan, _, notes = planning.plan_model(cfg, model, family)
+    _, _, notes = planning.plan_model(cfg, model, family)
     assert any("4 ranks share the tokens of each pack; 2 exchange heads for tokens, 2 gather" in note for note in notes)
-    sizes = Footprints(cfg, model, family, plan, found, device="cpu")
-    alone = mixed(f"model.path={place / 'text'}", "fp8.recipe=off")
-    whole = Footprints(alone, model, family, plan, tokens, device="cpu")
-    # of 2 layers k and v of 1024 tokens and 1 head, in place of 256 and 2: fp32, 32 features
-    more = 2 * 2 * 32 * 4 * (1024 - 2 * 256)
-    assert sizes.of(cfg).kinds["activations"] - more == whole.of(whole.cfg).kinds["activations"] // 4
     assert planning.micro_steps_of(cfg, 4) == 2 == planning.micro_steps_of(cfg)
 
 

@@ -40,7 +40,6 @@ from octavo.train.forward import autocasts, gathers_bf16, model_dtype
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.memory_plan.rollout import Rollout, Rollouts, copied
-from octavo.train.memory_plan.shared import with_keys
 from octavo.train.tokens import Tokens, attention_flops
 
 KINDS = (
@@ -169,10 +168,9 @@ class Footprints:
         return model_dtype(cfg), autocasts(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
-        dtype, autocast = self.forward_of(cfg)
-        tokens, plan = _one_row(self.tokens), self.plan_of(cfg)
-        found = fake_forward(self.model, self.family, plan, tokens, cfg, autocast, head_alone, self.dressed)
-        return found if head_alone else with_keys(found, cfg, self.config, tokens, 2 if autocast else dtype.itemsize)
+        _, autocast = self.forward_of(cfg)
+        tokens = _one_row(self.tokens)
+        return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
 
     def _recomputed(self, cfg: Config, kept: FakeForward) -> dict[str, int]:
         """What a block keeps while its backward runs that it did not keep before."""
