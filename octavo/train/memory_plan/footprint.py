@@ -193,13 +193,16 @@ class Footprints:
     def wire(self, cfg: Config, ranks: int) -> Mapping[str, int]:
         """Bytes that a rank gets in one micro-batch: `weights` in the forward, `again` those of blocks, which are freed
         after it, in the backward, and `gradients` in their sum. Each has its own share of the whole already."""
-        weights = states.sent(cfg, self.held, self.plan_of(cfg))
-        gradients = sum(states.ungathered(cfg, self.held).values())
-        blocks = sum(size for name, size in weights.items() if name)
-        found, shards = {"weights": sum(weights.values()), "again": blocks}, shards_of(cfg, ranks)
-        found = {name: size * (shards - 1) // shards for name, size in (*found.items(), ("gradients", gradients))}
-        copies = ranks // shards  # which sum their shards of gradients: reduced and gathered again
-        found["gradients"] += 2 * (copies - 1) * (gradients // shards) // copies
+        shards, plan, found = shards_of(cfg, ranks), self.plan_of(cfg), Counter[str]()
+        for experts in (False, True):
+            weights = states.sent(cfg, self.held, plan, experts)
+            gradients = sum(states.ungathered(cfg, self.held, experts).values())
+            blocks = sum(size for name, size in weights.items() if name)
+            over = shards // cfg.parallel.expert if experts and ranks > 1 else shards
+            whole = {"weights": sum(weights.values()), "again": blocks, "gradients": gradients}
+            found.update({name: size * (over - 1) // over for name, size in whole.items()})
+            copies = ranks // shards  # which sum their shards of gradients: reduced and gathered again
+            found["gradients"] += 2 * (copies - 1) * (gradients // over) // copies
         return found
 
     def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
@@ -322,7 +325,8 @@ class Footprints:
 
     def _gather(self, cfg: Config, plan: fp8.Plan) -> tuple[int, ...]:
         """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks."""
-        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+        each, expert = states.sent_width(cfg, states.width(cfg)), cfg.parallel.expert
+        key = (each, expert, cfg.lora and cfg.lora.dtype, _of_plan(cfg))
         if key not in self._gathered:
             both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
             self._gathered[key] = tuple(

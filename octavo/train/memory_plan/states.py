@@ -18,6 +18,7 @@ from octavo import adapters, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
+from octavo.fp8.moe import is_experts
 from octavo.fp8.weights import Shards
 from octavo.train import critic
 from octavo.train.forward import model_dtype
@@ -36,7 +37,7 @@ _STEP = 4  # the step's number, fp32, one for each parameter
 class Held:
     """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
     the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``beside``: of an adapter or a
-    critic, which no base holds."""
+    critic, which no base holds; ``experts``: of experts, which may be dealt to ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Held:
     codes: CastSpec | None = None
     turned: bool = False
     beside: bool = False
+    experts: bool = False
 
     def rows(self, ranks: int) -> int:
         """Rows on rank 0."""
@@ -73,6 +75,12 @@ class Held:
 def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
     """The parameters of a model, which may be on the meta device; adapters among them where it has some."""
     inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
+    of_experts = {
+        f"{name}.{inner}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        for inner, _ in module.named_parameters()
+    }
     return tuple(
         Held(
             name,
@@ -83,6 +91,7 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
             fp8.is_frozen(p) and p.turned,
             adapters.is_adapter_parameter(name) or critic.owns(name),
+            name in of_experts,
         )
         for name, p in model.named_parameters()
     )
@@ -271,28 +280,40 @@ def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, in
         home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
         kept = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
         if kept and row.name not in exchanged:
-            out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
+            size = codes_of(row, _held_gemms(plan, row)) // _parts(cfg, bool(row.row.experts))
+            out[home] = out.get(home, 0) + size
     return out
 
 
-def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
-    """Block -> bytes of its weights as all ranks together send them; the root under "".
+def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan, experts: bool | None = None) -> dict[str, int]:
+    """Block -> bytes of its weights as all ranks that gather them together send them; the root under "". ``experts``:
+    only of what is of experts, or of nothing that is.
 
     FP8 weights are sent as codes and scales, and have no values then.
     """
     out: dict[str, int] = {}
     for p in found:
-        out[p.block] = out.get(p.block, 0) + p.bytes(cfg, each=sent_width(cfg, p.width(cfg)))
+        size = p.bytes(cfg, each=sent_width(cfg, p.width(cfg))) if experts in (None, p.experts) else 0
+        out[p.block] = out.get(p.block, 0) + size // _parts(cfg, p.experts)
     each = sent_width(cfg, width(cfg))
     for row in fp8_weights(plan):
-        home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
-        out[home] += codes_of(row) - each * (row.row.experts or 1) * row.shape[0] * row.shape[1]
+        if experts in (None, bool(row.row.experts)):
+            home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
+            less = codes_of(row) - each * (row.row.experts or 1) * row.shape[0] * row.shape[1]
+            out[home] += less // _parts(cfg, bool(row.row.experts))
     return out
 
 
-def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
-    """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
+def ungathered(cfg: Config, found: Iterable[Held], experts: bool | None = None) -> dict[str, int]:
+    """Block -> bytes of its whole gradients before they are summed over ranks; the root under "". ``experts``: as
+    above."""
     out: dict[str, int] = {}
     for p in found:
-        out[p.block] = out.get(p.block, 0) + (sent_width(cfg, p.width(cfg)) * p.elements() if p.trained else 0)
+        size = sent_width(cfg, p.width(cfg)) * p.elements() if p.trained and experts in (None, p.experts) else 0
+        out[p.block] = out.get(p.block, 0) + size // _parts(cfg, p.experts)
     return out
+
+
+def _parts(cfg: Config, experts: bool) -> int:
+    """Into how many parts a weight is dealt before its ranks gather it."""
+    return cfg.parallel.expert if experts else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.models import shapes
+from octavo.models import shapes, tiny
 from octavo.train import planning
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states
@@ -115,6 +115,21 @@ def test_copies_hold_what_their_shards_do_and_sum_gradients_besides(make) -> Non
     wire, inside = plain.wire(copies, 4), plain.wire(cfg, 2)
     gradients = 4 * sum(p.numel() for p in plain.model.parameters())
     assert wire == inside | {"gradients": inside["gradients"] + gradients // 2}
+
+
+def test_experts_that_are_dealt_out_are_gathered_in_part(make, tmp_path) -> None:
+    """Between steps a rank holds what it did; of experts it gathers its own, from the ranks that share them."""
+    cfg = make(f"model.path={tiny.write('qwen3_moe', tmp_path / 'moe', size='mini')}")
+    plain = sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0))
+    dealt = changed(cfg, {"parallel.expert": 2})
+    here, there = plain.of(dealt, 4), plain.of(cfg, 4)
+    for kind in ("weights", "gradients", "optimizer", "codes"):
+        assert here.kinds[kind] == there.kinds[kind]
+    assert here.parts["gathered"] < there.parts["gathered"]
+    experts = 4 * sum(p.numel() for name, p in plain.model.named_parameters() if ".experts." in name)
+    before, after = plain.wire(cfg, 4), plain.wire(dealt, 4)
+    for name in before:  # three parts of four of all, against one of two of half
+        assert before[name] - after[name] == experts * 3 // 4 - experts // 4
 
 
 @pytest.mark.parametrize("override", ["train.recompute=selective", "train.offload_activations=true"])
