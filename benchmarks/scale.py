@@ -1,6 +1,7 @@
-"""What a rank holds and reads while a model is loaded and written on several processes, beside what is expected.
+"""What a rank holds, reads and receives on several processes, beside what is expected.
 
-    python benchmarks/scale.py --ranks 1 2 --out scale.json
+    python benchmarks/scale.py --ranks 1 2 --out scale.json                  a model is loaded and written
+    python benchmarks/scale.py --steps --out benchmarks/results/scale.json   a step of packs, on 1, 2 and 4 processes
 
 A Qwen3 of 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
 by 1, 2, ... processes of this machine (gloo). Memory is the rise of a rank's peak (VmHWM) over what it held before, in
@@ -12,21 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from octavo import checkpoint, fp8, models, parallel
+from octavo import checkpoint, fp8, models, parallel, train
 from octavo.checkpoint.export.files import Shards
+from octavo.config import load_config_text
+from octavo.data import digits
 from octavo.fp8.weights.shards import local_of
 from octavo.models import tiny
+from octavo.train import cost, planning
+from octavo.train.memory_plan import Footprints
+from octavo.train.tokens import Tokens
 
 SHAPE = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 16,
@@ -95,25 +102,121 @@ def rank(number: int, size: int, port: int, place: str, kind: str) -> None:
     world.close()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def measure(ranks: list[int], place: str) -> list[dict[str, Any]]:
     rows = []
     for size in ranks:
         for kind in KINDS:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            mp.spawn(rank, (size, port, place, kind), nprocs=size)
+            mp.spawn(rank, (size, free_port(), place, kind), nprocs=size)
             each = [json.loads(Path(f"{place}/{number}.json").read_text()) for number in range(size)]
             rows.append({"ranks": size, "kind": kind, **{key: max(found[key] for found in each) for key in each[0]}})
     return rows
+
+
+MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one process": (1, ()),
+    "shard 2": (2, ()),
+    "shard 2, codes gathered": (2, ("fp8.param=true",)),
+    "replicate 2": (2, ("parallel.replicate=2",)),
+    "shard 4": (4, ()),
+    "replicate 2, shard 2": (4, ("parallel.replicate=2",)),
+}  # fmt: skip
+RUN = """
+model: {{path: {place}/moe}}
+fp8: {{recipe: blockwise}}
+data: {{train: [{{path: {place}/digits/train.json}}], packing: true, window: 64}}
+train: {{steps: 1, seq_length: 512, micro_batch: 1, global_batch: 4, lr: 1e-3}}
+run: {{dir: {place}/run, resume: never, health_every: 0, tensorboard: false, hf: false, threads: 1}}
+"""
+HELD = ("weights", "master", "gradients", "optimizer", "codes")
+
+
+class Counting(train.Callback):
+    """Counts the bytes of the collectives of each step, and keeps what the last one gave."""
+
+    def before_step(self, run: train.Run, number: int, batches: Any) -> train.Observe:
+        self.batches, self.wire = len(batches), parallel.Counted()
+        self.wire.__enter__()
+        return train.Observe(memory=True)
+
+    def after_step(self, run: train.Run, step: train.Step) -> None:
+        self.wire.__exit__(None, None, None)
+        self.row = {**step.row}
+
+
+def step_rank(number: int, size: int, port: int, place: str, overrides: tuple[str, ...]) -> None:
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    cfg, found = load_config_text(RUN.format(place=place), list(overrides)), Counting()
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
+        train.run(cfg, callbacks=[found])
+    told = {"wire": parallel.by_collective(found.wire.bytes), "batches": found.batches}
+    told |= {"held": sum(found.row["memory"][kind] for kind in HELD), "padding": found.row["padding"]}
+    Path(f"{place}/{number}.json").write_text(json.dumps(told))
+
+
+def expected(place: str, size: int, overrides: tuple[str, ...]) -> tuple[dict[str, int], int]:
+    """(bytes of each collective in a micro-batch, bytes held) of the rank that has most, as `octavo plan` has them."""
+    cfg = load_config_text(RUN.format(place=place), list(overrides))
+    model, family = planning.model_of(cfg)
+    plan, _, _ = planning.plan_model(cfg, model, family, size)
+    tokens = Tokens(dict.fromkeys(family.components, 512), 512, 64)
+    sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
+    layout = parallel.Layout.of(size, **cfg.parallel.axes)
+    work = cost.work_of(sizes, cfg)
+    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
+    kinds = sizes.of(cfg, size).kinds
+    return cost.by_collective(moved), sum(kinds[kind] for kind in HELD)
+
+
+def steps(place: str) -> list[dict[str, Any]]:
+    tiny.write("qwen3_vl_moe", Path(place) / "moe", size="mini")
+    digits.write(Path(place) / "digits", train=96, test=8)
+    rows = []
+    for name, (size, overrides) in MESHES.items():
+        shutil.rmtree(f"{place}/run", ignore_errors=True)
+        mp.spawn(step_rank, (size, free_port(), place, overrides), nprocs=size)
+        each = [json.loads(Path(f"{place}/{number}.json").read_text()) for number in range(size)]
+        wire, held = expected(place, size, overrides)
+        rows.append({
+            "mesh": name, "ranks": size, "held": max(found["held"] for found in each), "held predicted": held,
+            "wire": [found["wire"] for found in each], "micro-batches": each[0]["batches"],
+            "wire predicted": {name: each[0]["batches"] * size for name, size in wire.items()},
+            "padding": each[0]["padding"],
+        })  # fmt: skip
+    return rows
+
+
+def show_steps(rows: list[dict[str, Any]]) -> None:
+    print("| mesh | processes | received in a step | predicted | held between steps | predicted | padding |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        found = [sum(wire.values()) for wire in row["wire"]]
+        exact = all(wire == row["wire predicted"] for wire in row["wire"])
+        held = f"{row['held']:,} | {'equal' if row['held'] == row['held predicted'] else row['held predicted']}"
+        wire = f"{max(found):,} | {'equal' if exact else row['wire predicted']}"
+        print(f"| {row['mesh']} | {row['ranks']} | {wire} | {held} | {row['padding']:.1%} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
+    parser.add_argument("--steps", action="store_true", help="steps under several meshes instead")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
+        if asked.steps:
+            rows = steps(place)
+            show_steps(rows)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+            return
         small = tiny.write("qwen3", Path(place) / "small", size="mini")
         make(Path(place) / "large", small)
         rows = measure(asked.ranks, place)

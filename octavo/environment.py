@@ -6,6 +6,7 @@ left out and its cause stands under ``unread``. :func:`package_problems` holds t
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata as metadata
 import os
 import platform
@@ -76,7 +77,7 @@ def describe() -> dict[str, Any]:
             return None
 
     record: dict[str, Any] = {
-        "octavo": {"version": octavo.__version__, **(read("git", git_state) or {})},
+        "octavo": {"version": octavo.__version__, **(read("git", lambda: _once(git_state)) or {})},
         "python": platform.python_version(),
         "os": read("os", platform.platform),
         "cpu": read("cpu", _cpu),
@@ -84,11 +85,17 @@ def describe() -> dict[str, Any]:
         "torch": read("torch", _torch),
         "gpus": read("gpus", _gpus) or [],
         "driver": read("driver", _driver),
-        "packages": read("packages", versions) or {},
+        "packages": {**(read("packages", lambda: _once(versions)) or {})},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "unread": unread,
     }
     return record
+
+
+@functools.cache
+def _once(reader: Callable[[], Any]) -> Any:
+    """What a process cannot change once it has begun: the code that it imports, and the packages beside it."""
+    return reader()
 
 
 #: environment variables that change what is computed or how fast

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 
 @cache
 def make_quicker() -> None:
-    """Let it look once for the functions that it replaces."""
+    """Let it do once what it does again at every operation; what comes out, and what it refuses, stay.
+
+    Half of what a kernel costs there.
+    """
     from triton.runtime import interpreter
 
+    _look_once_for_builtins(interpreter)
+    _replace_once_a_launch(interpreter)
+    _know_dtypes(interpreter)
+    if not interpreter.interpreter_builder.options.debug:  # else it says which integers overflow, which ours may
+        interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = lambda *operation: None
+
+
+def _look_once_for_builtins(interpreter: Any) -> None:
     is_builtin, patch_attr = interpreter.tl.core.is_builtin, interpreter._patch_attr
 
     @cache
@@ -19,11 +33,48 @@ def make_quicker() -> None:
         return [name for name, member in inspect.getmembers(place) if is_builtin(member)]
 
     def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
-        """As the interpreter's own, which walks through all members of ``triton.language`` at every call of a device
-        function, though the launch has replaced them already: a third of what a kernel costs there."""
+        """As the interpreter's own, which walks through all members of ``triton.language``."""
         names = builtins_of(place)
         if names and is_builtin(getattr(place, names[0])):  # they are replaced and given back together
             for name in names:
                 patch_attr(place, name, getattr(place, name), builder, scope)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def _replace_once_a_launch(interpreter: Any) -> None:
+    """``triton.language`` is replaced for a launch; a device function that is called in it finds it so."""
+    tl, patch_lang, restore = interpreter.tl, interpreter._patch_lang, interpreter._LangPatchScope.restore
+    replaced: set[int] = set()
+
+    @cache
+    def languages(function: Callable[..., Any]) -> frozenset[int]:
+        return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+
+    def once(function: Callable[..., Any]) -> Any:
+        if replaced and languages(function) <= replaced:
+            return interpreter._LangPatchScope()  # with nothing to give back
+        replaced.update(languages(function))
+        return patch_lang(function)
+
+    def given_back(scope: Any) -> None:
+        replaced.clear()
+        restore(scope)
+
+    interpreter._patch_lang = once
+    interpreter._LangPatchScope.restore = given_back
+
+
+def _know_dtypes(interpreter: Any) -> None:
+    find, tl = interpreter._get_np_dtype, interpreter.tl
+    known: dict[str, np.dtype] = {}
+
+    def dtype_of(kind: Any) -> np.dtype:
+        scalar = kind.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return find(scalar)
+        if scalar.name not in known:
+            known[scalar.name] = find(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = dtype_of

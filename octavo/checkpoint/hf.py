@@ -8,8 +8,9 @@ fails on one rank fails on all, and leaves nothing.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +24,8 @@ from octavo.checkpoint.export.files import Planned, Shards, nbytes
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.together import Ranks
 from octavo.fp8.weights import full, master_of
-from octavo.models.folder import check_companions, copy_companions, write_config
-from octavo.models.save import check_names, check_target, refuse_dead
+from octavo.models.folder import INDEX, check_companions, companions, copy_companions, write_config
+from octavo.reading import printable
 
 LARGEST = 5 * 10**9
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
@@ -52,18 +53,23 @@ def save_hf(
     largest  bytes of a file at most; a tensor above that has its own
     skip     names that are no part of the model (a critic's)
 
-    Weights are written in the dtypes they have; frozen FP8 ones as their values. Written aside, forced to the disk,
-    then renamed: the directory is whole or as it was. Raises ModelError and CheckpointError as `models.save_hf` does.
+    What is written is what trains: weights in the dtypes they have (BF16 where an optimizer keeps lower halves, which
+    no forward saw), frozen FP8 ones as their values. Written aside (`.NAME.part`), forced to the disk, then renamed:
+    the directory is whole or as it was. An earlier model is replaced where the directory holds nothing else.
+
+    Raises ModelError for any other directory that is not empty, names or shapes that are not those of the source's
+    model, weights on the meta device, NaN or infinity, a file to copy that cannot be read or is a link out of the
+    source, and a full disk; CheckpointError with the words of another rank that failed.
     """
     source, target = Path(source), Path(directory)
-    check_target(target)
+    _check_target(target)
     check_companions(source, copied=True)
     stock = Stock(models.empty(source))
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
-    check_names(state, stock.model)
+    _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
     dead = {name for found in world.gather_objects(fp8.not_finite(state.items())) for name in found}
-    refuse_dead([name for name in state if name in dead], state)
+    _refuse_dead([name for name in state if name in dead], state)
     parts = planned(stock, {name: t.dtype for name, t in state.items()}, world.size)
     with _aside(target, world) as made:
         tensors = [tensor for part in parts for tensor in part.tensors]
@@ -167,3 +173,50 @@ def _agreed(world: Ranks) -> Iterator[None]:
         raise error
     if said:
         raise CheckpointError(f"another rank failed, and this one with it: {said[0]}")
+
+
+def _check_target(target: Path) -> None:
+    """Raise ModelError for a directory that no model may replace."""
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
+        raise models.ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
+    if foreign := _foreign(target):
+        raise models.ModelError(
+            f"{target} would be replaced, and {printable(foreign[0])} in it is no part of a model; move it away."
+        )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What is in a model folder that no saved model has, and would be gone with it."""
+    names = os.listdir(target) if target.exists() else ()
+    own = {"config.json", INDEX, *(file.name for file in companions(target))}
+    return sorted(name for name in names if name not in own and not name.endswith(".safetensors"))
+
+
+def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
+    """Raise ModelError where names or shapes are not those of the stock model; tied names may be left out."""
+    wanted = stock.state_dict()
+    tied = set(getattr(stock, "all_tied_weights_keys", {}))
+    absent = [name for name in wanted if name not in weights and name not in tied]
+    strange = [name for name in weights if name not in wanted]
+    if absent or strange:
+        raise models.ModelError(
+            f"the weights are not those of the source's model: {len(absent)} missing (first {absent[:1]}), "
+            f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != wanted[name].shape:
+            raise models.ModelError(
+                f"{name} has shape {tuple(tensor.shape)}, the source's model {tuple(wanted[name].shape)}. Save with "
+                "the folder that the model was loaded from."
+            )
+        if tensor.is_meta:
+            raise models.ModelError(f"{name} is on the meta device and has no values to save. Load the weights first.")
+
+
+def _refuse_dead(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
+    """Raise ModelError where tensors, the `bad` ones, hold NaN or infinity."""
+    if bad:
+        raise models.ModelError(
+            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and a model that does answers "
+            "with NaN: nothing is written. Save an earlier checkpoint."
+        )

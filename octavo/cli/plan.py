@@ -7,6 +7,8 @@ octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
 octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
+octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs, and bytes on the wire by exchange
+octavo plan run.yaml --cluster h100x8x8                        the time of a step, and the best mesh; see docs/scale.md
 octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md
 octavo plan run.yaml --shape llama2_7b                         the file's settings on a published model
 """
@@ -46,6 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", metavar="FILE", help="where measurements are kept (else: the user's cache folder)")
     parser.add_argument("--ranks", metavar="N", type=arguments.positive, default=1, help="memory on each of N GPUs")
+    parser.add_argument(
+        "--parallel",
+        metavar="AXIS=N,...",
+        type=_axes,
+        default=[],
+        help=f"their mesh: {', '.join(AXES)}; see docs/scale.md",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="seconds of a step and the best mesh there: h100x8x8 (8 nodes of 8), or a file",
+    )
     parser.add_argument("--card", metavar="SIZE", help="say whether it fits a card of so much memory, e.g. 80GB")
     parser.add_argument(
         "--fit", metavar="SIZE", help="propose the fastest setting that fits such a card; key=value settings are held"
@@ -69,6 +83,9 @@ def _run(args: argparse.Namespace) -> int:
         _can_be_written(Path(args.save), args.save)
     if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
         raise arguments.UsageError("--fit proposes a setting and nothing else; leave out --measure, --save and --card")
+    if args.parallel and args.cluster is None and args.ranks == 1:
+        raise arguments.UsageError("--parallel is the mesh of several ranks; say how many: --ranks 64")
+    args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
@@ -77,13 +94,14 @@ def _run(args: argparse.Namespace) -> int:
         )
 
     from octavo import fp8
-    from octavo.cli import plan_memory
+    from octavo.cli import plan_cost, plan_memory
     from octavo.train import base, planning, summary
     from octavo.train.memory_plan import Card
 
     for size in (args.card, args.fit):
         if size is not None:
             Card.parse(size)
+    cluster = plan_cost.cluster_of(args)
     cfg = cfg if args.shape is not None else base.settled(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
@@ -107,6 +125,8 @@ def _run(args: argparse.Namespace) -> int:
         more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
         more |= {"step": steps} if steps else {}
         more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
+        if args.ranks > 1:
+            more["step_of_a_rank"] = plan_cost.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         print("\n".join(summary.verdict(plan)))
@@ -116,6 +136,8 @@ def _run(args: argparse.Namespace) -> int:
         show(plan, notes, everything=args.all, why=args.why)
         if told:
             plan_memory.show(sizes, message, args)
+        if args.ranks > 1:
+            plan_cost.show(sizes, cluster, args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
         fp8.save_plan(plan, args.save)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
@@ -201,8 +223,8 @@ def _config(args: argparse.Namespace) -> Any:
 
 #: the names of octavo.models.shapes, which imports transformers
 SHAPES = (
-    "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen2_5_vl_7b", "internvl3_5_8b", "nvila_8b",
-    "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
+    "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
+    "internvl3_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
 )  # fmt: skip
 
 
@@ -284,6 +306,22 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
 
 def _note_measured(done: int, total: int, name: str) -> None:
     terminal.note(f"measured {done} of {total}{name and ': now ' + name}")
+
+
+AXES = ("replicate", "shard", "context", "ulysses", "expert")
+
+
+def _axes(text: str) -> list[str]:
+    """An argparse type: ``axis=N,axis=N``."""
+    out = [pair.strip() for pair in text.split(",")]
+    for pair in out:
+        name, _, number = pair.partition("=")
+        if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
+            raise argparse.ArgumentTypeError(
+                f"expected axes with their sizes, as in replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
+                f"axes are {', '.join(AXES)}"
+            )
+    return out
 
 
 def _tokens(text: str) -> dict[str, int]:

@@ -32,7 +32,7 @@ def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
     """Everything that is printed, for programs."""
     out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
-        out["per_rank"] = {**sizes.of(sizes.cfg, args.ranks).to_json(), "wire": sizes.wire(sizes.cfg, args.ranks)}
+        out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
     card = Card.parse(args.card) if args.card else None
     if card is not None:
         over = sizes.of(sizes.cfg, args.ranks).total - card.usable
@@ -64,12 +64,6 @@ def show(sizes: Any, message: str, args: Any) -> None:
     last = [*found.values()][-1]
     if last.rollout is not None:
         print(_at_a_time(last.rollout, sizes.cfg, args.card))
-    if args.ranks > 1:
-        wire = {name: gb(size) for name, size in sizes.wire(sizes.cfg, args.ranks).items()}
-        print(
-            f"on the wire, to each of {args.ranks} ranks a micro-batch: {wire['weights']} of weights forward, "
-            f"{wire['again']} backward, {wire['gradients']} of gradients (train.gather: {sizes.cfg.train.gather})"
-        )
     if not args.card:
         print("what each memory switch would save, and whether it fits: --card SIZE, e.g. --card 80GB")
         return

@@ -11,7 +11,13 @@ from octavo.config.whole import Sections
 
 def rules(config: Sections) -> Iterator[Finding]:
     """Every rule on `parallel` that the configuration breaks."""
-    axes = config.parallel
+    axes, train = config.parallel, config.train
+    if axes.context > 1 and train.phase in BEYOND_SFT:
+        found = f"the rows of phase {train.phase} are not shared by ranks ({axes.context} are asked to)"
+        yield finding("parallel.context", found, "use context: 1", "train.phase")
+    elif axes.context > 1 and not config.data.packing:
+        found = f"{axes.context} ranks share the tokens of packed rows, and rows are padded"
+        yield finding("parallel.context", found, "set data.packing: true and train.micro_batch: 1", "data.packing")
     if axes.ulysses != "auto" and axes.context % axes.ulysses:
         found = f"ulysses {axes.ulysses} does not divide context {axes.context}"
         yield finding("parallel.ulysses", found, "use a divisor of it, or auto", "parallel.context")

@@ -434,12 +434,15 @@ class ParallelSection(Section):
         "divided by `replicate` and `context`. Parameters are sharded over shard x context ranks.",
     )
     context: int = Field(
-        default=1, ge=1, le=2**16, description="Ranks that share the tokens of a row (context parallel)."
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Ranks that share the tokens of a row (context parallel); needs data.packing.",
     )
     ulysses: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
         default="auto",
         description="Of the `context` ranks, so many exchange heads for tokens; the others gather keys and values. "
-        "auto: the most that divide `context` and the heads of keys and values.",
+        "auto: the most that divide `context` and the heads of queries.",
     )
     expert: int = Field(
         default=1,

@@ -107,7 +107,7 @@ def train_loader(
         known = [counts(source, encodes, _cache(cfg), _what(dataset)) for source, dataset in pairs]
         loader = PackLoader(
             mixture, encodes, known, cfg.data.window, cfg.train.global_batch, rank, world, place, workers_of(cfg),
-            cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+            cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, shared=cfg.parallel.context,
         )  # fmt: skip
     else:
         loader = Loader(

@@ -96,9 +96,11 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     return {**batch, "meta": _meta(samples)}
 
 
-def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0) -> dict[str, Any]:
+def collate_pack(
+    samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0, ranks: int = 1
+) -> dict[str, Any]:
     """A batch of one row of T tokens: the samples in order, and padding up to a multiple of 128, if that is no more
-    than `capacity`.
+    than `capacity`; of a pack that several `ranks` share up to 128 each, whatever its capacity.
 
     As `collate`, [1, T], but for a mask, in whose place stand `boundaries`. Padding and the first token of each sample
     have no label: nothing in front of that predicts it. No samples give a row of padding alone. Raises ValueError for
@@ -108,7 +110,9 @@ def collate_pack(samples: Sequence[Sample], pad_id: int, capacity: int, plan: in
     total = sum(lengths)
     if total > capacity:
         raise ValueError(f"samples of {lengths} tokens do not fit into a pack of {capacity}")
-    longest = min(-(-total // MULTIPLE) * MULTIPLE, capacity) if samples else EMPTY_LENGTH
+    whole = MULTIPLE * ranks
+    longest = -(-total // whole) * whole if samples else EMPTY_LENGTH * ranks
+    longest = min(longest, capacity) if ranks == 1 and samples else longest
     ends = [0, *accumulate(lengths)] + [longest] * (longest > total)
 
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:

@@ -42,7 +42,8 @@ class PackLoader(Steps):
     too long leaves its place in its pack empty; it changes no other pack.
 
     `place` is that of the first pack after the steps that were yielded: (window, pack in it, checksum of the window's
-    packs). Store it, and give it back. `known`: what was counted of each data set. For the rest see `Steps`.
+    packs). Store it, and give it back. `known`: what was counted of each data set. `shared`: how many ranks share the
+    tokens of a pack. For the rest see `Steps`.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class PackLoader(Steps):
         report_path: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         timeout: float = float("inf"),
+        shared: int = 1,
     ) -> None:
         if global_batch < 1:
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
-        self.window, self.global_batch, self.place = window, global_batch, place
+        self.window, self.global_batch, self.place, self.shared = window, global_batch, place, shared
         self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, workers, timeout)
         self.packs = lru_cache(maxsize=4)(self._packs)
 
@@ -140,7 +142,7 @@ class PackLoader(Steps):
     def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
         found = [self._judge.admit(*self._fitting(*next(rows), room)) for room in pack.lengths]
         samples = [sample for sample in found if sample is not None]
-        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan)
+        return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.shared)
 
     def _fitting(self, place: Place, made: Any, room: int) -> tuple[Place, Any]:
         """A row, or the error that it is where there is less room than it takes."""

@@ -15,7 +15,6 @@ from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_sh
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer, pixels_by
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
-from octavo.models.save import save_hf
 from octavo.models.shapes import SHAPES, shape_model
 from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
@@ -61,7 +60,6 @@ __all__ = [
     "random_model",
     "read_config",
     "read_quantization",
-    "save_hf",
     "shape_model",
     "split",
     "stays",

@@ -246,6 +246,9 @@ def _called_as_transformers_does(
             return attention(q, k, v, mask, scale=scaling, is_causal=causal, dropout=dropout)
 
         def sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each sees those before it, and itself
+                seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+                return plain(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
             alone = stock or q.shape[2] == 1
             return plain(q, k, v, None, True)[0].transpose(1, 2) if alone else ours(q, k, v, None, True)
 

@@ -24,7 +24,7 @@ from octavo.models import attention
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
 from octavo.models.paged import axes, positions
-from octavo.models.segments import INSTEAD, PackedForward, Segments, under_way
+from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
@@ -58,18 +58,19 @@ def _why_not(config: PreTrainedConfig) -> str | None:
 
 
 class Packed:
-    """Packed forwards of a model, which computes attention by a function of Octavo's from here on.
+    """Packed forwards of a model, which computes attention by a function of Octavo's from here on. ``share``: of the
+    tokens of each row, where several ranks have them.
 
     Raises ModelError for one whose samples would not be separate: recurrent or windowed layers, attention that is not
     in transformers' registry, or that runs by another kernel than torch's.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, share: Share | None = None) -> None:
         if (why := why_not_packed(model)) is not None:
             raise ModelError(f"samples cannot be packed: {why}. {INSTEAD}")
         if not attention.is_ours(model.get_submodule(family.language_model)):
             attention.use_attention(model, component="foundation")
-        self.model, self.family = model, family
+        self.model, self.family, self.share = model, family, share
         self.axes = axes(model, family)
         self.layers = model.config.get_text_config().num_hidden_layers
 
@@ -97,16 +98,15 @@ class Packed:
 
     @contextmanager
     def forward(self, edges: Sequence[int], positions: Tensor | None) -> Iterator[None]:
-        """Inside, one forward of the model takes a row of samples that end at ``edges`` (0 and T with them).
+        """Inside, one forward of the model takes a row of samples that end at ``edges`` (0 and T with them), of a
+        shared row this rank's tokens and their positions; ``positions`` are those of the whole row.
 
         Raises ModelError for positions that are not those of the samples, and afterwards where not every layer of the
         decoder attended within them.
         """
         self._check(edges, positions)
-        edges = tuple(edges)
         device = next(self.model.parameters()).device
-        longest = max(b - a for a, b in pairwise(edges))
-        now = PackedForward(Segments(edges, torch.tensor(edges, dtype=torch.int32).to(device), longest))
+        now = PackedForward(Segments.of(edges, device, self.share))
         token = under_way.set(now)
         try:
             yield

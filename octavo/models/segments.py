@@ -7,16 +7,19 @@ ask for no causal mask, and attend as they always do.
 
 Attention runs sample by sample, causal: on CUDA by one call of torch's ``varlen_attn`` (flash attention) in 16 bits,
 elsewhere by a call for each sample.
+
+A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` brings queries, keys and
+values together, and the queries of a span see what precedes them in their sample.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +32,59 @@ LARGEST_HEAD = 256  # features of a head that flash attention takes
 INSTEAD = "Set data.packing: false"
 
 
+class Share(Protocol):
+    """This rank's share of a row (`parallel.Context`)."""
+
+    def part(self, length: int) -> slice:
+        """Its tokens of a row of so many."""
+
+    def queries(self, length: int) -> tuple[int, int]:
+        """[first, last) of the tokens whose queries it attends by."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """Attention of its tokens, where ``within`` gets those queries and the keys and values of the whole row."""
+
+
+class Span(NamedTuple):
+    """Queries of one sample, the tokens [first, last) of the row; the sample begins at `start`."""
+
+    start: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where samples begin: sample i is the tokens [edges[i], edges[i + 1]) of the row. ``cu_seqlens``: the same on the
-    device, int32 [samples + 1]; ``longest``: tokens of the longest sample."""
+    """Where samples begin: sample i is the tokens [edges[i], edges[i + 1]) of the row. ``spans``: the queries that are
+    attended by here, by sample; ``cu_queries`` and ``cu_keys``: where those and the keys that they see end, on the
+    device, int32 [spans + 1]; ``longest``: the most queries and keys of a span."""
 
     edges: tuple[int, ...]
-    cu_seqlens: Tensor
-    longest: int
+    spans: tuple[Span, ...]
+    cu_queries: Tensor
+    cu_keys: Tensor
+    longest: tuple[int, int]
+    share: Share | None = None
+
+    @classmethod
+    def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
+        """Those of a row whose samples end at ``edges``, 0 and T with them."""
+        first, last = (0, edges[-1]) if share is None else share.queries(edges[-1])
+        inside = ((a, b) for a, b in pairwise(edges) if a < last and b > first)
+        spans = tuple(Span(a, max(a, first), min(b, last)) for a, b in inside)
+        queries, keys = [span.last - span.first for span in spans], [span.last - span.start for span in spans]
+        cu_queries, cu_keys = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in (queries, keys))
+        cu_queries = cu_queries.to(device)
+        cu_keys = cu_queries if keys == queries else cu_keys.to(device)
+        return cls(tuple(edges), spans, cu_queries, cu_keys, (max(queries), max(keys)), share)
+
+    @property
+    def tokens(self) -> int:
+        """Of the row that this rank has."""
+        if self.share is None:
+            return self.edges[-1]
+        part = self.share.part(self.edges[-1])
+        return int(part.stop - part.start)
 
 
 @dataclass
@@ -55,7 +103,7 @@ def masks(**asked: Any) -> Any:
     where the mask of a decoder is asked for."""
     now = under_way.get()
     of_encoder = asked["mask_function"] is bidirectional_mask_function
-    if now is None or of_encoder or asked["q_length"] != now.segments.edges[-1]:
+    if now is None or of_encoder or asked["q_length"] != now.segments.tokens:
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked)
     if asked.get("local_size"):
         raise ModelError(f"a packed row met a layer that sees {asked['local_size']} tokens alone. {INSTEAD}")
@@ -68,23 +116,31 @@ def attend(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float,
     one: Callable[[Tensor, Tensor, Tensor], Tensor], at_once: bool = True, layer: object = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D].
+    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D]; of a shared row
+    those of this rank's tokens.
 
-    ``one`` computes a sample, as [1, H, t, D]; ``at_once``: whether flash attention may do all at once. Raises
-    ModelError where the tokens are not those of the segments.
+    ``one`` computes a sample, as [1, H, t, D], of which the last queries may be all that it gets; ``at_once``: whether
+    flash attention may do all at once. Raises ModelError where the tokens are not those of the segments.
     """
     now = under_way.get()
     if now is not None and now.segments is segments:
         now.seen.add(id(layer))
-    if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == segments.edges[-1]:
+    if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == segments.tokens:
         raise ModelError(
-            f"a packed row of {segments.edges[-1]} tokens met attention of {q.shape[0]} rows, {q.shape[2]} queries and "
+            f"a packed row of {segments.tokens} tokens met attention of {q.shape[0]} rows, {q.shape[2]} queries and "
             f"{k.shape[2]} keys: a cache, or a batch of several rows. Call the model on one pack with use_cache=False"
         )
-    if at_once and takes_varlen(q, v, dropout):
-        return varlen(q, k, v, segments.cu_seqlens, segments.longest, scale, causal=True)[None]
-    parts = [one(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(segments.edges)]
-    return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+    def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        begin, first, _ = segments.spans[0]
+        last = segments.spans[-1].last
+        if at_once and takes_varlen(q, v, dropout):
+            ends, keys = (segments.cu_queries, segments.longest[0]), (segments.cu_keys, segments.longest[1])
+            return varlen(q, k[:, :, begin:last], v[:, :, begin:last], *ends, scale, True, keys)[None]
+        parts = [one(q[:, :, a - first : b - first], k[:, :, s:b], v[:, :, s:b]) for s, a, b in segments.spans]
+        return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+    return within(q, k, v) if segments.share is None else segments.share.attend(q, k, v, within)
 
 
 def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
@@ -108,8 +164,12 @@ def attend_images(
     return torch.cat([part.transpose(1, 2) for part in parts], 1)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, causal: bool) -> Tensor:
-    """[T, H, D] of q [1, H, T, D], k and v [1, H_kv, T, D]."""
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, causal: bool,
+    keys: tuple[Tensor, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """[T, H, D] of q [1, H, T, D], k and v [1, H_kv, S, D]; ``keys``: where the keys of each span of queries end, and
+    how many are the most (None: as queries do). The last query of a span sees all of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -125,5 +185,6 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: 
         more["scale"] = scale
     elif scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
-    out: Any = varlen_attn(q, k, v, edges, edges, longest, longest, **more)
+    key_edges, most = keys or (edges, longest)
+    out: Any = varlen_attn(q, k, v, edges, key_edges, longest, most, **more)
     return out

@@ -54,10 +54,11 @@ def _qwen3_vl(text: dict[str, Any], large: bool, tied: bool) -> PreTrainedConfig
     return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
 
 
-def _qwen3_vl_30b_a3b() -> PreTrainedConfig:
-    moe = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
-    text = _qwen3_text(2048, 6144, 48, 32, 4, tie_word_embeddings=False, **moe)
-    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(2048, True), tie_word_embeddings=False)
+def _qwen3_vl_moe(expert: int, *sizes: int) -> PreTrainedConfig:
+    """The width of an expert; hidden, intermediate, layers, heads, key-value heads."""
+    moe = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "decoder_sparse_step": 1}
+    text = _qwen3_text(*sizes, tie_word_embeddings=False, **moe)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(sizes[0], True), tie_word_embeddings=False)
 
 
 def _decoder(
@@ -132,7 +133,8 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_vl_2b": lambda: _qwen3_vl(_qwen3_text(2048, 6144, 28, 16, 8), large=False, tied=True),
     "qwen3_vl_4b": lambda: _qwen3_vl(_qwen3_text(2560, 9728, 36, 32, 8), large=False, tied=True),
     "qwen3_vl_8b": lambda: _qwen3_vl(_qwen3_text(4096, 12288, 36, 32, 8), large=True, tied=False),
-    "qwen3_vl_30b_a3b": _qwen3_vl_30b_a3b,
+    "qwen3_vl_30b_a3b": lambda: _qwen3_vl_moe(768, 2048, 6144, 48, 32, 4),
+    "qwen3_vl_235b_a22b": lambda: _qwen3_vl_moe(1536, 4096, 12288, 94, 64, 4),
     "qwen2_5_vl_7b": _qwen2_5_vl_7b,
     "internvl3_5_8b": _internvl3_5_8b,
     "nvila_8b": _nvila_8b,

@@ -1,9 +1,26 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
+from octavo.parallel.context import Context, context_of, ulysses_of
 from octavo.parallel.errors import WorldError
 from octavo.parallel.fill import fill
+from octavo.parallel.images import Images
 from octavo.parallel.layout import Layout
-from octavo.parallel.shard import full_state_dict, shard
+from octavo.parallel.shard import shard
+from octavo.parallel.wire import Counted, by_collective
 from octavo.parallel.world import WAITS, World, setup
 
-__all__ = ["WAITS", "Layout", "World", "WorldError", "fill", "full_state_dict", "setup", "shard"]
+__all__ = [
+    "WAITS",
+    "Context",
+    "Counted",
+    "Images",
+    "Layout",
+    "World",
+    "WorldError",
+    "by_collective",
+    "context_of",
+    "fill",
+    "setup",
+    "shard",
+    "ulysses_of",
+]

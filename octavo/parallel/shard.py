@@ -29,7 +29,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from octavo.fp8.weights import full
 from octavo.parallel.experts import deal, rest_of
 from octavo.parallel.world import World, WorldError
 
@@ -102,22 +101,3 @@ def _check_unshared(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> No
                 f"the parameter {name} is shared between {owner[id(parameter)]} and {home}; a shard group must own "
                 "its parameters alone. Untie it, or run in one process"
             )
-
-
-def full_state_dict(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """The whole model under its own names: CPU tensors on rank 0, an empty dict elsewhere. A collective.
-
-    Tied names both appear and share one storage, as in an unsharded `state_dict`. Rank 0 needs host memory for the
-    whole model; the others gather one tensor at a time and let it go.
-    """
-    result: dict[str, torch.Tensor] = {}
-    seen: dict[int, torch.Tensor | None] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            whole = full(tensor.detach())
-            # In one process this would alias the live weights: a snapshot must not change under its holder.
-            seen[id(tensor)] = whole.to("cpu", copy=True) if world.is_main else None
-        snapshot = seen[id(tensor)]
-        if snapshot is not None:
-            result[name] = snapshot
-    return result

@@ -76,6 +76,7 @@ def build(
     first = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first})})
     check_possible(cfg, world)
+    context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
     pixels = models.pixels_by(processor)
@@ -87,14 +88,12 @@ def build(
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
     data.prepare(asked, processor, say)
-    share: dict[str, Any] = {
-        "rank": world.data_rank,
-        "world": world.data_size,
-        "report_path": directory / "skipped.jsonl",
-    }
+    listed = {"report_path": directory / "skipped.jsonl"}
+    share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **listed}
     place = {"place": start.place} if cfg.data.packing else {}
     loader = phase.loader(asked, processor, start_row=start.rows, **place, **share)
-    evalset = phase.evalset(asked, processor, **share)
+    # Ranks that share the rows of training have held-out rows of their own, each whole.
+    evalset = phase.evalset(asked, processor, rank=world.rank, world=world.size, **listed)
 
     def count(family: models.Family, model: nn.Module) -> Tokens:
         return tokens.count(asked, processor, family, model.config)
@@ -129,8 +128,9 @@ def build(
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
-    packed = models.Packed(model, family) if cfg.data.packing else None
-    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather, packed)
+    packed = models.Packed(model, family, context) if cfg.data.packing else None
+    dealt = parallel.Images(model, family, context) if context is not None and family.has_vision else None
+    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather, packed, context, dealt)
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world, gather=gather)
@@ -204,8 +204,6 @@ def _keep_plan(
 def check_possible(cfg: Config, world: parallel.World) -> None:
     """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
     check_update(cfg, world)
-    if cfg.parallel.context > 1:
-        raise TrainError("parallel.context is not supported by this version. Use context: 1")
     asked = {
         "train.offload_activations": cfg.train.offload_activations,
         "train.synchronize_per_layer": cfg.train.synchronize_per_layer,
@@ -218,6 +216,15 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
             f"{world.device} everything is in host memory already, and "
             f"nothing runs ahead. Set {' '.join(f'{key}=false' for key in without_effect)}"
         )
+
+
+def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
+    """The ranks that share rows with this one. Raises WorldError where heads are not to be dealt as asked. A
+    collective."""
+    if world.layout.context == 1:
+        return None
+    heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
+    return parallel.context_of(world, cfg.parallel.ulysses, heads)
 
 
 def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.parallel import World
+from octavo.parallel import Context, Images, World
+from octavo.train import balance
 from octavo.train.errors import TrainError
 
 
@@ -42,13 +44,16 @@ class Forward:
 
     `images` says whether the batch at hand has an image; the dummy-image hook reads it. Without autocast, pixels come
     in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
+    ``context``: the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this
+    rank's tokens, and ``dealt`` deals the images of a pack.
     """
 
     def __init__(
         self, model: nn.Module, world: World, autocast: bool, dtype: torch.dtype | None = None,
-        packed: models.Packed | None = None,
+        packed: models.Packed | None = None, context: Context | None = None, dealt: Images | None = None,
     ) -> None:  # fmt: skip
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
+        self.context, self.dealt = context, dealt
         self.images = False
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = dtype or own
@@ -61,15 +66,30 @@ class Forward:
         """Logits [B, P, V] at the positions `keep` [P] (None: all T)."""
         return self._run(batch, keep)[0]
 
+    def part(self, batch: dict[str, Any]) -> slice:
+        """The tokens of a batch that go through the model on this rank."""
+        if self.context is None or "boundaries" not in batch:
+            return slice(0, batch["input_ids"].shape[1])
+        return self.context.part(batch["boundaries"].length)
+
+    def sees(self, batch: dict[str, Any]) -> bool:
+        """Whether an image of a batch goes through the tower on this rank."""
+        shared = self.dealt is not None and "boundaries" in batch
+        return self.dealt.sees(batch) if shared else batch["meta"].has_image  # type: ignore[union-attr]
+
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same logits, and the load-balancing loss of the routers over this batch (a scalar): `train.routing`.
 
         Raises TrainError if the model gives none.
         """
         more: dict[str, Any] = {"output_router_logits": True}
-        if "boundaries" in batch and (tokens := real(batch)) is not None:  # the loss is that of no padding
+        tokens = real(batch) if "boundaries" in batch else None  # of a pack the loss is that of no padding
+        if tokens is not None and self.context is None:
             more["attention_mask"] = tokens.to(self.device)
         logits, out = self._run(batch, keep, **more)
+        if self.context is not None and "boundaries" in batch:
+            mine = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
+            return logits, balance.shared(out, self.model, mine, self.context)
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             raise TrainError(
@@ -83,7 +103,7 @@ class Forward:
         self.images = batch["meta"].has_image
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
-            for name, value in batch.items()
+            for name, value in self._mine(batch).items()
             if isinstance(value, Tensor) and name != "labels" and (self._any or name in self._known)
         }
         if keep is not None and self._trims:
@@ -94,17 +114,32 @@ class Forward:
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
-    def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> AbstractContextManager[None]:
+    def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
+        if self.context is None or "boundaries" not in batch:
+            return batch
+        part, images = self.part(batch), ("pixel_values", "image_grid_thw")
+        own = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
+        return own if self.dealt is None else {**own, **self.dealt.begin(batch)}
+
+    @contextmanager
+    def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
         """What keeps the samples of a pack apart, whose positions it puts into the inputs."""
         if "boundaries" not in batch:
-            return nullcontext()
+            yield
+            return
         if self.packed is None:
             raise TrainError("a batch is a pack of samples, and this model was not made ready for packs (data.packing)")
         edges, images = batch["boundaries"].edges, batch["meta"].images
         kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
         positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid)
-        inputs["position_ids"] = positions.to(self.device, non_blocking=True)
-        return self.packed.forward(edges, positions)
+        inputs["position_ids"] = positions[..., self.part(batch)].to(self.device, non_blocking=True)
+        try:
+            with self.packed.forward(edges, positions):
+                yield
+        finally:
+            if self.dealt is not None:
+                self.dealt.end()
 
 
 def real(batch: dict[str, Any]) -> Tensor | None:

@@ -7,7 +7,7 @@ the k choices of all tokens and their probabilities are spread evenly. A step mi
     cross-entropy + router_aux_loss_coef * sum over micro-batches and ranks of (its tokens / the step's tokens) * loss
 
 so the factors add up to 1 however the global batch is cut, and every token weighs the same. ("The" loss of a whole
-global batch would need all its routing before the first backward.)
+global batch would need all its routing before the first backward.) Where ranks share a row, `train.balance`.
 
 Loads are counted from the indices that a module of experts is called with, on the device, and read once a step.
 """
@@ -84,13 +84,13 @@ class ExpertLoad:
         # One more than there are experts, for places that belong to none.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
-    def batch(self, batch: dict[str, Any], device: torch.device) -> None:
-        """The next forwards are of this micro-batch, of whose tokens some are padding."""
+    def batch(self, batch: dict[str, Any], device: torch.device, part: slice = slice(None)) -> None:
+        """The next forwards are of this micro-batch, of whose tokens some are padding, and ``part`` is here."""
         if self._counts is not None:
             mask = real(batch)
             if not batch["meta"].tokens:  # a row that keeps a rank company is attended, and no sample
                 mask = torch.zeros_like(batch["input_ids"])
-            self._real = None if mask is None else mask.to(device, torch.float32).reshape(-1)
+            self._real = None if mask is None else mask[:, part].to(device, torch.float32).reshape(-1)
 
     @torch._disable_dynamo  # what is counted when is no part of a compiled block
     def _count(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -135,22 +135,24 @@ class Stepper:
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
         """The forward of one micro-batch, which has `share` of the step's tokens."""
         if self.load:
-            self.load.batch(batch, self.world.device)
+            self.load.batch(batch, self.world.device, self.forward.part(batch))
         keep, target, weight = self.judged(batch, denominator)
         weight = weight.to(self.world.device)
         with memory.forward() if memory else nullcontext():
             return self.loss_at(batch, keep, target, weight, share)
 
     def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(positions [P], targets [B, P], weights of their losses [B, P]), in host memory.
+        """(positions [P] among the tokens that are here, targets [B, P], weights of their losses [B, P]), in host
+        memory.
 
         Only positions that some row predicts at need logits: with a vocabulary of 150 000 they are the largest tensor
-        of the step."""
-        labels = batch["labels"]
-        keep = (losses.targets(labels) != losses.IGNORE).any(dim=0).nonzero().flatten()
+        of the step. Where ranks share a row each judges what its own tokens predict, also the one behind its last."""
+        labels, part = batch["labels"], self.forward.part(batch)
+        target = losses.targets(labels)
+        keep = (target != losses.IGNORE).any(dim=0)[part].nonzero().flatten()
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.int64)
         weight = losses.weights(labels, self.cfg.train.loss, denominator, edges_of(batch))
-        return keep, losses.targets(labels)[:, keep], weight[:, keep]
+        return keep, target[:, part][:, keep], weight[:, part][:, keep]
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
         """The same, given what :meth:`judged` says, ``weight`` on the device."""
@@ -179,15 +181,17 @@ class Stepper:
         self.loss(batch, denominator, share).total.backward()
 
     def totals(self, batches: Batches) -> Tensor:
-        """[denominator, tokens, loss tokens, places of packs], each summed over ranks: one collective before the first
-        backward. Raises TrainError where ranks have planned other packs."""
+        """[denominator, tokens, loss tokens, places of packs], each summed over ranks, those that share rows once: one
+        collective before the first backward. Raises TrainError where ranks have planned other packs."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
         packs = [edges_of(batch) for batch in batches]
         places = sum(edges[-1] for edges, meta in zip(packs, metas, strict=True) if edges is not None and meta.rows)
         plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
-        mine = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places, plan]
+        once = self.world.context_rank == 0
+        counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
+        mine = [*(once * count for count in counts), plan]
         *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
         if float(plans) != plan * self.world.size:
             raise TrainError(
@@ -204,8 +208,8 @@ class Stepper:
         """Gets what a checkpoint kept, that of all ranks and of others too."""
 
     def forwards(self, batches: Batches) -> dict[str, int]:
-        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image."""
-        with_image = sum(batch["meta"].has_image for batch in batches)
+        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image here."""
+        with_image = sum(self.forward.sees(batch) for batch in batches)
         return {c: with_image if c in VISION else len(batches) for c in self.family.components}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.store import Store, StoreError
 from octavo import atomic, bench
+from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -395,14 +397,38 @@ def test_nothing_is_needed_that_a_gpu_machine_may_lack(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_small_form_runs_on_a_cpu_part_by_part(tmp_path: Path) -> None:
-    """Two calls into one folder; the suites of part 3 have long tests of their own (test_bench.py)."""
-    for part in (1, 2):
-        words = ["make", "gpu", "SMALL=1", f"PART={part}", f"OUT={tmp_path}", f"GPU_PYTHON={sys.executable}"]
-        done = subprocess.run([*words, "BUDGET=600"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
-        assert "They say nothing about FP8 on a GPU: no verdict." in done.stdout
-    kept = [json.loads((tmp_path / f"{name}.json").read_text())["jobs"] for name in ("tests", "suites")]
-    assert {name for file in kept for name in file} == {job.name for job in jobs.every() if job.part < 3}
-    assert all(entry["state"] == "done" for file in kept for entry in file.values())
-    assert all(entry["rows"] for entry in kept[1].values()) and len(list(tmp_path.iterdir())) <= 8
+def test_the_small_form_runs_on_a_cpu(tmp_path: Path) -> None:
+    """A test file and a suite, as typed; what all others do: see below."""
+    words = ["make", "gpu", "SMALL=1", "PART=1", "ONLY=test_gemms,cast", f"OUT={tmp_path}", "BUDGET=600"]
+    done = subprocess.run([*words, f"GPU_PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "They say nothing about FP8 on a GPU: no verdict." in done.stdout
+    tests, suites = (json.loads((tmp_path / f"{name}.json").read_text())["jobs"] for name in ("tests", "suites"))
+    assert (*tests, *suites) == ("test_gemms", "cast") and suites["cast"]["rows"]
+    assert tests["test_gemms"]["state"] == suites["cast"]["state"] == "done" and len(list(tmp_path.iterdir())) <= 8
+
+
+def _work(job: Job, file: Path) -> None:
+    order = {"device": "cpu", "small": True, "seconds": 600, "target": job.target, "skip": []}
+    with file.open("w") as events:
+
+        def send(**event: object) -> None:
+            print(json.dumps(event, default=str), file=events, flush=True)
+
+        send(over=worker.tests(order, send) if job.kind == "tests" else worker.suite(order, send, time.monotonic()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["tests", "suite"])
+def test_every_job_does_its_work_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """In processes that have torch already; the suites of part 3 have long tests of their own (test_bench.py)."""
+    for job in jobs.every():
+        if job.kind != kind or job.part == 3:
+            continue
+        process = multiprocessing.get_context(ranks.START).Process(target=_work, args=(job, tmp_path / job.name))
+        process.start()
+        process.join()
+        events = [json.loads(line) for line in (tmp_path / job.name).read_text().splitlines()]
+        assert events[-1] == {"over": 0}, f"{job.name}: {events}"
+        assert any(event.get("rows") or event.get("collected") for event in events)
+        assert "failed" not in [event["test"][1] for event in events if "test" in event], f"{job.name}: {events}"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from octavo import models
+from octavo import checkpoint, models
 from octavo.checkpoint import CheckpointError, verify
 from octavo.checkpoint.export import MARKER, export
 from octavo.models.errors import ModelError
+from octavo.parallel import World
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
 
@@ -36,7 +37,7 @@ def test_no_link_takes_another_folders_file_along(source: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists() and secret.exists()
     model = models.load(source)
     with pytest.raises(ModelError, match="is a link out of its folder"):
-        models.save_hf(model, source, tmp_path / "hf")
+        checkpoint.save_hf(model, source, tmp_path / "hf", World())
     assert not (tmp_path / "hf").exists()
 
 
@@ -128,9 +129,9 @@ def test_one_flipped_bit_in_a_shard_is_found_by_its_sum(source: Path, tmp_path: 
 
 def test_a_saved_model_replaces_a_saved_model_and_nothing_else(source: Path, tmp_path: Path) -> None:
     model = models.load(source)
-    saved = models.save_hf(model, source, tmp_path / "hf")
-    models.save_hf(model, source, saved)
+    saved = checkpoint.save_hf(model, source, tmp_path / "hf", World())
+    checkpoint.save_hf(model, source, saved, World())
     (saved / "README.md").write_text("mine")
     with pytest.raises(ModelError, match=r"README\.md in it is no part of a model"):
-        models.save_hf(model, source, saved)
+        checkpoint.save_hf(model, source, saved, World())
     assert (saved / "README.md").read_text() == "mine"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import checkpoint
-from octavo.parallel import World, full_state_dict, shard
+from octavo.parallel import World, shard
 from tests import ranks
 from tests.checkpoint.models import Model, fresh, load, optimizer_for, same, save, train, trained
 
@@ -29,7 +29,8 @@ def _sharded(world: World) -> tuple[Model, torch.optim.AdamW]:
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> list:
     """Parameters and optimizer state of a sharded run as lists, gathered."""
-    state = [full_state_dict(model, world)["embed.weight"].tolist()] if world.is_main else full_state_dict(model, world)
+    whole = ranks.whole_state(model, world)
+    state = [whole["embed.weight"].tolist()] if world.is_main else whole
     moments = []
     for parameter in model.parameters():
         for key, value in sorted(optimizer.state[parameter].items() if parameter in optimizer.state else ()):

@@ -10,8 +10,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo import models
+from octavo.checkpoint import save_hf
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError, attention, segments, tiny
+from octavo.parallel import World
 from tests.models.conftest import batch, some_image
 
 FAMILIES = [f for f in tiny.FAMILIES if f != "mpt"]  # MPT computes its scores itself
@@ -129,7 +131,7 @@ def test_nothing_of_it_is_saved_and_it_can_be_taken_back(checkpoint, tmp_path):
     model = models.load(source)
     models.use_attention(model, grouped_attention)
     models.use_attention(model, grouped_attention)  # twice is once
-    out = models.save_hf(model, source, tmp_path / "hf")
+    out = save_hf(model, source, tmp_path / "hf", World())
     assert "octavo" not in (out / "config.json").read_text()
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3"
     model.set_attn_implementation("sdpa")

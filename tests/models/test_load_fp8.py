@@ -13,8 +13,10 @@ from torch import nn
 
 import octavo
 from octavo import fp8, models
+from octavo.checkpoint import save_hf
 from octavo.models import tiny
 from octavo.models.shards import open_weights
+from octavo.parallel import World
 from tests.models.conftest import batch
 from tests.models.fp8_folders import CHANNEL, CONFIGS, edit_config, edit_weights, quantized, refused, same, unfused
 
@@ -411,7 +413,7 @@ def test_a_file_that_shrinks_while_it_is_read(checkpoint, tmp_path):
 def test_save_hf_writes_values_and_no_word_of_fp8(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
     model = models.load(tmp_path / "q", torch.bfloat16)
-    out = models.save_hf(model, tmp_path / "q", tmp_path / "hf")
+    out = save_hf(model, tmp_path / "q", tmp_path / "hf", World())
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False).state_dict()
     written = models.load(out, torch.bfloat16).state_dict()

@@ -13,8 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from octavo import models
+from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
 from octavo.models import headers, loading
+from octavo.parallel import World
 
 
 @pytest.fixture
@@ -239,7 +241,8 @@ def test_an_fp32_checkpoint_is_split_without_loss(checkpoint, family):
 
 
 def test_a_bf16_checkpoint_has_no_lower_halves_and_is_never_held_in_fp32(checkpoint, tmp_path, monkeypatch):
-    folder = models.save_hf(models.load(checkpoint("qwen3_vl")), checkpoint("qwen3_vl"), tmp_path / "m", torch.bfloat16)
+    model = models.load(checkpoint("qwen3_vl"), torch.bfloat16)
+    folder = save_hf(model, checkpoint("qwen3_vl"), tmp_path / "m", World())
     asked = []
     real = loading.load
     monkeypatch.setattr(loading, "load", lambda path, dtype, *rest: asked.append(dtype) or real(path, dtype, *rest))

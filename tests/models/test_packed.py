@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, Qwen3NextConfig
@@ -224,36 +225,51 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     """On a stand-in that takes what torch's function takes, in the signature of either version."""
     import torch.nn.attention.varlen as varlen
 
-    def apart(q, k, v, edges, longest, scale, causal):
-        ends = edges.tolist()
-        assert edges.dtype == torch.int32 and longest == max(b - a for a, b in zip(ends, ends[1:], strict=False))
-        parts = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=causal, scale=scale, enable_gqa=True
-            )
-            for a, b in zip(ends, ends[1:], strict=False)
-        ]
+    def apart(q, k, v, edges, keys, most, scale, causal):
+        """Bottom-right: the last query of a span sees all of its keys."""
+        ends = [x.tolist() for x in (edges, keys)]
+        assert edges.dtype == keys.dtype == torch.int32 and most == tuple(max(np.diff(x)) for x in ends)
+        parts = []
+        for a, b, c, d in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a)) if causal else None
+            parts.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[a:b].transpose(0, 1), *(x[c:d].transpose(0, 1) for x in (k, v)), seen, scale=scale,
+                    enable_gqa=True,
+                )
+            )  # fmt: skip
         return torch.cat(parts, 1).transpose(0, 1)
 
     def newer(q, k, v, cq, ck, mq, mk, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-        assert cq is ck and mq == mk and enable_gqa == (q.shape[1] != k.shape[1])
-        return apart(q, k, v, cq, mq, scale, window_size == (-1, 0))
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        return apart(q, k, v, cq, ck, (mq, mk), scale, window_size == (-1, 0))
 
     def older(q, k, v, cq, ck, mq, mk, is_causal=False):
-        assert cq is ck and mq == mk and k.shape[1] == q.shape[1]
-        return apart(q, k, v, cq, mq, None, is_causal)
+        assert k.shape[1] == q.shape[1]
+        return apart(q, k, v, cq, ck, (mq, mk), None, is_causal)
 
     monkeypatch.setattr(varlen, "varlen_attn", newer if window else older)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    held = segments.Segments((0, 4, 5, 9), torch.tensor([0, 4, 5, 9], dtype=torch.int32), 4)
+    held = segments.Segments.of((0, 4, 5, 9))
+    assert held.cu_queries is held.cu_keys
 
     def one(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
 
+    class Late:
+        """The queries of tokens 2 to 8, and whatever keys there are."""
+
+        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
+
+        def attend(self, q, k, v, within):
+            return within(q[:, :, 2:], k, v)
+
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
     monkeypatch.setattr(segments, "takes_varlen", lambda *of: True)
     assert torch.allclose(segments.attend(held, q, k, v, 0.3, 0.0, one), wanted, atol=1e-6)
-    images = segments.attend_images(q, q, q, held.cu_seqlens, 4, None)
+    late = segments.Segments.of((0, 4, 5, 9), share=Late())
+    assert torch.allclose(segments.attend(late, q, k, v, 0.3, 0.0, one), wanted[:, 2:], atol=1e-6)
+    images = segments.attend_images(q, q, q, held.cu_queries, 4, None)
     monkeypatch.setattr(segments, "takes_varlen", lambda *of: False)
-    assert torch.allclose(segments.attend_images(q, q, q, held.cu_seqlens, 4, None), images, atol=1e-6)
+    assert torch.allclose(segments.attend_images(q, q, q, held.cu_queries, 4, None), images, atol=1e-6)

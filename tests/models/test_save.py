@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from octavo import atomic, models
-from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.convert import fp32_weight, set_low
-from octavo.models import save, tiny
+from octavo.checkpoint import hf, save_hf
+from octavo.models import tiny
+from octavo.parallel import World
 from tests.models.conftest import batch
 
 
@@ -41,7 +41,7 @@ def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Swapped
-    out = models.save_hf(model, source, tmp_path / "hf")
+    out = save_hf(model, source, tmp_path / "hf", World())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
     inputs = batch(models.load_processor(out), image=models.describe(model).has_vision)
     with torch.no_grad():
@@ -60,26 +60,13 @@ def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
     assert {p.name for p in source.iterdir()} == {p.name for p in out.iterdir()}
 
 
-def test_bf16_is_written_as_bf16(checkpoint, tmp_path):
-    source = checkpoint("qwen3_vl")
-    model = models.load(source)
-    out = models.save_hf(model, source, tmp_path / "hf", torch.bfloat16)
-    with safe_open(out / "model.safetensors", "pt") as tensors:
-        assert {tensors.get_tensor(key).dtype for key in tensors.keys()} == {torch.bfloat16}  # noqa: SIM118
-    config = json.loads((out / "config.json").read_text())
-    assert config["dtype"] == "bfloat16" and config["text_config"]["dtype"] == "bfloat16"
-    loaded = models.load(out, torch.bfloat16).state_dict()
-    assert all(torch.equal(value.bfloat16(), loaded[name]) for name, value in model.state_dict().items())
-    assert next(model.parameters()).dtype == torch.float32
-
-
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3_moe"])
 def test_a_model_of_bf16_parameters_is_written_as_it_trains(checkpoint, tmp_path, family):
     source = checkpoint(family)  # fp32
     model, lows = models.load_split(source)
     assert lows
     disturb(model)
-    out = models.save_hf(model, source, tmp_path / "hf")
+    out = save_hf(model, source, tmp_path / "hf", World())
     with safe_open(out / "model.safetensors", "pt") as tensors:
         assert {tensors.get_slice(key).get_dtype() for key in tensors.keys()} == {"BF16"}  # noqa: SIM118
     config = json.loads((out / "config.json").read_text())
@@ -99,46 +86,28 @@ def walk(node):
         yield from walk(value) if isinstance(value, dict) else [(key, value)]
 
 
-def test_exact_weights_can_be_written_from_both_halves(checkpoint, tmp_path):
-    source = checkpoint("qwen3_vl")
-    model, lows = models.load_split(source)
-    optimizer = AdamW(model.parameters(), master="bf16+16")
-    set_low(optimizer, model, lows)
-    exact = {name: fp32_weight(optimizer, p) for name, p in model.named_parameters()}
-    out = models.save_hf(model, source, tmp_path / "hf", state_dict=exact)
-    whole, written = models.load(source).state_dict(), models.load(out).state_dict()
-    assert all(torch.equal(value, written[name]) for name, value in whole.items())
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
-
-
 def test_the_dtype_of_most_weights_is_the_folders(checkpoint, tmp_path):
     source = checkpoint("qwen3")
-    weights = {k: v.bfloat16() if "layernorm" not in k else v for k, v in models.load(source).state_dict().items()}
-    out = models.save_hf(models.empty(source), source, tmp_path / "hf", state_dict=weights)
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_gathered_weights_are_taken_instead_of_the_models(checkpoint, tmp_path):
-    source = checkpoint("qwen3_vl")
     model = models.load(source)
-    weights = {name: value.clone() + 1 for name, value in model.state_dict().items()}  # tied names are copies here
-    out = models.save_hf(models.empty(source), source, tmp_path / "hf", state_dict=weights)
-    loaded = models.load(out).state_dict()
-    assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+    for name, parameter in model.named_parameters():
+        if "layernorm" not in name:
+            parameter.data = parameter.data.bfloat16()
+    out = save_hf(model, source, tmp_path / "hf", World())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_an_earlier_export_is_replaced_and_a_strange_folder_is_not(checkpoint, tmp_path):
     source = checkpoint("qwen3")
     model = models.load(source)
-    models.save_hf(model, source, tmp_path / "hf")
+    save_hf(model, source, tmp_path / "hf", World())
     disturb(model)
-    out = models.save_hf(model, source, tmp_path / "hf")
+    out = save_hf(model, source, tmp_path / "hf", World())
     assert torch.equal(models.load(out).lm_head.weight, model.lm_head.weight)
     other = tmp_path / "photos"
     other.mkdir()
     (other / "cat.png").write_bytes(b"")
     with pytest.raises(models.ModelError, match="exists and is no model folder"):
-        models.save_hf(model, source, other)
+        save_hf(model, source, other, World())
 
 
 def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeypatch):
@@ -150,7 +119,7 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
 
     monkeypatch.setattr(atomic, "sync_tree", fail)
     with pytest.raises(OSError, match="disk full"):
-        models.save_hf(model, source, tmp_path / "hf")
+        save_hf(model, source, tmp_path / "hf", World())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,14 +133,14 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
 def test_a_full_disk_is_reported_and_the_earlier_export_stays(checkpoint, tmp_path, monkeypatch, error):
     source = checkpoint("qwen3")
     model = models.load(source)
-    models.save_hf(model, source, tmp_path / "hf")
+    save_hf(model, source, tmp_path / "hf", World())
 
     def fail(directory):
         raise error
 
     monkeypatch.setattr(atomic, "sync_tree", fail)
     with pytest.raises(models.ModelError, match=r"hf could not be written: .*No space left.*free some space"):
-        models.save_hf(model, source, tmp_path / "hf")
+        save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
 
 
@@ -181,24 +150,24 @@ def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_
 
     monkeypatch.setattr(atomic, "sync_tree", fail)
     with pytest.raises(SafetensorError, match="a defect"):
-        models.save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf")
+        save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf", World())
 
 
 def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch):
     source = checkpoint("qwen3")
     model = models.load(source)
-    models.save_hf(model, source, tmp_path / "hf")
+    save_hf(model, source, tmp_path / "hf", World())
     # killed between its two renames: the earlier export lies aside, beside the new one
     (tmp_path / ".hf.part").mkdir()
     (tmp_path / ".hf.part" / "new").mkdir()
     (tmp_path / "hf").rename(tmp_path / ".hf.part" / "old")
-    monkeypatch.setattr(save, "_write", lambda *args: 1 / 0)
+    monkeypatch.setattr(hf, "_write", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the next one fails too, and costs nothing
-        models.save_hf(model, source, tmp_path / "hf")
+        save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
     monkeypatch.undo()
     (tmp_path / ".hf.part" / "new").mkdir(parents=True)
-    models.save_hf(model, source, tmp_path / "hf")
+    save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
@@ -225,13 +194,14 @@ def test_a_link_stays_one(tmp_path):
 
 
 def test_weights_of_another_model(checkpoint, tmp_path):
-    model = models.load(checkpoint("qwen3"))
-    weights = dict(model.state_dict())
-    weights["extra"] = weights.pop("model.norm.weight")
-    with pytest.raises(models.ModelError, match="1 missing .*'model.norm.weight'.*1 unknown .*'extra'"):
-        models.save_hf(model, checkpoint("qwen3"), tmp_path / "hf", state_dict=weights)
-    weights = {**model.state_dict(), "model.norm.weight": torch.ones(3)}
+    source = checkpoint("qwen3")
+    model = models.load(source)
+    norm = model.model.norm.weight
+    model.model.norm.weight = nn.Parameter(torch.ones(3))
     with pytest.raises(models.ModelError, match=r"model.norm.weight has shape \(3,\), the source's model \(64,\)"):
-        models.save_hf(model, checkpoint("qwen3"), tmp_path / "hf", state_dict=weights)
+        save_hf(model, source, tmp_path / "hf", World())
+    model.extra, model.model.norm.weight = norm, None
+    with pytest.raises(models.ModelError, match="1 missing .*'model.norm.weight'.*1 unknown .*'extra'"):
+        save_hf(model, source, tmp_path / "hf", World())
     with pytest.raises(models.ModelError, match="on the meta device and has no values"):
-        models.save_hf(models.empty(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf")
+        save_hf(models.empty(source), source, tmp_path / "hf", World())

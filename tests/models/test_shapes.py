@@ -15,6 +15,7 @@ PUBLISHED = {
     "qwen3_vl_4b": 4.44,
     "qwen3_vl_8b": 8.77,
     "qwen3_vl_30b_a3b": 31.07,
+    "qwen3_vl_235b_a22b": 235.67,
     "qwen2_5_vl_7b": 8.29,
     "internvl3_5_8b": 8.53,
     "nvila_8b": 8.05,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.fp8.weights import plain, span
 from octavo.models import streaming, tiny
-from octavo.parallel import World, WorldError, fill, full_state_dict, shard
+from octavo.parallel import World, WorldError, fill, shard
 from tests import ranks
 from tests.models.fp8_folders import edit_weights, quantized
 
@@ -97,7 +97,7 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
         found.remove("codes")
     if halves.keys() == lows.keys() and all(_here(halves[name], lows[name]) for name in lows):
         found.remove("halves")
-    state, wanted = full_state_dict(mine, world), whole.state_dict()
+    state, wanted = ranks.whole_state(mine, world), whole.state_dict()
     names = [(name, p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
     if names == [(name, p.dtype, p.requires_grad) for name, p in mine.named_parameters()]:
         found.remove("the very model")

@@ -20,7 +20,7 @@ from octavo import fp8
 from octavo.fp8.weights import fp8_rows
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import plain, span
-from octavo.parallel import World, full_state_dict, shard
+from octavo.parallel import World, shard
 from tests import ranks
 
 WIDTH, WIDE = 40, 301  # 128 rows of a block fit no shard; 2 outputs leave a third rank without rows
@@ -237,7 +237,7 @@ def _states(world: World) -> dict:
     answer["stock"] = all(type(plain(v)) is torch.Tensor and type(v.to_local()) is torch.Tensor for v in state.values())
     answer["tied"] = state["0.tied.weight"] is state["0.twin.weight"]
     answer["again"] = model.state_dict(keep_vars=True)["0.tied.weight"] is state["0.tied.weight"]
-    snapshot = full_state_dict(model, world)
+    snapshot = ranks.whole_state(model, world)
     answer["whole"] = not world.is_main or _equal(snapshot, first)
     with torch.no_grad():
         for value in {id(v): v for v in state.values()}.values():

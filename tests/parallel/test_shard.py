@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8
-from octavo.parallel import World, WorldError, full_state_dict, shard
+from octavo.parallel import World, WorldError, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference
 
@@ -77,7 +77,7 @@ def _decoders(world: World) -> dict:
     answer["tied"] = sharded.head.weight is sharded.embed.weight
     with torch.no_grad():
         sharded(ids)  # the root stays gathered after a forward: the state must be whole nevertheless
-    state = full_state_dict(sharded, world)
+    state = ranks.whole_state(sharded, world)
     answer["names"] = list(state)
     answer["equal"] = all(torch.equal(state[n], t) for n, t in whole.state_dict().items()) if world.is_main else True
     return answer
@@ -142,7 +142,7 @@ def test_one_process_is_left_as_it_is():
     model = Decoder()
     kind = type(model)
     assert shard(model, Blocks(), World()) is model and type(model) is kind
-    state = full_state_dict(model, World())
+    state = ranks.whole_state(model, World())
     assert state["head.weight"] is state["embed.weight"]
     with torch.no_grad():
         model.embed.weight.zero_()

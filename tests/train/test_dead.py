@@ -219,7 +219,7 @@ def test_nothing_writes_such_a_model(place: Path, tmp_path: Path):
     model = models.load(place / "tiny")
     model.get_parameter(NORM).data[0] = float("inf")
     with pytest.raises(models.ModelError, match=rf"{NORM} holds NaN or infinity \(1 of "):
-        models.save_hf(model, place / "tiny", tmp_path / "out")
+        checkpoint.save_hf(model, place / "tiny", tmp_path / "out", World())
     assert not (tmp_path / "out").exists()
 
 

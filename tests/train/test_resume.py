@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,15 @@ import torch
 from rich.console import Console
 
 from octavo import checkpoint, fp8, train
-from octavo.config import load_config, override, to_yaml
+from octavo.checkpoint import files
+from octavo.config import Config, load_config, override
 from octavo.data import DataError
 from octavo.fp8.arithmetic import moments
 from octavo.models import ModelError
 from octavo.train.rundir import read_rows, settings
 
-from .conftest import STEPS, at
-
-ROOT = Path(__file__).resolve().parents[2]
+from .. import ranks
+from .conftest import STEPS, Rows, at
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -95,9 +95,7 @@ def test_health_figures_outlive_a_resume(make):
     cfg = make("run.health_every=2", "train.steps=4", "data.eval=[]")
     first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
     (first.dir / "metrics.jsonl").write_text("")
-    from octavo.checkpoint.files import read_state
-
-    kept = read_state(first.dir / "checkpoints" / "step_3")["counters"]["health"]
+    kept = files.read_state(first.dir / "checkpoints" / "step_3")["counters"]["health"]
     assert kept == first.health and kept["x_sqnr_min"] > 0
     again = train.run(override(cfg, ["run.resume=auto", "run.health_every=0"]))
     assert again.health == first.health
@@ -121,83 +119,64 @@ def test_sigint_stops_too_and_the_handlers_return(make):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-KILL = """
-import os, signal, sys
-from octavo import checkpoint, train
-from octavo.checkpoint import files
-from octavo.config import load_config
+def started(work: Callable[..., Any], *given: Any) -> multiprocessing.process.BaseProcess:
+    """Another process at `work(*given)`: a fork, where CUDA allows it."""
+    process = multiprocessing.get_context(ranks.START).Process(target=work, args=given)
+    process.start()
+    return process
 
-def die(*_):
+
+def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
-cfg, moment = load_config(sys.argv[1]), sys.argv[2]
-callbacks = []
-if moment == "mid-save":
-    whole = files.publish
-    files.publish = lambda directory, step: die() if step == 4 else whole(directory, step)
-else:
-    class Dies(train.Callback):
-        def end_step(self, run, step):
-            if step.number == int(moment):
-                die()
 
-    callbacks = [Dies()]
-train.run(cfg, callbacks=callbacks)
-"""
+def run_and_die(cfg: Config, moment: str) -> None:
+    if moment == "mid-save":
+        whole = files.publish
+        files.publish = lambda directory, step: die() if step == 4 else whole(directory, step)
+    train.run(cfg, callbacks=[Rows(lambda row: die() if str(row["step"]) == moment else None)])
 
 
-def killed(cfg: Any, folder: Path, moment: str) -> None:
+def killed(cfg: Config, moment: str) -> None:
     """Run `cfg` in a process that dies by SIGKILL in the midst of saving step 4, or after writing a step's row."""
-    (folder / "cfg.yaml").write_text(to_yaml(cfg))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", KILL, str(folder / "cfg.yaml"), moment], env=env, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    process = started(run_and_die, cfg, moment)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.long
-def test_kill_9_in_the_midst_of_a_save(make, tmp_path: Path):
+def test_kill_9_in_the_midst_of_a_save_and_after_any_step(make):
     whole = train.run(make("run.save_every=2", dir="whole"))
-    cfg = make("run.save_every=2", dir="killed")
-    killed(cfg, tmp_path, "mid-save")
-    directory = Path(cfg.run.dir)
-    assert [p.name for p in (directory / "checkpoints").iterdir() if not p.name.startswith(".")] == ["step_2"]
-    assert steps_of(directory) == [1, 2, 3, 4]
-    resumed = train.run(override(cfg, ["run.resume=auto"]))
-    assert resumed.losses() == whole.losses()
-    assert steps_of(directory) == list(range(1, STEPS + 1))
-    assert resumed.eval == whole.eval
+    for moment in ("mid-save", "1", "2", "3", "6"):
+        cfg = make("run.save_every=2", dir=moment)
+        killed(cfg, moment)
+        directory = Path(cfg.run.dir)
+        if moment == "mid-save":
+            assert [p.name for p in (directory / "checkpoints").iterdir() if not p.name.startswith(".")] == ["step_2"]
+            assert steps_of(directory) == [1, 2, 3, 4]
+        resumed = train.run(override(cfg, ["run.resume=auto"]))
+        assert resumed.losses() == whole.losses()
+        assert steps_of(directory) == list(range(1, STEPS + 1))
+        assert resumed.eval == whole.eval
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["1", "2", "3", "6"])
-def test_kill_9_after_any_step(make, tmp_path: Path, moment: str):
-    whole = train.run(make("run.save_every=2", dir="whole"))
-    cfg = make("run.save_every=2", dir="killed")
-    killed(cfg, tmp_path, moment)
-    resumed = train.run(override(cfg, ["run.resume=auto"]))
-    assert resumed.losses() == whole.losses()
-    assert resumed.eval == whole.eval
-
-
-@pytest.mark.long
-def test_kill_9_at_moments_nobody_chose(make, tmp_path: Path):
+def test_kill_9_at_moments_nobody_chose(make):
     """A run that is killed again and again by the clock, until it ends: its losses are those of one left alone."""
     over = ("train.steps=40", "run.save_every=3", "run.tensorboard=true")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, "run.resume=auto", dir="killed")
-    (tmp_path / "cfg.yaml").write_text(to_yaml(cfg))
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "octavo", "train", str(tmp_path / "cfg.yaml")]
     deaths = 0
     for attempt in range(60):
-        # Shorter at first than any machine takes, then longer: one that dies while it imports makes no progress.
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, timeout=3 + 0.47 * attempt)
-        except subprocess.TimeoutExpired:  # run() has sent SIGKILL
-            deaths += 1
-            continue
-        assert done.returncode == 0, done.stderr.decode()
-        break
+        # Shorter at first than any machine takes, then longer: one that dies while it loads makes no progress.
+        process = started(train.run, cfg)
+        process.join(0.5 + 0.2 * attempt)
+        process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        deaths += 1
     assert deaths > 0
     assert {r["step"]: r["loss"] for r in read_rows(Path(cfg.run.dir) / "metrics.jsonl")} == whole.losses()
 
@@ -312,11 +291,11 @@ def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_run_that_went_back_and_was_killed_does_not_return_to_its_former_end(make, tmp_path: Path):
+def test_a_run_that_went_back_and_was_killed_does_not_return_to_its_former_end(make):
     over = ("run.save_every=2", "run.keep=9", "data.eval=[]")
     whole = train.run(make(*over, dir="killed"))
     back = make(*over, f"run.resume={whole.dir / 'checkpoints' / 'step_2'}", dir="killed")
-    killed(back, tmp_path, "3")
+    killed(back, "3")
     assert steps_of(whole.dir) == [1, 2, 3]
     assert [p.name for p in (whole.dir / "checkpoints").iterdir()] == ["step_2"]
     assert not (whole.dir / "result.json").exists()

@@ -125,11 +125,11 @@ def test_states_of_another_kind_are_not_resumed(make):
 @pytest.mark.long
 @pytest.mark.parametrize("over", ALL.values(), ids=list(ALL))
 @pytest.mark.parametrize("moment", ["mid-save", "3"])
-def test_a_kill_loses_nothing(make, over, moment: str, tmp_path: Path):
+def test_a_kill_loses_nothing(make, over, moment: str):
     common = (SHORT, *over, "run.save_every=2")
     whole = train.run(make(*common, dir="whole"))
     cfg = make(*common, dir="killed")
-    killed(cfg, tmp_path, moment)
+    killed(cfg, moment)
     assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 

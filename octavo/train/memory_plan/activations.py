@@ -329,7 +329,13 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
 
 @contextmanager
 def _nothing_older() -> Iterator[None]:
-    """The accountant collects cycles of objects. Those from before the forward need not be gone through for that."""
+    """The accountant collects cycles of objects. Those from before the forward need not be gone through for that.
+
+    Where the caller has frozen objects, these stay so: `gc.unfreeze` would take back all of it.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield

@@ -28,7 +28,8 @@ from typing import Any
 from octavo.config import Config
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan.activations import FakeForward
-from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, shards_of, value_of
+from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, value_of
+from octavo.train.memory_plan.mesh import layout_of
 from octavo.train.memory_plan.switches import SWITCHES
 from octavo.train.planning import micro_steps_of, samples_of
 
@@ -185,7 +186,7 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
 def _makes(cfg: Config, ranks: int) -> bool:
     """Whether the mesh that is asked for has so many ranks."""
     try:
-        return shards_of(cfg, ranks) > 0
+        return layout_of(cfg, ranks).ranks > 0
     except TrainError:
         return False
 

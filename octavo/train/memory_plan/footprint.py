@@ -33,12 +33,13 @@ from octavo.config import Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
-from octavo.parallel import Layout, WorldError
+from octavo.parallel import Layout
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocasts, gathers_bf16, model_dtype
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
+from octavo.train.memory_plan.mesh import keys, layout_of, part
 from octavo.train.memory_plan.rollout import Rollout, Rollouts, copied
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -91,15 +92,6 @@ class Footprint:
             "workspace": dict(self.parts),
             **more,
         }
-
-
-def shards_of(cfg: Config, ranks: int) -> int:
-    """Over how many of the ranks a copy of the model is sharded; of one rank nothing is. Raises TrainError for axes
-    that do not multiply to that many."""
-    try:
-        return 1 if ranks == 1 else Layout.of(ranks, **cfg.parallel.axes).sharded
-    except WorldError as error:
-        raise TrainError(str(error)) from error
 
 
 class Footprints:
@@ -190,30 +182,15 @@ class Footprints:
         seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # BF16 weights, for what a forward keeps
         return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
 
-    def wire(self, cfg: Config, ranks: int) -> Mapping[str, int]:
-        """Bytes that a rank gets in one micro-batch: `weights` in the forward, `again` those of blocks, which are freed
-        after it, in the backward, and `gradients` in their sum. Each has its own share of the whole already."""
-        shards, plan, found = shards_of(cfg, ranks), self.plan_of(cfg), Counter[str]()
-        for experts in (False, True):
-            weights = states.sent(cfg, self.held, plan, experts)
-            gradients = sum(states.ungathered(cfg, self.held, experts).values())
-            blocks = sum(size for name, size in weights.items() if name)
-            over = shards // cfg.parallel.expert if experts and ranks > 1 else shards
-            whole = {"weights": sum(weights.values()), "again": blocks, "gradients": gradients}
-            found.update({name: size * (over - 1) // over for name, size in whole.items()})
-            copies = ranks // shards  # which sum their shards of gradients: reduced and gathered again
-            found["gradients"] += 2 * (copies - 1) * (gradients // over) // copies
-        return found
-
     def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
         """The footprint, given what a forward keeps."""
-        tokens = _rows(self.tokens, rows)
-        plan = self.plan_of(cfg)
-        still = self._still(cfg, plan, ranks)
+        plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
+        kept, tokens = part(kept, _rows(self.tokens, rows), layout.context)
+        still = self.still(cfg, layout)
         activations = resident = kept.activations
         if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
             resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
-        parts = self._workspace(cfg, plan, kept, tokens, ranks)
+        parts = self._workspace(cfg, plan, kept, tokens, ranks, layout)
         kinds = {
             **still,
             "kv_cache": 0,
@@ -232,26 +209,26 @@ class Footprints:
             always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
             dtype, autocast = self.forward_of(self.computing(cfg, ranks))
             more = sum(parts.get(name, 0) for name in ("codes", "values"))
-            more += self._gather(cfg, plan)[0] if ranks > 1 else 0
+            more += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
             rollout = self._rollouts.of(cfg, always, tokens, torch.bfloat16 if autocast else dtype, more, ranks)
         staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
         """Bytes on the device between steps, and gradients."""
-        still = self._still(cfg, self.plan_of(cfg), ranks)
+        still = self.still(cfg, layout_of(cfg, ranks))
         return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
 
-    def _still(self, cfg: Config, plan: fp8.Plan, ranks: int) -> dict[str, int]:
-        """The kinds that stand between steps, each counted once for all that it depends on."""
-        held, how, each = self.held, cfg.optimizer, (states.width(cfg), states.trained_width(cfg))
-        ranks = shards_of(cfg, ranks)
+    def still(self, cfg: Config, layout: Layout) -> dict[str, int]:
+        """The kinds that stand between steps, wherever they are kept, each counted once for all that it depends on."""
+        plan, held, how, ranks = self.plan_of(cfg), self.held, cfg.optimizer, layout.sharded
+        each, shared = (states.width(cfg), states.trained_width(cfg)), layout.ranks > 1
         kinds: dict[str, tuple[Any, Callable[[], int]]] = {
             "weights": (each, lambda: states.weights(cfg, held, ranks)),
             "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),
             "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
             "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
-            "codes": (_of_plan(cfg), lambda: states.codes(plan, self.reached, ranks, self.frozen)),
+            "codes": ((_of_plan(cfg), shared), lambda: states.codes(plan, self.reached, ranks, self.frozen, shared)),
             "reference": (
                 (each, _of_plan(cfg)),
                 lambda: 0 if self._copied is None else self._copied(cfg, plan, ranks),
@@ -262,7 +239,9 @@ class Footprints:
                 self._standing[kind, ranks, on] = count()
         return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
 
-    def _workspace(self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int) -> dict[str, int]:
+    def _workspace(
+        self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int, layout: Layout
+    ) -> dict[str, int]:  # fmt: skip
         """What comes and goes, at the moment when most of it is there while all activations still are:
 
         loss       the chunk of logits that is worked on (as a GEMM leaves it, in fp32, and its gradient in both), and
@@ -273,6 +252,7 @@ class Footprints:
         codes      of one weight, where they are cast at each use
         values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
         gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
+        keys       of a layer, from the other ranks that share a row (octavo.train.memory_plan.mesh)
         stream     buffers of an optimizer whose states come and go
 
         A reference's forward, while activations are there, makes less than the backward does. The first two are at
@@ -307,7 +287,9 @@ class Footprints:
         if self.frozen:
             parts["values"] = low * self._dequantized
         if ranks > 1:
-            parts["gathered"] = sum(self._gather(cfg, plan))
+            parts["gathered"] = sum(self._gather(cfg, plan, layout.expert))
+        if layout.context > 1:
+            parts["keys"] = keys(cfg, self.config, layout, tokens, low)
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}
@@ -323,12 +305,13 @@ class Footprints:
                 sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
         return max(sizes)
 
-    def _gather(self, cfg: Config, plan: fp8.Plan) -> tuple[int, ...]:
-        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks."""
-        each, expert = states.sent_width(cfg, states.width(cfg)), cfg.parallel.expert
-        key = (each, expert, cfg.lora and cfg.lora.dtype, _of_plan(cfg))
+    def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
+        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks, whose experts are dealt to
+        so many ranks."""
+        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg), ways)
         if key not in self._gathered:
-            both = states.gathered(cfg, self.held, plan), states.ungathered(cfg, self.held)
+            held, plan = states.dealt(self.held, plan, ways)
+            both = states.gathered(cfg, held, plan), states.ungathered(cfg, held)
             self._gathered[key] = tuple(
                 found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,6 @@ from octavo import adapters, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
-from octavo.fp8.moe import is_experts
 from octavo.fp8.weights import Shards
 from octavo.train import critic
 from octavo.train.forward import model_dtype
@@ -37,7 +36,7 @@ _STEP = 4  # the step's number, fp32, one for each parameter
 class Held:
     """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
     the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``beside``: of an adapter or a
-    critic, which no base holds; ``experts``: of experts, which may be dealt to ranks."""
+    critic, which no base holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +46,6 @@ class Held:
     codes: CastSpec | None = None
     turned: bool = False
     beside: bool = False
-    experts: bool = False
 
     def rows(self, ranks: int) -> int:
         """Rows on rank 0."""
@@ -75,12 +73,6 @@ class Held:
 def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
     """The parameters of a model, which may be on the meta device; adapters among them where it has some."""
     inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
-    of_experts = {
-        f"{name}.{inner}"
-        for name, module in model.named_modules()
-        if is_experts(module)
-        for inner, _ in module.named_parameters()
-    }
     return tuple(
         Held(
             name,
@@ -91,7 +83,6 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
             fp8.is_frozen(p) and p.turned,
             adapters.is_adapter_parameter(name) or critic.owns(name),
-            name in of_experts,
         )
         for name, p in model.named_parameters()
     )
@@ -151,17 +142,20 @@ def saved(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
     return weights(cfg, found, ranks) + of
 
 
-def codes(plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = ()) -> int:
+def codes(
+    plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = (), shared: bool | None = None
+) -> int:  # fmt: skip
     """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: of ``frozen`` ones,
     which are codes, dgrad's second layout alone.
 
     Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
-    from its shard and stay with that. ``reached``: see :func:`backward_reaches`.
+    from its shard and stay with that. ``reached``: see :func:`backward_reaches`. ``shared``: under FSDP2, also where a
+    copy is whole on each rank (None: where there are several ranks).
     """
     if plan.policy.weight_codes == "recast":
         return 0
-    if ranks > 1:
-        return sum(_shard_of_codes(row, ranks) for row in fp8_weights(plan))
+    if ranks > 1 if shared is None else shared:
+        return sum(shard_of_codes(_whole(row), casts_of(row), ranks) for row in fp8_weights(plan))
     return sum(
         codes_of(row, _held_gemms(plan, row, row.row.module in reached, weight_name(row) in frozen))
         for row in _once(plan.rows)
@@ -207,7 +201,7 @@ def frozen_of(found: Iterable[Held]) -> frozenset[str]:
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
     """The rows whose weight is FP8 between steps (`fp8.param`), tied ones once: an FP8 GEMM multiplies by it, and it
     is no other layer's in high precision."""
-    sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and _specs(row)}
+    sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and casts_of(row)}
     return tuple(row for row in _once(plan.rows) if weight_name(row) in sure and sure.issuperset(row.row.tied))
 
 
@@ -224,30 +218,36 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
     return all(g is not None and (g.b.format, g.b.block) == (codes.format, codes.block) for g in used)
 
 
-def _specs(row: fp8.PlanRow) -> list[CastSpec]:
+def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
     """The casts of a weight: the forward's, and dgrad's where that has another."""
     found = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
     return list(dict.fromkeys(found))
 
 
-def _shard_of_codes(row: fp8.PlanRow, ranks: int) -> int:
-    """What a rank keeps: :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
+def shard_of_codes(shape: tuple[int, ...], casts: Iterable[CastSpec], ranks: int) -> int:
+    """Codes and scales that each of the ranks keeps, and sends, of a matrix [N, K] or of experts [E, N, K]:
+    :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
     found = 0
-    for spec in _specs(row):
-        if row.row.experts:
-            found += math.ceil(row.row.experts / ranks) * bytes_of(row.shape, spec)
+    for spec in casts:
+        shards = Shards(shape[0], ranks, 0)
+        if len(shape) == 3:
+            found += shards.chunk * bytes_of((shape[1], shape[2]), spec)
             continue
-        shards = Shards(row.shape[0], ranks, 0)
-        scales = shards.blocks(spec.block[0]) * layout(1, row.shape[1], spec.block).grid[1]
-        found += shards.chunk * row.shape[1] + scales * _scale_width(spec)
+        scales = shards.blocks(spec.block[0]) * layout(1, shape[1], spec.block).grid[1]
+        found += shards.chunk * shape[1] + scales * _scale_width(spec)
     return found
+
+
+def _whole(row: fp8.PlanRow) -> tuple[int, ...]:
+    """The shape of its weight, as GEMMs multiply by it."""
+    return row.shape if not row.row.experts else (row.row.experts, *row.shape)
 
 
 def codes_of(row: fp8.PlanRow, gemms: Iterable[Any] | None = None) -> int:
     """Bytes of the codes of one layer's weight, those of all experts.
 
     ``gemms``: of the recipe, whose codes are counted (None: of the forward, and of dgrad where that casts anew)."""
-    specs = _specs(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
+    specs = casts_of(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
     return (row.row.experts or 1) * sum(bytes_of(row.shape, spec) for spec in specs)
 
 
@@ -271,6 +271,28 @@ def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
         seen.add(f"{row.name}.weight")
 
 
+def experts_of(plan: fp8.Plan) -> frozenset[str]:
+    """The names of parameters that hold all experts of a layer."""
+    return frozenset(row.name for row in plan.rows if row.row.experts and row.kind == "experts")
+
+
+def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
+    """(parameters, plan) with the experts of a layer that one of so many ranks has."""
+    if ways == 1:
+        return tuple(found), plan
+    names = experts_of(plan)
+    own = (
+        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p for p in found
+    )
+    rows = (
+        replace(row, row=replace(row.row, experts=-(-row.row.experts // ways)))
+        if row.name in names and row.row.experts
+        else row
+        for row in plan.rows
+    )
+    return tuple(own), replace(plan, rows=tuple(rows))
+
+
 def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
     """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
     out = sent(cfg, found, plan)
@@ -280,40 +302,28 @@ def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, in
         home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
         kept = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
         if kept and row.name not in exchanged:
-            size = codes_of(row, _held_gemms(plan, row)) // _parts(cfg, bool(row.row.experts))
-            out[home] = out.get(home, 0) + size
+            out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
     return out
 
 
-def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan, experts: bool | None = None) -> dict[str, int]:
-    """Block -> bytes of its weights as all ranks that gather them together send them; the root under "". ``experts``:
-    only of what is of experts, or of nothing that is.
+def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+    """Block -> bytes of its weights as all ranks together send them; the root under "".
 
     FP8 weights are sent as codes and scales, and have no values then.
     """
     out: dict[str, int] = {}
     for p in found:
-        size = p.bytes(cfg, each=sent_width(cfg, p.width(cfg))) if experts in (None, p.experts) else 0
-        out[p.block] = out.get(p.block, 0) + size // _parts(cfg, p.experts)
+        out[p.block] = out.get(p.block, 0) + p.bytes(cfg, each=sent_width(cfg, p.width(cfg)))
     each = sent_width(cfg, width(cfg))
     for row in fp8_weights(plan):
-        if experts in (None, bool(row.row.experts)):
-            home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
-            less = codes_of(row) - each * (row.row.experts or 1) * row.shape[0] * row.shape[1]
-            out[home] += less // _parts(cfg, bool(row.row.experts))
+        home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
+        out[home] += codes_of(row) - each * (row.row.experts or 1) * row.shape[0] * row.shape[1]
     return out
 
 
-def ungathered(cfg: Config, found: Iterable[Held], experts: bool | None = None) -> dict[str, int]:
-    """Block -> bytes of its whole gradients before they are summed over ranks; the root under "". ``experts``: as
-    above."""
+def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
+    """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
     out: dict[str, int] = {}
     for p in found:
-        size = sent_width(cfg, p.width(cfg)) * p.elements() if p.trained and experts in (None, p.experts) else 0
-        out[p.block] = out.get(p.block, 0) + size // _parts(cfg, p.experts)
+        out[p.block] = out.get(p.block, 0) + (sent_width(cfg, p.width(cfg)) * p.elements() if p.trained else 0)
     return out
-
-
-def _parts(cfg: Config, experts: bool) -> int:
-    """Into how many parts a weight is dealt before its ranks gather it."""
-    return cfg.parallel.expert if experts else 1

@@ -10,7 +10,8 @@ a thread executes and how many in one step of each loop with products (read from
 and how wide the accesses to global memory are. The exit code is 1 if a form does not compile, needs more shared memory
 than the architecture has, spills more than :data:`SPILL_BOUND` bytes, or if its products wait for each other
 (serialised); 2, with a sentence, if the words mean nothing. ``--json`` writes the rows, and which Triton compiled them.
-The reports that are kept, one a version of Triton (make them again when a kernel changes)::
+The reports that are kept, one a version of Triton (make them again when a kernel changes; until then the long test
+compiles all forms and not one of each kernel)::
 
     python -m tests.fp8.kernels.aot --jobs 2 --json benchmarks/results/aot_triton_3_6.json
 
@@ -20,6 +21,8 @@ to 16 bytes, as PyTorch allocates, and an integer of type ``"i32:16"`` to be a m
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -235,10 +238,20 @@ def _elsewhere(archs: Sequence[int], first: bool, only: str, jobs: int) -> list[
     return rows
 
 
+def source() -> str:
+    """A digest of what a report is made of: the kernels, their forms, and how they are compiled; comments aside."""
+    kernels = (_ROOT / "octavo" / "fp8" / "kernels" / "triton_kernels").glob("*.py")
+    here = Path(__file__).parent
+    files = [*kernels, *here.glob("forms/*.py"), here / "aot.py", here / "sass.py"]
+    texts = {str(file.relative_to(_ROOT)): ast.unparse(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+
+
 def _text(rows: Sequence[dict[str, Any]]) -> str:
     """The report as JSON, a line a row."""
     listed = ",\n".join(json.dumps(row) for row in rows)
-    return f'{{"triton": "{importlib.metadata.version("triton")}", "rows": [\n{listed}\n]}}\n'
+    head = f'"triton": "{importlib.metadata.version("triton")}", "source": "{source()}"'
+    return f'{{{head}, "rows": [\n{listed}\n]}}\n'
 
 
 def _asked(words: Sequence[str]) -> tuple[list[int], bool, str, int, Path | None]:

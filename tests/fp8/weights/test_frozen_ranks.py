@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo import fp8
 from octavo.fp8.weights import fp8_rows
-from octavo.parallel import World, full_state_dict, shard
+from octavo.parallel import World, shard
 from tests import ranks
 
 WIDTH, WIDE, RANK = 160, 301, 4  # 301 rows: borders cut blocks of 128
@@ -170,7 +170,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
             "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(single)),
         }
         # Values, codes that are loaded again, and what stays refused.
-        values = full_state_dict(model, world)
+        values = ranks.whole_state(model, world)
         read = single[0].up.base_layer.weight.dequantize()
         checks["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
         for p in local.values():

@@ -6,7 +6,7 @@ area(
     "packing",
     (
         "packs-are-one-sample", "models/segments.py",
-        "for a, b in pairwise(segments.edges)]", "for a, b in [(0, segments.edges[-1])]]",
+        "for a, b in pairwise(edges) if a", "for a, b in [(0, edges[-1])] if a",
         "samples of a pack see each other",
         "models/test_packed.py",
     ),

@@ -1,0 +1,201 @@
+"""Context parallel: the tokens of a packed row on several ranks, and attention over all of them.
+
+P = U x C ranks share a row of T tokens; rank p = c * U + u has the p-th T/P of them. Everything but attention works on
+tokens one by one. Attention of a layer, with H heads of queries and H_k of keys and values::
+
+    exchange    U ranks (Ulysses):  [H, T/P]  -> [H/U, T/C]     tokens for heads, q, k and v in one all-to-all
+    gather      C ranks:            k, v [H_k/U, T/C] -> [H_k/U, T]
+    attend      queries of T/C tokens over the keys from their first sample's begin on
+    exchange    back:               [H/U, T/C] -> [H, T/P]
+
+In backward exchanges run the other way, and the gradients of gathered keys and values are summed over the C ranks in
+fp32 and rounded once. With U = P no sum has another order than in one process. Heads of keys and values that U does not
+divide are repeated before the exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.parallel.errors import WorldError
+from octavo.parallel.world import WAITS, World
+
+Within = Callable[[Tensor, Tensor, Tensor], Tensor]
+Group = dist.ProcessGroup | None
+
+# torch 2.13 has new names for both and warns of the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share a row with this one. `size`: P; `rank`: this one among them; `ulysses`: U. `group` has all
+    of them, `heads` the U that exchange heads, `keys` the C that gather keys and values; None where it is one rank."""
+
+    size: int
+    rank: int
+    ulysses: int
+    group: Group = None
+    heads: Group = None
+    keys: Group = None
+
+    def part(self, length: int) -> slice:
+        """The tokens of a row of so many that this rank has."""
+        if length % self.size:
+            raise WorldError(
+                f"a row of {length} tokens cannot be shared by {self.size} ranks: it is not a multiple of them. Rows "
+                "of data.packing are; give octavo.data.collate_pack the number of ranks"
+            )
+        each = length // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def queries(self, length: int) -> tuple[int, int]:
+        """[first, last) of the tokens whose queries this rank attends by, between the exchanges."""
+        each = length // self.size * self.ulysses
+        number = self.rank // self.ulysses
+        return number * each, (number + 1) * each
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Within) -> Tensor:
+        """Attention of this rank's tokens over the row: q [1, H, T/P, D], k and v [1, H_k, T/P, D] -> [1, T/P, H, D].
+
+        ``within`` gets q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D], and gives [1, T/C, H/U, D].
+        """
+        if self.heads is not None:
+            q, k, v = self._to_heads(q, k, v)
+        if self.keys is not None:
+            k, v = self._gathered(k, v)
+        out = within(q, k, v)
+        return out if self.heads is None else self._to_tokens(out)
+
+    def swap(self, rows: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        """Rows to all ranks of the context, `sent[p]` to rank p, in order; returns what came, `got[p]` from rank p.
+        Differentiable. A collective."""
+        found: Tensor = _Swap.apply(rows, self.group, list(sent), list(got))
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks of the context, as a new tensor without a gradient. A collective."""
+        result = tensor.detach().clone()
+        dist.all_reduce(result, group=self.group)
+        return result
+
+    def _to_heads(self, *qkv: Tensor) -> list[Tensor]:
+        """Each [1, H, T/P, D] -> [1, H/U, T/C, D]."""
+        ranks = self.ulysses
+        whole = [_repeated(x, math.lcm(x.shape[1], ranks)) for x in qkv]
+        sizes = [(x.shape[1] // ranks, x.shape[3]) for x in whole]
+        sent = torch.cat([_by_rank(x, ranks) for x in whole], -1)
+        got: Tensor = _Swap.apply(sent.flatten(0, 1), self.heads, None, None)
+        parts = got.split([heads * dim for heads, dim in sizes], -1)
+        return [part.unflatten(-1, size).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True)]
+
+    def _to_tokens(self, out: Tensor) -> Tensor:
+        """[1, T/C, H/U, D] -> [1, T/P, H, D]."""
+        _, tokens, heads, dim = out.shape
+        got: Tensor = _Swap.apply(out.reshape(tokens, heads * dim), self.heads, None, None)
+        mine = got.view(self.ulysses, tokens // self.ulysses, heads, dim).transpose(0, 1)
+        return mine.reshape(1, tokens // self.ulysses, self.ulysses * heads, dim)
+
+    def _gathered(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Each [1, H_k/U, T/C, D] -> [1, H_k/U, T, D]."""
+        sizes = [(x.shape[1], x.shape[3]) for x in (k, v)]
+        got: Tensor = _Gather.apply(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (k, v)], -1), self.keys)
+        parts = got.split([heads * dim for heads, dim in sizes], -1)
+        return [part.unflatten(-1, size).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True)]
+
+
+def context_of(world: World, ulysses: int | str, heads: int) -> Context | None:
+    """The context of this rank, of a model with so many heads of queries; None where no rank shares its rows with
+    another. ``ulysses``: as `parallel.ulysses` asks for it. A collective: all ranks make their groups.
+
+    Raises WorldError where `ulysses` does not divide the heads.
+    """
+    size = world.layout.context
+    if size == 1:
+        return None
+    asked = ulysses_of(size, ulysses, heads)
+    first, rank = world.rank - world.context_rank, world.context_rank
+    wait = timedelta(seconds=WAITS * world.timeout)
+
+    def group(ranks: range) -> Group:
+        # Its own ranks alone make a group: on thousands, making all of them everywhere takes minutes.
+        return dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True) if len(ranks) > 1 else None
+
+    whole = group(range(first, first + size))
+    begin = first + rank // asked * asked
+    by_heads = whole if asked == size else group(range(begin, begin + asked))
+    by_keys = whole if asked == 1 else group(range(first + rank % asked, first + size, asked))
+    return Context(size, rank, asked, whole, by_heads if asked > 1 else None, by_keys if asked < size else None)
+
+
+def ulysses_of(size: int, asked: int | str, heads: int) -> int:
+    """U: what is asked for, or with "auto" the most ranks that divide the context and the heads of queries."""
+    if asked == "auto":
+        return max(n for n in range(1, size + 1) if size % n == 0 and heads % n == 0)
+    ranks = int(asked)
+    if size % ranks or heads % ranks:
+        of = f"the {size} ranks of a context" if size % ranks else f"the model's {heads} heads of queries"
+        raise WorldError(
+            f"parallel.ulysses is {ranks}, which does not divide {of}. Use a divisor of both, or auto "
+            f"({ulysses_of(size, 'auto', heads)} here)"
+        )
+    return ranks
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """[1, H, t, D] with each head several times in a row, so that there are so many."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """[1, H, t, D] -> [ranks, t, H / ranks * D]."""
+    _, heads, tokens, dim = x.shape
+    return x.reshape(ranks, heads // ranks, tokens, dim).transpose(1, 2).reshape(ranks, tokens, -1)
+
+
+class _Swap(torch.autograd.Function):
+    """Pieces of dimension 0 to and from the ranks of a group; `sent` and `got` are their lengths, None for equal ones.
+    The gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None) -> Tensor:
+        ctx.way = group, sent, got
+        return _all_to_all(x, group, sent, got)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        group, sent, got = ctx.way
+        return _all_to_all(grad, group, got, sent), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """[n, ...] of each rank -> [ranks * n, ...]; the gradient is summed over ranks in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
+        _all_gather(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wide = grad.to(torch.float64 if grad.dtype == torch.float64 else torch.float32).contiguous()
+        out = wide.new_empty((wide.shape[0] // dist.get_world_size(ctx.group), *wide.shape[1:]))
+        _reduce_scatter(out, wide, group=ctx.group)
+        return out.to(grad.dtype), None
+
+
+def _all_to_all(x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None) -> Tensor:
+    out = x.new_empty((x.shape[0] if got is None else sum(got), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group)
+    return out

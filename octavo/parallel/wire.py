@@ -1,0 +1,127 @@
+"""Bytes on the wire: how many each collective brings to a rank, as a formula and counted.
+
+A collective over n ranks brings to each of them, whatever algorithm carries it out:
+
+=============== ====================================================================================
+all_gather      (n - 1) x what a rank sends
+reduce_scatter  (n - 1) x what a rank keeps: the other ranks' shares of its shard, to be added up
+all_reduce      a reduce-scatter and a gather of n equal pieces: 2 (n - 1) x a piece
+all_to_all      what the others have for it
+broadcast       the tensor, but to the rank that has it
+=============== ====================================================================================
+
+:class:`Counted` counts them of the calls that a stretch of code makes; :mod:`octavo.train.cost` predicts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FIGURE = 1024  # bytes: a smaller all-reduce is one of a step's figures (counts, losses, norms), not of its gradients
+
+_OPS = {
+    "all_gather": ("allgather_", "_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor"),
+    "all_reduce": ("allreduce_", "all_reduce", "all_reduce_"),
+    "all_to_all": ("alltoall_", "alltoall_base_", "all_to_all_single"),
+    "broadcast": ("broadcast_", "broadcast"),
+}
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
+_NAMES = {op: collective for collective, ops in _OPS.items() for op in ops}
+
+
+def reduced(size: int, ranks: int) -> int:
+    """What an all-reduce of so many bytes brings to each rank."""
+    return 2 * (ranks - 1) * -(-size // ranks)
+
+
+class Counted(TorchDispatchMode):
+    """While entered: bytes that this thread's collectives bring to this rank.
+
+    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes,
+    of integers (amaxes of blocks that two ranks share) and of fp64 (counts) are "figures". Backward is seen where it
+    runs in the same thread, as it does on a CPU. Raises NotImplementedError at a collective that it has no rule for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes collectives on plain tensors, which come by here again
+        space = getattr(func, "namespace", "")
+        if space in ("c10d", "_c10d_functional"):
+            self._count(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, op: str, args: Sequence[Any]) -> None:
+        if op in _SENDS_NOTHING:
+            return
+        if op not in _NAMES:
+            raise NotImplementedError(f"bytes of the collective {op} are not counted; add it to octavo.parallel.wire")
+        collective, group = _NAMES[op], _group(args)
+        size, sent = group.size(), _tensors(args)
+        if collective == "all_gather":  # c10d's forms have the result first
+            found = (size - 1) * _nbytes(sent[-1])
+        elif collective == "reduce_scatter":
+            found = (size - 1) * (_nbytes(sent[0]) // (size if op == "reduce_scatter_tensor" else 1))
+        elif collective == "all_reduce":
+            found = reduced(_nbytes(sent[0]), size)
+            if _nbytes(sent[0]) < FIGURE or sent[0].dtype not in _GRADIENTS:
+                collective = "figures"
+        elif collective == "broadcast":
+            found = _nbytes(sent[0])
+        else:
+            found = _exchanged(args, group)
+        self.bytes[collective] += found
+        self.calls[collective] += 1
+
+
+def _exchanged(args: Sequence[Any], group: dist.ProcessGroup) -> int:
+    """Of an all-to-all with rows in splits, or in equal parts: all that comes but this rank's own."""
+    tensors, rank, size = _tensors(args), group.rank(), group.size()
+    splits = next((a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], int)), None)
+    if splits is None:
+        return _nbytes(tensors[0]) * (size - 1) // size
+    row = math.prod(tensors[0].shape[1:]) * tensors[0].element_size()
+    return row * (sum(splits) - splits[rank])
+
+
+def _group(args: Sequence[Any]) -> dist.ProcessGroup:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:  # a reduce operation, which is an object too
+                continue
+    name = next(arg for arg in reversed(args) if isinstance(arg, str))
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    """Tensors, those in lists too, in the order of the arguments."""
+    out: list[Tensor] = []
+    for arg in args:
+        out += [arg] if isinstance(arg, Tensor) else _tensors(arg) if isinstance(arg, list | tuple) else []
+    return out
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def by_collective(counted: Mapping[str, int]) -> dict[str, int]:
+    """Without the figures of a step: what is predicted."""
+    return {name: size for name, size in counted.items() if name != "figures" and size}

@@ -1,0 +1,166 @@
+"""Bytes that come to a rank in one micro-batch, by kind of exchange: formulas of shapes and the mesh.
+
+What a collective brings to each of its ranks is in :mod:`octavo.parallel.wire`. With R = replicate, F = shard x context
+ranks that a copy is sharded over, P = context, U = ulysses, C = P / U, E = expert; T tokens of a pack (shared by P
+ranks), b bytes an element, all bytes of one micro-batch on one rank:
+
+============= ================================================================ =====================================
+gather        weights, of a group of n = F ranks (experts F / E)               (n - 1) x shard, again in backward
+reduce        gradients, the same groups                                       (n - 1) x shard
+sum           shards of gradients, over R copies                               2 (R - 1) / R x shard
+ulysses       q, k, v in and o out; backward as much, a layer                  4 (Hq + Hk') D b T / P (U - 1) / U
+keys          k and v whole, gathered in the forward                           2 Hk' D b T / U (C - 1) / C
+keys_grad     their gradients, reduced in fp32                                 8 Hk' D T / U (C - 1) / C
+features      images' features to the ranks of their tokens, and back          2 I / P w b (P - 1) / P
+dispatch      rows to their experts, and the gradients of their results        k T / P (E - 1) / E x two rows
+combine       results to their tokens, and the gradients of the rows           k T / P (E - 1) / E x two rows
+counts        how many rows come from whom, int64, a layer                     8 x experts (E - 1) / E
+============= ================================================================ =====================================
+
+Hk' are the key heads after they are repeated for U; I tokens of images with w = d (1 + deepstack) features each. A row
+that is dispatched has d elements: b bytes each, or in FP8 d codes and d / 128 scales of 4 bytes; results and gradients
+of rows have b. `dispatch`, `combine` and `features` are expected values: of tokens that choose every expert alike, of
+images that lie anywhere. The others are exact (`tests/parallel/test_wire.py` counts them in runs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from octavo.parallel import Layout
+from octavo.parallel.wire import reduced
+
+# Which collective carries each kind.
+CARRIED = {
+    "gather": "all_gather", "reduce": "reduce_scatter", "sum": "all_reduce", "ulysses": "all_to_all",
+    "keys": "all_gather", "keys_grad": "reduce_scatter", "features": "all_to_all", "dispatch": "all_to_all",
+    "combine": "all_to_all", "counts": "all_to_all",
+}  # fmt: skip
+SCALES = 4 / 128  # bytes of scales beside a code: fp32, one for 128 values
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout, and how many of its context ranks exchange heads (the others gather keys)."""
+
+    layout: Layout
+    ulysses: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
+        """``ulysses`` "auto": the most that divide `context` and the heads of queries."""
+        if ulysses != "auto":
+            return cls(layout, int(ulysses))
+        context = layout.context
+        return cls(layout, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0))
+
+    @property
+    def gathering(self) -> int:
+        """Ranks among which keys and values are gathered."""
+        return self.layout.context // self.ulysses
+
+    def __str__(self) -> str:
+        axes = self.layout
+        told = {"replicate": axes.replicate, "shard": axes.shard, "context": axes.context, "expert": axes.expert}
+        return " ".join(f"{name} {size}" for name, size in told.items() if size > 1 or name == "shard")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers together. ``ranks`` that share them; bytes of one rank: ``gathered``, which it
+    sends, and ``reduced``, its shard of the gradients; ``again``: gathered a second time, in backward."""
+
+    name: str
+    ranks: int
+    gathered: int
+    reduced: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What exchanges between ranks ask of a decoder: ``layers`` with attention, ``sparse`` ones with ``experts`` of
+    which a token takes ``choices``. ``features``: elements of a token of an image, those of deepstack included."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sparse: int = 0
+    experts: int = 0
+    choices: int = 0
+    features: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-batch of the ranks that share it: ``tokens``, ``images`` of which are tokens of images; ``width``: bytes
+    of an element that is computed with; ``fp8``: rows go to experts as codes; ``again``: forwards of the decoder in
+    backward, 1 where its blocks are recomputed in full."""
+
+    tokens: int
+    images: int = 0
+    width: int = 2
+    fp8: bool = False
+    again: int = 0
+
+
+def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[str, int]:
+    """What FSDP2 moves: gather, reduce, sum. ``twice``: backward runs twice, the second time over all groups anew
+    (`optimizer.update: backward` with `train.clip`)."""
+    found, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
+    for group in groups:
+        gathers = 1 + group.again + (twice and (group.again or not group.name))
+        found["gather"] += (group.ranks - 1) * group.gathered * gathers
+        found["reduce"] += (group.ranks - 1) * group.reduced * backwards
+        found["sum"] += reduced(group.reduced, copies) * backwards
+    return found
+
+
+def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
+    """What the ranks that share a row move."""
+    ranks, heads, gathering = mesh.layout.context, mesh.ulysses, mesh.gathering
+    here, passes = rows.tokens // ranks, 2 + rows.again
+    repeated = math.lcm(decoder.kv_heads, heads)
+    exchanged = 2 * (decoder.heads + repeated) * decoder.head_dim * rows.width * here * (heads - 1) // heads
+    shard = 2 * repeated // heads * decoder.head_dim * (here * heads)  # elements of k and v that a rank gathers from
+    features = decoder.features * rows.width * (rows.images // ranks) * (ranks - 1) // ranks
+    return {
+        "ulysses": decoder.layers * passes * exchanged,
+        "keys": decoder.layers * (passes - 1) * (gathering - 1) * shard * rows.width,
+        "keys_grad": decoder.layers * (gathering - 1) * shard * 4,
+        "features": 2 * features,
+    }
+
+
+def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
+    """What the ranks that share experts move."""
+    ranks = mesh.layout.expert
+    sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
+    plain = decoder.hidden * rows.width
+    code = int(decoder.hidden * (1 + SCALES)) if rows.fp8 else plain
+    forwards = 1 + rows.again
+    return {
+        "dispatch": int(decoder.sparse * sent * (forwards * code + code)),
+        "combine": int(decoder.sparse * sent * (forwards * plain + plain)),
+        "counts": decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks,
+    }
+
+
+def total(
+    groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, twice: bool = False
+) -> dict[str, int]:  # fmt: skip
+    """Bytes that come to a rank in a micro-batch, by kind; without kinds of which there are none."""
+    found = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
+    return {kind: size for kind, size in found.items() if size}
+
+
+def by_collective(kinds: Mapping[str, int]) -> dict[str, int]:
+    """The same by the collective that carries it, as :class:`octavo.parallel.Counted` counts."""
+    out: dict[str, int] = {}
+    for kind, size in kinds.items():
+        out[CARRIED[kind]] = out.get(CARRIED[kind], 0) + size
+    return out

@@ -1,0 +1,63 @@
+"""What of a micro-batch a rank holds where several share its rows, and what of experts it gathers.
+
+Ranks of `parallel.context` hold equal parts of a row's tokens, so activations and logits fall by as much. A layer's
+keys and values are whole on each of them while it attends, but for the heads that `parallel.ulysses` gives to others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from octavo.config import Config
+from octavo.parallel import Layout, WorldError
+from octavo.train.errors import TrainError
+from octavo.train.memory_plan.activations import FakeForward
+from octavo.train.tokens import Tokens
+
+
+def layout_of(cfg: Config, ranks: int) -> Layout:
+    """The layout of so many ranks; that of one rank has nothing to share. Raises TrainError for axes that do not
+    multiply to that many."""
+    try:
+        return Layout() if ranks == 1 else Layout.of(ranks, **cfg.parallel.axes)
+    except WorldError as error:
+        raise TrainError(str(error)) from error
+
+
+def ulysses_of(cfg: Config, layout: Layout, heads: int) -> int:
+    """How many of the context ranks exchange heads; auto: the most that divide them and the heads of queries."""
+    if cfg.parallel.ulysses != "auto":
+        return int(cfg.parallel.ulysses)
+    return max(n for n in range(1, layout.context + 1) if layout.context % n == 0 and heads % n == 0)
+
+
+def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
+    """What one of so many ranks keeps of a forward, and its tokens; a part that is not whole counts as one."""
+    if context == 1:
+        return kept, tokens
+
+    def less(found: Any) -> dict[str, int]:
+        return {name: -(-size // context) for name, size in found.items()}
+
+    names = ("blocks", "outside", "largest", "recomputed")
+    scaled = {name: less(getattr(kept, name)) for name in names}
+    copies = {"copies": kept.copies, "shared": kept.shared}  # of weights, and of positions, which all have
+    here = replace(kept, **scaled, logits=-(-kept.logits // context), **copies)
+    return here, replace(tokens, counts=less(tokens.counts))
+
+
+def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -> int:
+    """Bytes of keys and values over all tokens of a row: of every layer until backward, of one where blocks are
+    recomputed in full, and of one their gradients in fp32. ``tokens`` are those of one rank; ``width``: bytes of an
+    element that is computed with."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    ulysses = ulysses_of(cfg, layout, text.num_attention_heads)
+    if layout.context == ulysses:
+        return 0
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    layers = 1 if cfg.train.recompute.foundation == "full" else text.num_hidden_layers
+    each = 2 * tokens.counts.get("foundation", 0) * layout.context * math.lcm(heads, ulysses) // ulysses * size
+    return each * (layers * width + 4)

@@ -1,0 +1,72 @@
+"""A row on several ranks against the same row in one process: attention, whole models, and runs.
+
+Ulysses alone (U = P) sums in no other order than one process and is held to its bits; gathered keys and values to 1e-6.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.models import segments
+from octavo.parallel import World, WorldError, context_of, ulysses_of
+from tests import ranks
+
+LENGTHS = {"one over all": (512,), "many": (37, 5, 90, 1, 123, 63, 193), "ends at a rank's": (256, 128, 127, 1)}
+HEADS = {2: ((8, 2), (4, 1), (6, 3), (4, 4)), 4: ((8, 2), (4, 1), (12, 3))}
+
+
+def attention(held, q, k, v):
+    """Causal within samples, as transformers would call it."""
+
+    def one(q, k, v):
+        if q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+    return segments.attend(held, q, k, v, None, 0.0, one)
+
+
+def _attends(world: World, ulysses: int) -> dict:
+    answer = {}
+    for heads, few in HEADS[world.layout.context]:
+        context = context_of(world, ulysses, heads)
+        for name, lengths in LENGTHS.items():
+            edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+            torch.manual_seed(0)
+            whole = [torch.randn(1, n, 512, 16, requires_grad=True) for n in (heads, few, few)]
+            dy = torch.randn(1, 512, heads, 16)
+            wanted = attention(segments.Segments.of(edges), *whole)
+            wanted.backward(dy)
+            part = context.part(512)
+            mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
+            found = attention(segments.Segments.of(edges, share=context), *mine)
+            found.backward(dy[:, part])
+            pairs = [
+                (found, wanted[:, part]),
+                *((a.grad, b.grad[:, :, part]) for a, b in zip(mine, whole, strict=True)),
+            ]
+            answer[f"{heads}/{few} {name}"] = [float((a - b).abs().max().detach()) for a, b in pairs]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("size", "ulysses"),
+    [(2, 2), (2, 1), *(pytest.param(4, u, marks=pytest.mark.long) for u in (4, 2, 1))],
+    ids=lambda n: str(n),
+)
+def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: int):
+    for answer in ranks.run(_attends, size, ulysses, context=size):
+        for case, (out, dq, dk, dv) in answer.items():
+            few = int(case.split()[0].split("/")[1])
+            assert out == dq == 0 or (ulysses < size and max(out, dq) < 1e-6), (case, out, dq)
+            assert dk == dv == 0 or ((ulysses < size or few % ulysses) and max(dk, dv) < 4e-6), (case, dk, dv)
+
+
+def test_ulysses_divides_the_context_and_the_heads():
+    assert [ulysses_of(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
+    for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 heads .*auto \(2 here\)")):
+        with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
+            ulysses_of(4, asked, heads)

@@ -1,0 +1,123 @@
+"""Whole models on rows that ranks share, images and all: logits of each rank's tokens, and gradients summed over ranks,
+against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import models
+from octavo.data import Sample, collate_pack
+from octavo.models import tiny
+from octavo.parallel import Images, World, context_of
+from octavo.parallel.images import deal, dealt
+from octavo.train.forward import Forward
+from tests import ranks
+
+FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe")
+BALANCE = 0.1
+
+
+def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after: int, seed: int) -> Sample:
+    """A text with images of so many tokens high and wide in it, 3 tokens between them."""
+    random = np.random.default_rng(seed)
+    vision, ids, pixels, grid = getattr(config, "vision_config", None), [], [], []
+    for high, wide in images if vision is not None else ():
+        ids += [*random.integers(5, 40, 3), *[config.image_token_id] * (high * wide)]
+        if hasattr(vision, "spatial_merge_size"):
+            merge = vision.spatial_merge_size
+            grid.append((1, high * merge, wide * merge))
+            width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            pixels.append(random.normal(size=(high * wide * merge**2, width)))
+        else:  # tiles of 4 tokens
+            tile = (vision.num_channels, *vision.image_size)
+            pixels.append(random.normal(size=(high * wide // 4, *tile)))
+    ids = np.array([*random.integers(5, 40, before), *ids, *random.integers(5, 40, after)])
+    return Sample(
+        ids, ids, (ids == getattr(config, "image_token_id", -1)).astype(np.int64) if pixels else None,
+        np.concatenate(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None, len(pixels),
+    )  # fmt: skip
+
+
+def packs(config: Any, size: int) -> list[dict[str, Any]]:
+    """Of 128 tokens a rank: images cut by the border of two ranks, and more of them than ranks; one image, of tokens
+    that the rank which encodes it does not have."""
+    end = 128 * size
+    cut = [(100, (), 0), (14, ((6, 6), (2, 4), (2, 2)), 0), (1, (), 0), (end - 249, ((4, 6), (2, 2)), 40)]
+    far = [(end - 90, (), 1), (3, ((4, 4),), 9)]
+    made = []
+    for rows in (cut, far):
+        samples = [sample(config, *row, seed=n) for n, row in enumerate(rows)]
+        made.append(collate_pack(samples, 0, end, ranks=size))
+        assert made[-1]["boundaries"].length == end
+    return made
+
+
+def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
+    answer = {}
+    for path in paths:
+        one, ours = (models.load(path).train() for _ in range(2))
+        family = models.describe(ours)
+        context = context_of(world, ulysses, ours.config.get_text_config().num_attention_heads)
+        assert context is not None
+        images = Images(ours, family, context) if family.has_vision else None
+        alone = Forward(one, World(), False, packed=models.Packed(one, family))
+        shared = Forward(ours, world, False, packed=models.Packed(ours, family, context), context=context, dealt=images)
+        models.attach_dummy_image(ours, family, lambda: False) if images else None
+        gaps, sees, routed = [], [], family.name.endswith("moe")
+        for batch in packs(ours.config, world.size):
+            part = shared.part(batch)
+            pairs = []
+            for forward in (alone, shared):
+                logits, aux = forward.balanced(batch) if routed else (forward(batch), torch.zeros(()))
+                (logits.square().sum() / 1e4 + BALANCE * aux).backward()
+                pairs.append((logits.detach(), aux.detach()))
+            (whole, balance), (found, part_of_it) = pairs
+            gaps += [float((found - whole[:, part]).abs().max()), abs(float(world.sum(part_of_it) - balance))]
+            sees.append(shared.sees(batch))
+        worst = 0.0
+        for (name, a), b in zip(one.named_parameters(), ours.parameters(), strict=True):
+            total = world.sum(torch.zeros_like(b) if b.grad is None else b.grad)
+            assert a.grad is not None, name
+            worst = max(worst, float((total - a.grad).abs().max() / a.grad.abs().max().clamp(min=1e-3)))
+        answer[family.name] = {"gaps": gaps, "grad": worst, "sees": sees}
+    return answer
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("families")
+    return [str(tiny.write(family, folder / family, size="mini")) for family in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("size", "ulysses"), [(2, 2), (2, 1), *(pytest.param(4, u, marks=pytest.mark.long) for u in (4, 2, 1))],
+    ids=lambda n: str(n),
+)  # fmt: skip
+def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], size: int, ulysses: int):
+    answers = ranks.run(_models, size, ulysses, paths, context=size)
+    for answer in answers:
+        for family, found in answer.items():
+            exact = ulysses == size and family == "qwen3"
+            assert max(found["gaps"]) <= (0 if exact else 3e-6), (family, found)
+            assert found["grad"] < 2e-6, (family, found)
+    first, *others = (answer["qwen3_vl"]["sees"] for answer in answers)
+    assert first == [True, True] and all(sees == [True, False] for sees in others)
+
+
+def test_images_are_dealt_by_what_they_cost():
+    assert deal([4, 4, 4, 4], 2) == (0, 1, 0, 1)
+    assert deal([100, 9000, 8000, 900], 2) == (1, 0, 1, 1)
+    assert deal([], 2) == () and deal([7], 4) == (0,)
+
+
+def test_features_come_in_the_order_of_their_placeholders():
+    places, tokens = torch.tensor([2, 3, 4, 9, 10, 11, 12, 13, 14]), (3, 4, 2)
+    seen = [dealt(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
+    assert [d.own for d in seen] == [(1,), (0, 2)]
+    assert [d.sent for d in seen] == [(0, 4), (3, 2)] and [d.got for d in seen] == [(0, 3), (4, 2)]
+    came = torch.tensor([9, 10, 11, 12, 13, 14])  # rank 0's image, then rank 1's
+    assert torch.equal(came[seen[1].order], places[3:])

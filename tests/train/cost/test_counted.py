@@ -1,0 +1,89 @@
+"""Bytes on the wire: what is predicted, beside what the collectives of real runs bring to a rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import parallel
+from octavo.train import cost, planning
+from octavo.train.memory_plan import Footprints
+from octavo.train.step import Stepper
+from octavo.train.tokens import Tokens
+from tests import ranks
+from tests.rl.forks import both
+
+NONE = Tokens({"foundation": 0, "lm_head": 0, "image_encoder": 0, "image_projector": 0}, 1, 0)
+
+
+def count(rank: int) -> None:
+    """Every step of this process is counted; the last one is what `counted` reads."""
+    step = Stepper.run
+
+    def run(self: Stepper, batches: Any, *rest: Any) -> Any:
+        with parallel.Counted() as found:
+            done = step(self, batches, *rest)
+        here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
+        here.write_text(json.dumps([found.bytes, len(batches)]))
+        return done
+
+    Stepper.run = run  # type: ignore[method-assign]
+
+
+def counted(cfg: Any, size: int) -> list[dict[str, int]]:
+    """Collective -> bytes of a step, of each rank; and that of a micro-batch as it is predicted, times their number."""
+    assert [code for code, _ in both(cfg, count, size)] == [0] * size
+    model, family = planning.model_of(cfg)
+    plan, _, _ = planning.plan_model(cfg, model, family, size)
+    work = cost.work_of(Footprints(cfg, model, family, plan, NONE, device="cpu"), cfg)
+    layout = parallel.Layout.of(size, **cfg.parallel.axes)
+    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
+    out = []
+    for rank in range(size):
+        found, batches = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
+        out.append(parallel.by_collective(found))
+        assert out[-1] == {name: batches * n for name, n in cost.by_collective(moved).items()}
+    return out
+
+
+SHORT = ("train.steps=1", "train.warmup=0", "train.micro_batch=1", "data.eval=[]", "run.resume=never")
+
+
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+@pytest.mark.parametrize(
+    ("over", "collectives"),
+    [
+        (("fp8.param=true",), {"all_gather", "reduce_scatter"}),
+        (("parallel.replicate=2", "train.global_batch=2"), {"all_reduce"}),
+    ],
+    ids=["fsdp", "hsdp"],
+)
+def test_two_ranks_move_what_is_predicted(make, over: tuple[str, ...], collectives: set[str]) -> None:
+    """To the byte, padding of shards and scales of codes included, on both ranks."""
+    assert all(set(found) == collectives for found in counted(make(*SHORT, *over), 2))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+@pytest.mark.parametrize(
+    ("size", "over"),
+    [
+        (4, ("parallel.replicate=2", "fp8.param=true")),
+        (3, ("train.gather=bf16", "train.global_batch=3")),
+        (2, ("model.freeze=[image_encoder]", "train.recompute=full")),
+        (2, ("fp8.recipe=rowwise", "lora.rank=4", "model.load_in_fp8=row")),
+        (2, ("optimizer.update=backward", "optimizer.master=bf16+sr", "train.global_batch=2")),
+    ],
+    ids=["hsdp of codes", "bf16", "a frozen tower", "lora", "two backwards"],
+)
+def test_other_settings_move_what_is_predicted(make, size: int, over: tuple[str, ...]) -> None:
+    counted(make(*SHORT, *over), size)
+
+
+def test_a_collective_without_a_rule_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="recv_any_source_"):
+        parallel.Counted()._count("recv_any_source_", ())
