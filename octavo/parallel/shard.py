@@ -13,7 +13,6 @@ What is particular here:
   is bit for bit what one process has. With ``gather=torch.bfloat16`` values are gathered, and gradients summed, in
   BF16: half the bytes of fp32, and a forward that computes as a BF16 model does. Shards stay as they are, with what is
   added up in them and saved; FP8 weights send their codes as ever, and BF16 gradients.
-
 - Experts that are dealt to ranks are a group of their own in each block (:mod:`octavo.parallel.experts`).
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from octavo.parallel import Layout
+from octavo.parallel import Layout, ulysses_of
 from octavo.parallel.wire import reduced
 
 # Which collective carries each kind.
@@ -49,11 +49,8 @@ class Mesh:
 
     @classmethod
     def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
-        """``ulysses`` "auto": the most that divide `context` and the heads of queries."""
-        if ulysses != "auto":
-            return cls(layout, int(ulysses))
-        context = layout.context
-        return cls(layout, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0))
+        """That of `parallel.ulysses`, of a decoder with so many heads of queries."""
+        return cls(layout, ulysses_of(layout.context, ulysses, heads))
 
     @property
     def gathering(self) -> int:

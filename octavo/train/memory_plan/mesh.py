@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import Config
-from octavo.parallel import Layout, WorldError
+from octavo.parallel import Layout, WorldError, ulysses_of
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan.activations import FakeForward
 from octavo.train.tokens import Tokens
@@ -24,13 +24,6 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
         return Layout() if ranks == 1 else Layout.of(ranks, **cfg.parallel.axes)
     except WorldError as error:
         raise TrainError(str(error)) from error
-
-
-def ulysses_of(cfg: Config, layout: Layout, heads: int) -> int:
-    """How many of the context ranks exchange heads; auto: the most that divide them and the heads of queries."""
-    if cfg.parallel.ulysses != "auto":
-        return int(cfg.parallel.ulysses)
-    return max(n for n in range(1, layout.context + 1) if layout.context % n == 0 and heads % n == 0)
 
 
 def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
@@ -54,7 +47,7 @@ def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -
     element that is computed with."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    ulysses = ulysses_of(cfg, layout, text.num_attention_heads)
+    ulysses = ulysses_of(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
     if layout.context == ulysses:
         return 0
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

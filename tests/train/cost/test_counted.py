@@ -16,8 +16,6 @@ from octavo.train.tokens import Tokens
 from tests import ranks
 from tests.rl.forks import both
 
-NONE = Tokens({"foundation": 0, "lm_head": 0, "image_encoder": 0, "image_projector": 0}, 1, 0)
-
 
 def count(rank: int) -> None:
     """Every step of this process is counted; the last one is what `counted` reads."""
@@ -27,24 +25,30 @@ def count(rank: int) -> None:
         with parallel.Counted() as found:
             done = step(self, batches, *rest)
         here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
-        here.write_text(json.dumps([found.bytes, len(batches)]))
+        rows = sorted({batch["input_ids"].numel() for batch in batches})
+        here.write_text(json.dumps([found.bytes, len(batches), rows]))
         return done
 
     Stepper.run = run  # type: ignore[method-assign]
 
 
 def counted(cfg: Any, size: int) -> list[dict[str, int]]:
-    """Collective -> bytes of a step, of each rank; and that of a micro-batch as it is predicted, times their number."""
-    assert [code for code, _ in both(cfg, count, size)] == [0] * size
+    """Collective -> bytes of a step, of each rank; they are those of a micro-batch as predicted, times their number."""
+    ended = both(cfg, count, size)
+    assert [code for code, _ in ended] == [0] * size, ended[0][1]
     model, family = planning.model_of(cfg)
     plan, _, _ = planning.plan_model(cfg, model, family, size)
-    work = cost.work_of(Footprints(cfg, model, family, plan, NONE, device="cpu"), cfg)
+    tokens = json.loads((Path(cfg.run.dir).parent / "counted_0.json").read_text())[2]
+    assert len(tokens) == 1 or cfg.parallel.context == 1
+    counts = dict.fromkeys(family.components, 0) | {"foundation": tokens[0]}
+    sizes = Footprints(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
+    work = cost.work_of(sizes, cfg)
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
     mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []
     for rank in range(size):
-        found, batches = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
+        found, batches, _ = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
         out.append(parallel.by_collective(found))
         assert out[-1] == {name: batches * n for name, n in cost.by_collective(moved).items()}
     return out
@@ -82,6 +86,39 @@ def test_two_ranks_move_what_is_predicted(make, over: tuple[str, ...], collectiv
 )
 def test_other_settings_move_what_is_predicted(make, size: int, over: tuple[str, ...]) -> None:
     counted(make(*SHORT, *over), size)
+
+
+@pytest.fixture
+def talk(place: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Settings of the text model on packs of talk."""
+    row = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
+    (tmp_path / "talk.json").write_text(json.dumps([row] * 64))
+    data = (f"data.train=[{{path: {tmp_path / 'talk.json'}}}]", "data.packing=true", "train.seq_length=256")
+    return (f"model.path={place / 'text'}", *data, "train.global_batch=2")
+
+
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+def test_two_ranks_that_share_rows_move_heads(make, talk: tuple[str, ...]) -> None:
+    found = counted(make(*SHORT, *talk, "parallel.context=2"), 2)
+    assert all(set(one) == {"all_gather", "reduce_scatter", "all_to_all"} for one in found)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+@pytest.mark.parametrize(
+    ("size", "over"),
+    [
+        (2, ("parallel.context=2", "parallel.ulysses=1", "optimizer.master=bf16+sr")),
+        (2, ("parallel.context=2", "parallel.ulysses=1", "train.recompute=full")),
+        (4, ("parallel.context=4", "parallel.ulysses=2", "train.seq_length=512")),
+        (4, ("parallel.context=2", "parallel.replicate=2", "train.recompute=full", "fp8.param=true")),
+    ],
+    ids=["keys in bf16", "keys again", "heads and keys", "copies"],
+)
+def test_ranks_that_share_rows_move_what_is_predicted(
+    make, talk: tuple[str, ...], size: int, over: tuple[str, ...]
+) -> None:
+    counted(make(*SHORT, *talk, *over), size)
 
 
 def test_a_collective_without_a_rule_is_refused() -> None:

@@ -62,7 +62,7 @@ def test_context_moves_heads_or_keys() -> None:
     assert again["ulysses"] == four["ulysses"] * 3 // 2
 
 
-@pytest.mark.parametrize(("decoder", "even"), [(QWEN_8B, 2.5), (QWEN_30B, 4.5), (QWEN_235B, 34 / 3)])
+@pytest.mark.parametrize(("decoder", "even"), [(QWEN_8B, 10 / 3), (QWEN_30B, 6), (QWEN_235B, 34 / 3)])
 def test_gathered_keys_are_fewer_bytes_up_to_a_number_of_ranks(decoder: cost.Decoder, even: float) -> None:
     """Equal at P = (Hq / Hk + 1) 2 b / (b + 4)."""
 

@@ -1,0 +1,65 @@
+"""Several ranks in `octavo plan`: FLOPs, bytes on the wire, and on a cluster the time and the best mesh."""
+
+from __future__ import annotations
+
+import json
+
+from octavo.cli.main import main
+
+PLAN = ["plan", "--shape", "llama2_7b"]
+ROWS = ["data.packing=true", "train.micro_batch=1", "train.seq_length=1024", "train.global_batch=64"]
+
+
+def test_flops_and_bytes_of_a_mesh(capsys) -> None:
+    axes = ["--ranks", "8", "--parallel", "replicate=2,shard=2,context=2", "--json"]
+    assert main([*PLAN, *axes, *ROWS, "optimizer.master=bf16+sr", "fp8.recipe=off"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    step = found["step_of_a_rank"]
+    assert step["mesh"] == {"replicate": 2, "shard": 2, "context": 2, "expert": 1, "ulysses": 2}
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
+    root = 2 * 32000 * 4096 + 4096
+    assert step["wire"] == {
+        "gather": 3 * 2 * (2 * blocks + root) // 4,  # BF16, of which a rank has a quarter
+        "reduce": 3 * 2 * (blocks + root) // 4,
+        "sum": 2 * 2 * (blocks + root) // 4 // 2,
+        "ulysses": 32 * 2 * (2 * 64 * 128) * 2 * 512 // 2,
+    }
+    per_token = 6 * (blocks - 64 * 4096 + 32000 * 4096) + 6 * 32 * 4096 * 1024
+    assert step["flops"]["model"] == 512 * per_token
+    assert found["memory"]["per_rank"]["ranks"] == 8
+
+
+def test_a_cluster_says_times_and_which_mesh_is_best(capsys) -> None:
+    words = [*PLAN, "--cluster", "h100x8x1", *ROWS, "optimizer.states=fp8", "fp8.recipe=off"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "on the wire",
+        "gather",
+        "beside computing",
+        "tokens/s a GPU",
+        "no GPU of ours",
+        "the best",
+        "does not fit",
+    ):
+        assert said in out
+    assert main([*PLAN, "--ranks", "8", *ROWS, "fp8.recipe=off"]) == 0
+    assert "tokens/s" not in capsys.readouterr().out  # without a cluster no times
+
+
+def test_what_contradicts_itself_is_refused(capsys) -> None:
+    for words, said in (
+        (["--ranks", "4", "--cluster", "h100x8x1"], "contradict each other: that cluster has 8 GPUs"),
+        (["--parallel", "shard=8"], "say how many: --ranks 64"),
+        (["--ranks", "8", "--parallel", "shards=8"], "axes are replicate, shard, context, ulysses, expert"),
+        (["--cluster", "h100"], "give a kind of GPU"),
+        (
+            ["--ranks", "8", "--parallel", "shard=3"],
+            "parallel asks for replicate: 1 and shard: 3, and there are 8",
+        ),
+    ):
+        try:
+            code = main([*PLAN, *words])
+        except SystemExit as ended:  # argparse's
+            code = int(str(ended.code))
+        assert code in (1, 2) and said in capsys.readouterr().err
