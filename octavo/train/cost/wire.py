@@ -18,9 +18,9 @@ counts        how many rows come from whom, int64, a layer                     8
 ============= ================================================================ =====================================
 
 Hk' are the key heads after they are repeated for U; I tokens of images with w = d (1 + deepstack) features each. A row
-that is dispatched has d elements: b bytes each, or in FP8 d codes and d / 128 scales of 4 bytes; results and gradients
-of rows have b. `dispatch`, `combine` and `features` are expected values: of tokens that choose every expert alike, of
-images that lie anywhere. The others are exact (`tests/parallel/test_wire.py` counts them in runs).
+that is dispatched has d elements of b bytes, and so have results and gradients. `dispatch`, `combine` and `features`
+are expected values: of tokens that choose every expert alike, of images that lie anywhere. The others are exact
+(`tests/parallel/test_wire.py` counts them in runs).
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ CARRIED = {
     "keys": "all_gather", "keys_grad": "reduce_scatter", "features": "all_to_all", "dispatch": "all_to_all",
     "combine": "all_to_all", "counts": "all_to_all",
 }  # fmt: skip
-SCALES = 4 / 128  # bytes of scales beside a code: fp32, one for 128 values
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,12 @@ class Decoder:
 @dataclass(frozen=True)
 class Rows:
     """A micro-batch of the ranks that share it: ``tokens``, ``images`` of which are tokens of images; ``width``: bytes
-    of an element that is computed with; ``fp8``: rows go to experts as codes; ``again``: forwards of the decoder in
-    backward, 1 where its blocks are recomputed in full."""
+    of an element that is computed with; ``again``: forwards of the decoder in backward, 1 where its blocks are
+    recomputed in full."""
 
     tokens: int
     images: int = 0
     width: int = 2
-    fp8: bool = False
     again: int = 0
 
 
@@ -137,12 +135,11 @@ def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     """What the ranks that share experts move."""
     ranks = mesh.layout.expert
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
-    plain = decoder.hidden * rows.width
-    code = int(decoder.hidden * (1 + SCALES)) if rows.fp8 else plain
     forwards = 1 + rows.again
+    moved = int(decoder.sparse * sent * (forwards + 1) * decoder.hidden * rows.width)
     return {
-        "dispatch": int(decoder.sparse * sent * (forwards * code + code)),
-        "combine": int(decoder.sparse * sent * (forwards * plain + plain)),
+        "dispatch": moved,
+        "combine": moved,
         "counts": decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks,
     }
 
