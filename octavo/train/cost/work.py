@@ -76,8 +76,8 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
         tokens.counts.get("foundation", 0),
         tokens.counts.get("image_projector", 0),
         low,
-        dispatches_fp8(plan),
-        int(cfg.train.recompute.foundation == "full"),
+        again=int(cfg.train.recompute.foundation == "full"),
+        again_experts=int(cfg.train.recompute.foundation != "none"),
     )
     return Work(
         decoder, rows, flops, forward, _elements(config, tokens),
@@ -116,12 +116,6 @@ def decoder_of(config: Any, plan: fp8.Plan) -> Decoder:
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
     )  # fmt: skip
-
-
-def dispatches_fp8(plan: fp8.Plan) -> bool:
-    """Whether rows go to experts as codes: where their first GEMM casts them by 1 x 128 anyway."""
-    casts = [row.recipe.fwd.a for row in plan.rows if row.kind == "experts" and row.recipe and row.recipe.fwd]
-    return bool(casts) and all(cast.block == (1, 128) for cast in casts)
 
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:

@@ -75,11 +75,10 @@ def test_gathered_keys_are_fewer_bytes_up_to_a_number_of_ranks(decoder: cost.Dec
     assert moved(below, 1) < moved(below, below) and moved(above, 1) > moved(above, above)
 
 
-@pytest.mark.parametrize(("fp8", "each"), [(False, 8.0), (True, 6.0625)])
-def test_experts_move_rows_of_their_tokens(fp8: bool, each: float) -> None:
-    """8 k d bytes a token and layer, 6.06 k d with codes to the experts."""
-    found = wire.experts(QWEN_30B, cost.Rows(4096, fp8=fp8), mesh(shard=8, expert=8))
-    assert found["dispatch"] + found["combine"] == pytest.approx(48 * each * 8 * 2048 * 4096 * 7 / 8, rel=1e-6)
+def test_experts_move_rows_of_their_tokens() -> None:
+    """8 k d bytes a token and layer in BF16."""
+    found = wire.experts(QWEN_30B, cost.Rows(4096), mesh(shard=8, expert=8))
+    assert found["dispatch"] + found["combine"] == 48 * 8 * 8 * 2048 * 4096 * 7 // 8
     assert found["counts"] == 48 * 8 * 128 * 7 // 8
     assert not any(wire.experts(QWEN_30B, cost.Rows(4096), mesh(shard=8)).values())
 
