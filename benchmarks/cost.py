@@ -152,7 +152,7 @@ def work(run: Run) -> Work:
         s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, s.layers if s.experts else 0, s.experts, s.choices
     )
     flops = {kind: 3 * size for kind, size in forward.items()}
-    rows, elements = Rows(tokens, again=int(full)), float(tokens * s.hidden * s.layers)
+    rows, elements = Rows(tokens, again=int(full), again_experts=int(full)), float(tokens * s.hidden * s.layers)
     return Work(decoder, rows, flops, forward, elements, groups, updated, again, compiled=True)
 
 

@@ -18,9 +18,8 @@ counts        how many rows come from whom, int64, a layer                     8
 ============= ================================================================ =====================================
 
 Hk' are the key heads after they are repeated for U; I tokens of images with w = d (1 + deepstack) features each. A row
-that is dispatched has d elements of b bytes, and so have results and gradients. `dispatch`, `combine` and `features`
-are expected values: of tokens that choose every expert alike, of images that lie anywhere. The others are exact
-(`tests/parallel/test_wire.py` counts them in runs).
+has d elements of b bytes. `dispatch`, `combine` and `features` are expected values: of tokens that choose every expert
+alike, of images that lie anywhere. The others are exact (`tests/train/cost/test_counted.py` counts them in runs).
 """
 
 from __future__ import annotations
@@ -94,13 +93,14 @@ class Decoder:
 @dataclass(frozen=True)
 class Rows:
     """A micro-batch of the ranks that share it: ``tokens``, ``images`` of which are tokens of images; ``width``: bytes
-    of an element that is computed with; ``again``: forwards of the decoder in backward, 1 where its blocks are
-    recomputed in full."""
+    of an element that is computed with; ``again``, ``again_experts``: forwards of attention and of experts in backward,
+    1 where they are recomputed."""
 
     tokens: int
     images: int = 0
     width: int = 2
     again: int = 0
+    again_experts: int = 0
 
 
 def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[str, int]:
@@ -133,15 +133,11 @@ def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
 
 def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     """What the ranks that share experts move."""
-    ranks = mesh.layout.expert
+    ranks, forwards = mesh.layout.expert, 1 + rows.again_experts
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
-    forwards = 1 + rows.again
-    moved = int(decoder.sparse * sent * (forwards + 1) * decoder.hidden * rows.width)
-    return {
-        "dispatch": moved,
-        "combine": moved,
-        "counts": decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks,
-    }
+    moved = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
+    counts = decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks
+    return {"dispatch": moved, "combine": moved, "counts": counts}
 
 
 def total(

@@ -76,7 +76,8 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
         tokens.counts.get("foundation", 0),
         tokens.counts.get("image_projector", 0),
         low,
-        int(cfg.train.recompute.foundation == "full"),
+        again=int(cfg.train.recompute.foundation == "full"),
+        again_experts=int(cfg.train.recompute.foundation != "none"),
     )
     return Work(
         decoder, rows, flops, forward, _elements(config, tokens),

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import parallel
+from octavo.fp8 import moe
+from octavo.models import tiny
 from octavo.train import cost, planning
 from octavo.train.memory_plan import Footprints
 from octavo.train.step import Stepper
@@ -19,17 +22,25 @@ from tests.rl.forks import both
 
 def count(rank: int) -> None:
     """Every step of this process is counted; the last one is what `counted` reads."""
-    step = Stepper.run
+    step, deal = Stepper.run, moe.Exchange.deal
+    rows: list[int] = []  # of tokens that come to experts here and, of tokens here, back from experts elsewhere
+
+    def dealt(self: moe.Exchange, *args: Any) -> Any:
+        found = deal(self, *args)
+        here = torch.distributed.get_rank(self.group)
+        rows.append(sum(found.received) - found.received[here] + sum(found.sent) - found.sent[here])
+        return found
 
     def run(self: Stepper, batches: Any, *rest: Any) -> Any:
+        rows.clear()
         with parallel.Counted() as found:
             done = step(self, batches, *rest)
         here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
-        rows = sorted({batch["input_ids"].numel() for batch in batches})
-        here.write_text(json.dumps([found.bytes, len(batches), rows]))
+        lengths = sorted({batch["input_ids"].numel() for batch in batches})
+        here.write_text(json.dumps([found.bytes, len(batches), lengths, sum(rows)]))
         return done
 
-    Stepper.run = run  # type: ignore[method-assign]
+    Stepper.run, moe.Exchange.deal = run, dealt  # type: ignore[method-assign]
 
 
 def counted(cfg: Any, size: int) -> list[dict[str, int]]:
@@ -48,9 +59,14 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []
     for rank in range(size):
-        found, batches, _ = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
+        found, batches, _, rows = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
         out.append(parallel.by_collective(found))
-        assert out[-1] == {name: batches * n for name, n in cost.by_collective(moved).items()}
+        # What moves to experts and back depends on what tokens choose; each of these rows once more in backward.
+        exact = {kind: batches * n for kind, n in moved.items() if kind not in ("dispatch", "combine")}
+        if rows:
+            forwards = 1 + work.rows.again_experts  # backward has each row once, however often it was sent
+            exact["dispatch"] = rows * (forwards + 1) // forwards * work.decoder.hidden * work.rows.width
+        assert out[-1] == cost.by_collective(exact)
     return out
 
 
@@ -88,18 +104,36 @@ def test_other_settings_move_what_is_predicted(make, size: int, over: tuple[str,
     counted(make(*SHORT, *over), size)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+@pytest.mark.parametrize(
+    ("size", "over"),
+    [
+        (2, ("parallel.expert=2", "fp8.param=true")),
+        (4, ("parallel.expert=2", "parallel.replicate=2", "optimizer.master=bf16+sr")),
+        (4, ("parallel.expert=2", "train.recompute=selective")),
+    ],
+    ids=["two", "copies in bf16", "sharded over the rest"],
+)
+def test_ranks_that_share_experts_move_what_is_predicted(
+    make, tmp_path: Path, size: int, over: tuple[str, ...]
+) -> None:
+    folder = tiny.write("qwen3_vl_moe", tmp_path / "moe", size="mini")
+    assert "all_to_all" in counted(make(*SHORT, f"model.path={folder}", *over), size)[0]
+
+
 @pytest.fixture
-def talk(place: Path, tmp_path: Path) -> tuple[str, ...]:
-    """Settings of the text model on packs of talk."""
+def talk(tmp_path: Path) -> tuple[str, ...]:
+    """Settings of packs of talk, without an image."""
     row = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
     (tmp_path / "talk.json").write_text(json.dumps([row] * 64))
     data = (f"data.train=[{{path: {tmp_path / 'talk.json'}}}]", "data.packing=true", "train.seq_length=256")
-    return (f"model.path={place / 'text'}", *data, "train.global_batch=2")
+    return (*data, "train.global_batch=2")
 
 
 @pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
-def test_two_ranks_that_share_rows_move_heads(make, talk: tuple[str, ...]) -> None:
-    found = counted(make(*SHORT, *talk, "parallel.context=2"), 2)
+def test_two_ranks_that_share_rows_move_heads(make, place: Path, talk: tuple[str, ...]) -> None:
+    found = counted(make(*SHORT, *talk, f"model.path={place / 'text'}", "parallel.context=2"), 2)
     assert all(set(one) == {"all_gather", "reduce_scatter", "all_to_all"} for one in found)
 
 
@@ -116,9 +150,17 @@ def test_two_ranks_that_share_rows_move_heads(make, talk: tuple[str, ...]) -> No
     ids=["keys in bf16", "keys again", "heads and keys", "copies"],
 )
 def test_ranks_that_share_rows_move_what_is_predicted(
-    make, talk: tuple[str, ...], size: int, over: tuple[str, ...]
+    make, place: Path, talk: tuple[str, ...], size: int, over: tuple[str, ...]
 ) -> None:
-    counted(make(*SHORT, *talk, *over), size)
+    counted(make(*SHORT, *talk, f"model.path={place / 'text'}", *over), size)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
+def test_ranks_that_share_rows_and_experts(make, tmp_path: Path, talk: tuple[str, ...]) -> None:
+    folder = tiny.write("qwen3_vl_moe", tmp_path / "moe", size="mini")
+    axes = ("parallel.context=2", "parallel.expert=2", "train.recompute=full")
+    counted(make(*SHORT, *talk, f"model.path={folder}", *axes), 4)
 
 
 def test_a_collective_without_a_rule_is_refused() -> None:
