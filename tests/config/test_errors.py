@@ -260,6 +260,10 @@ def test_codes_of_some_weights_may_be_settled_otherwise_than_those_of_others(fp8
         ("fp8: {rules: [{match: 'a b', recipe: off}]}", "module names hold no spaces"),
         ("run: {eval_every: 5}", "run.eval_every: there is nothing to evaluate on: data.eval is empty"),
         ("run: {resume: ''}", "run.resume: is empty; use never, auto or the path of a checkpoint"),
+        (
+            "parallel: {expert: 2}\nlora: {rank: 4}",
+            "parallel.expert: experts are not dealt to ranks beside adapters",
+        ),
     ],
 )
 def test_what_cannot_be(more, message):
