@@ -23,9 +23,9 @@ import torch
 import torch._dynamo  # which torch imports when it is first needed: on every rank, were it not here
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from octavo import parallel
+from octavo.fp8.weights import full
 
 START = "spawn" if torch.cuda.is_available() else "fork"
 
@@ -99,8 +99,7 @@ def whole_state(model: nn.Module, world: parallel.World) -> dict[str, torch.Tens
     seen: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
-            here = tensor.detach()
-            seen[id(tensor)] = (here.full_tensor() if isinstance(here, DTensor) else here).to("cpu", copy=True)
+            seen[id(tensor)] = full(tensor.detach()).to("cpu", copy=True)
         if world.is_main:
             result[name] = seen[id(tensor)]
     return result

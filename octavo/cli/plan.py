@@ -110,14 +110,15 @@ def _run(args: argparse.Namespace) -> int:
         tokens, measurements = _measured(args, cfg, model, family, count)
     elif args.tokens is not None:
         tokens = count()
-    plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, tokens, measurements)
+    own = None if tokens is None else tokens.shared(cfg.parallel.context)  # of a rank's forward, which is measured
+    plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, own, measurements)
     steps, reference = _of_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention(cfg, model)))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
         return plan_memory.show_fit(sizes, message, args, held)
-    prediction = None if tokens is None else planning.predict(plan, model, tokens)
+    prediction = None if own is None else planning.predict(plan, model, own)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
     sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.card, reference)
@@ -299,8 +300,9 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     from octavo.train import planning
 
     tokens = count()
+    own = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
-        found = planning.measured(cfg, model, family, torch.device("cuda"), tokens, progress, args.cache)
+        found = planning.measured(cfg, model, family, torch.device("cuda"), own, progress, args.cache)
     return tokens, found
 
 

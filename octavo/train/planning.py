@@ -16,6 +16,7 @@ from torch import nn
 from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.words import COMPONENTS
+from octavo.parallel import ulysses_of
 from octavo.train import base, routing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
@@ -132,7 +133,12 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
 
 def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
     """Forwards of one rank in an optimizer step."""
-    return max(1, -(-samples_of(cfg) // (ranks * cfg.train.micro_batch)))
+    return max(1, -(-samples_of(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
+
+
+def data_ranks(cfg: Config, ranks: int) -> int:
+    """How many parts of a global batch so many ranks train on at once; those that share rows are one."""
+    return max(1, ranks // cfg.parallel.context)
 
 
 def samples_of(cfg: Config) -> int:
@@ -166,7 +172,7 @@ def plan_run(
     model, family = model_of(cfg)
 
     def work() -> dict:
-        tokens = count(family, model)
+        tokens = count(family, model).shared(cfg.parallel.context)
         found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
         return {"tokens": [dict(tokens.counts), tokens.row, tokens.image, tokens.sample], "found": found.to_json()}
 
@@ -221,6 +227,13 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
         notes.append(
             f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
             f"at a time; attention within each by {by} a call a sample"
+        )
+    if (shared := cfg.parallel.context) > 1:
+        heads = model.config.get_text_config().num_attention_heads
+        by_heads = ulysses_of(shared, cfg.parallel.ulysses, heads)
+        notes.append(
+            f"parallel.context: {shared} ranks share the tokens of each pack; {by_heads} exchange heads for tokens, "
+            f"{shared // by_heads} gather keys and values. Tensorwise and delayed scales are of a rank's own tokens"
         )
     if cfg.train.gather == "bf16":
         many = "weights are gathered and gradients summed in BF16; shards stay fp32"

@@ -18,9 +18,9 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 
 @dataclass(frozen=True)
 class Tokens:
-    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each other, those of
-    a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a sample, weighted by
-    what they cost: sum(l^2) / sum(l) (0: the row)."""
+    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each
+    other, those of a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a
+    sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
 
     counts: Mapping[str, int]
     row: int
@@ -31,6 +31,20 @@ class Tokens:
     def rows(self) -> int:
         """Of the batch."""
         return max(1, self.counts.get("foundation", 0) // self.row)
+
+    def shared(self, ranks: int) -> Tokens:
+        """Those of one of the ranks that share a row: its part of the tokens, which attend to the row as ever, and of
+        the images, which stay whole."""
+        if ranks == 1:
+            return self
+        part = {name: -(-n // ranks) for name, n in self.counts.items() if not name.startswith("image_")}
+        patches, out = (self.counts.get(name, 0) for name in ("image_encoder", "image_projector"))
+        own = min(patches, max(self.image, -(-patches // ranks)))
+        features = -(-out * own // patches) if patches else 0
+        seen = {"image_encoder": own, "image_projector": features}
+        row = max(-(-self.row // ranks), features + 2 if features else 0)
+        part |= {name: n for name, n in seen.items() if name in self.counts}
+        return Tokens(part, row, self.image, self.sample or self.row)
 
 
 def rows_of(cfg: Config) -> int:

@@ -5,12 +5,15 @@ Ulysses alone (U = P) sums in no other order than one process and is held to its
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from octavo.models import segments
-from octavo.parallel import World, WorldError, context_of, ulysses_of
+from octavo.parallel import World, WorldError, context, context_of, ulysses_of
 from tests import ranks
 
 LENGTHS = {"one over all": (512,), "many": (37, 5, 90, 1, 123, 63, 193), "ends at a rank's": (256, 128, 127, 1)}
@@ -32,7 +35,8 @@ def attention(held, q, k, v):
 def _attends(world: World, ulysses: int) -> dict:
     answer = {}
     for heads, few in HEADS[world.layout.context]:
-        context = context_of(world, ulysses, heads)
+        made = context_of(world, ulysses, heads)
+        assert made is not None
         for name, lengths in LENGTHS.items():
             edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
             torch.manual_seed(0)
@@ -40,9 +44,9 @@ def _attends(world: World, ulysses: int) -> dict:
             dy = torch.randn(1, 512, heads, 16)
             wanted = attention(segments.Segments.of(edges), *whole)
             wanted.backward(dy)
-            part = context.part(512)
+            part = made.part(512)
             mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
-            found = attention(segments.Segments.of(edges, share=context), *mine)
+            found = attention(segments.Segments.of(edges, share=made), *mine)
             found.backward(dy[:, part])
             pairs = [
                 (found, wanted[:, part]),
@@ -50,6 +54,36 @@ def _attends(world: World, ulysses: int) -> dict:
             ]
             answer[f"{heads}/{few} {name}"] = [float((a - b).abs().max().detach()) for a, b in pairs]
     return answer
+
+
+def _sends(world: World, ulysses: int) -> list[float]:
+    """(bytes that this rank sends to others in a forward and backward of a layer, and what the page says)."""
+    sent = [0.0]
+
+    def counted(send, of):
+        def call(out, x, *args, group=None):
+            share = x if of == "sent" else out
+            sent[0] += share.nbytes * (1 - 1 / dist.get_world_size(group))
+            return send(out, x, *args, group=group)
+
+        return call
+
+    dist.all_to_all_single = counted(dist.all_to_all_single, "sent")
+    context._all_gather = counted(context._all_gather, "got")
+    context._reduce_scatter = counted(context._reduce_scatter, "sent")
+    ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
+    made = context_of(world, ulysses, heads)
+    x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
+    attention(segments.Segments.of((0, tokens), share=made), *x).float().sum().backward()
+    u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
+    exchange = 4 * (heads + held) * dim * each * tokens / ranks * (1 - 1 / u)
+    return [sent[0], exchange + 2 * held / u * dim * tokens * (each + 4) * (1 - 1 / c)]
+
+
+@pytest.mark.parametrize(("size", "ulysses"), [(2, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+def test_bytes_are_those_of_the_page(size: int, ulysses: int):
+    for sent, said in ranks.run(_sends, size, ulysses, context=size):
+        assert sent == said > 0
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@ against one process."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from octavo import models
+from octavo import fp8, models
 from octavo.data import Sample, collate_pack
 from octavo.models import tiny
 from octavo.parallel import Images, World, context_of
@@ -18,6 +19,7 @@ from octavo.train.forward import Forward
 from tests import ranks
 
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe")
+FP8 = "qwen3_fp8"
 BALANCE = 0.1
 
 
@@ -61,6 +63,9 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
     for path in paths:
         one, ours = (models.load(path).train() for _ in range(2))
         family = models.describe(ours)
+        if path.endswith(FP8):
+            for model in (one, ours):
+                fp8.apply(model, fp8.plan(model, "blockwise", components={"foundation": ("model.layers.**",)}))
         context = context_of(world, ulysses, ours.config.get_text_config().num_attention_heads)
         assert context is not None
         images = Images(ours, family, context) if family.has_vision else None
@@ -83,14 +88,16 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
             total = world.sum(torch.zeros_like(b) if b.grad is None else b.grad)
             assert a.grad is not None, name
             worst = max(worst, float((total - a.grad).abs().max() / a.grad.abs().max().clamp(min=1e-3)))
-        answer[family.name] = {"gaps": gaps, "grad": worst, "sees": sees}
+        answer[Path(path).name] = {"gaps": gaps, "grad": worst, "sees": sees}
     return answer
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("families")
-    return [str(tiny.write(family, folder / family, size="mini")) for family in FAMILIES]
+    made = [str(tiny.write(family, folder / family, size="mini")) for family in FAMILIES]
+    (folder / FP8).symlink_to(made[0])
+    return [*made, str(folder / FP8)]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +108,11 @@ def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], s
     answers = ranks.run(_models, size, ulysses, paths, context=size)
     for answer in answers:
         for family, found in answer.items():
-            exact = ulysses == size and family == "qwen3"
+            exact = ulysses == size and family in ("qwen3", FP8)  # in FP8: every code of a forward is the same
+            if family == FP8 and not exact:
+                continue  # a code flips where a sum is rounded otherwise
             assert max(found["gaps"]) <= (0 if exact else 3e-6), (family, found)
-            assert found["grad"] < 2e-6, (family, found)
+            assert found["grad"] < (1e-3 if family == FP8 else 2e-6), (family, found)
     first, *others = (answer["qwen3_vl"]["sees"] for answer in answers)
     assert first == [True, True] and all(sees == [True, False] for sees in others)
 

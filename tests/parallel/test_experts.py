@@ -74,9 +74,13 @@ def _run(model: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor
     return y.detach(), x.grad, share.grad
 
 
+def _gap(want: Tensor, mine: Tensor) -> float:
+    return float((want - mine).abs().max() / want.abs().max())
+
+
 def _compare(world: World, cases: dict[str, tuple[str, str | None, str]]) -> dict[str, list]:
-    """By case: whether this rank's part of outputs and gradients of tokens is bit for bit that of one process, and how
-    far the gradients of weights, and their norm, are from its."""
+    """By case: how far this rank's part of outputs and gradients of tokens is from that of one process (0: it is the
+    same to the bit), and how far the gradients of weights, and their norm, are from its."""
     out = {}
     for name, (family, recipe, case) in cases.items():
         whole, dealt = _model(family, recipe), _model(family, recipe)
@@ -86,10 +90,10 @@ def _compare(world: World, cases: dict[str, tuple[str, str | None, str]]) -> dic
         mine = _run(dealt, each[world.rank])
         before = sum(len(x) for x, _, _ in each[: world.rank])
         own = slice(before, before + len(each[world.rank][0]))
-        equal = [bool(torch.equal(a[own], b)) for a, b in zip(want, mine, strict=True)]
+        tokens = [0.0 if torch.equal(a[own], b) else _gap(a[own], b) for a, b in zip(want, mine, strict=True)]
         norm, wanted = (float(gradient_norm(model.parameters())) for model in (dealt, whole))
         limited = float(_limited(list(dealt.parameters()), 0.5 * wanted))
-        out[name] = [equal, worst_difference(dealt, whole, factor=0.5), norm / wanted, limited / wanted]
+        out[name] = [tokens, worst_difference(dealt, whole, factor=0.5), norm / wanted, limited / wanted]
     return out
 
 
@@ -107,19 +111,26 @@ def test_rows_come_in_the_order_of_one_process():
     """Outputs and gradients of tokens are those of one process bit for bit, so its casts were; gradients of weights are
     sums of the same rows."""
     for found in ranks.run(_compare, 2, CASES, expert=2):
-        for name, (equal, gap, *norms) in found.items():
-            assert all(equal) and gap < 2e-6 and norms == pytest.approx([1, 1], rel=1e-6), (name, equal, gap, norms)
+        for name, (tokens, gap, *norms) in found.items():
+            assert not any(tokens) and gap < 2e-6 and norms == pytest.approx([1, 1], rel=1e-6), (
+                name,
+                tokens,
+                gap,
+                norms,
+            )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [{"expert": 4}, {"expert": 2}, {"replicate": 2, "expert": 2}], ids=str)
 def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
-    """Where two ranks have an expert, each casts its own rows for wgrad, whose blocks are of 128 rows: of FP8 the
-    gradients are then as close as sums of FP8 are."""
+    """Where two ranks have an expert, each has other rows than one process. Products in fp32 then round otherwise;
+    casts for wgrad have blocks of 128 rows, so in FP8 gradients of weights are as close as sums of FP8 are."""
     for found in ranks.run(_compare, 4, CASES, **axes):
-        for name, (equal, gap, *norms) in found.items():
+        for name, (tokens, gap, *norms) in found.items():
             close = 0.05 if CASES[name][1] is not None and axes["expert"] < 4 else 2e-6
-            assert all(equal) and gap < close and norms == pytest.approx([1, 1], rel=close), (name, equal, gap, norms)
+            limit = 0 if axes["expert"] == 4 else 1e-6
+            assert max(tokens) <= limit and gap < close, (name, tokens, gap)
+            assert norms == pytest.approx([1, 1], rel=close), (name, norms)
 
 
 @pytest.mark.parametrize(

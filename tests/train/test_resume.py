@@ -358,14 +358,14 @@ def test_a_changed_model_folder_is_noticed_by_a_resume_and_by_whoever_opens_the_
     assert train.run(again).status == "finished"
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("nowhere/step_1", "does not exist; name a checkpoint such as"),
-    ("run", "is not a checkpoint: name one of its checkpoints, e.g. .*step_1"),
-])  # fmt: skip
-def test_a_resume_path_that_is_no_checkpoint_names_one(make, tmp_path: Path, name: str, says: str):
+def test_a_resume_path_that_is_no_checkpoint_names_one(make, tmp_path: Path):
     train.run(make("data.eval=[]", "train.steps=1", "train.warmup=0"))
-    with pytest.raises(train.TrainError, match=says):
-        train.run(make(f"run.resume={tmp_path / name}", dir="other"))
+    for name, says in (
+        ("nowhere/step_1", "does not exist; name a checkpoint such as"),
+        ("run", "is not a checkpoint: name one of its checkpoints, e.g. .*step_1"),
+    ):
+        with pytest.raises(train.TrainError, match=says):
+            train.run(make(f"run.resume={tmp_path / name}", dir="other"))
 
 
 def test_a_damaged_checkpoint_is_passed_over(make):
@@ -394,20 +394,19 @@ def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(m
         train.load_run(whole.dir)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_files_of_a_run_that_somebody_changed_are_named(make):
+    cfg = make("train.steps=1", "train.warmup=0", "data.eval=[]", "run.hf=false")
+    directory = train.run(cfg).dir
+    (directory / "result.json").unlink()
+    rows = (directory / "metrics.jsonl").read_bytes()
+    for name, text, message in (
         ("metrics.jsonl", '{"stap": 1}\n', "metrics.jsonl:1 lacks .step"),
         ("metrics.jsonl", "[1, 2]\n", "metrics.jsonl:1 holds a list"),
         ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is not JSON.* delete that line"),
         ("result.json", "[]", "result.json is damaged; delete it and start again .*holds a list"),
         ("result.json", '{"status": "finished"}', r"result.json is damaged \(no number of steps\)"),
-    ],
-)
-def test_files_of_a_run_that_somebody_changed_are_named(make, name: str, text: str, message: str):
-    cfg = make("train.steps=1", "train.warmup=0", "data.eval=[]", "run.hf=false")
-    result = train.run(cfg)
-    (result.dir / "result.json").unlink()
-    (result.dir / name).write_text(text)
-    with pytest.raises(train.TrainError, match=message):
-        train.run(override(cfg, ["run.resume=auto"]))
+    ):
+        (directory / "metrics.jsonl").write_bytes(rows)
+        (directory / name).write_text(text)
+        with pytest.raises(train.TrainError, match=message):
+            train.run(override(cfg, ["run.resume=auto"]))

@@ -31,7 +31,7 @@ from octavo.train.memory_plan.activations import FakeForward
 from octavo.train.memory_plan.footprint import Card, Footprint, Footprints, changed, refused, value_of
 from octavo.train.memory_plan.mesh import layout_of
 from octavo.train.memory_plan.switches import SWITCHES
-from octavo.train.planning import micro_steps_of, samples_of
+from octavo.train.planning import data_ranks, micro_steps_of, samples_of
 
 FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
 ASSUMED = (
@@ -123,7 +123,8 @@ def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] =
     best = _fastest(fitting)
     smallest = min(every, key=lambda s: s.footprint.total)
     if best is None:
-        wider = (n for n in RANKS if n > ranks and samples_of(sizes.cfg) % n == 0 and _makes(sizes.cfg, n))
+        makes = (n for n in RANKS if n > ranks and _makes(sizes.cfg, n))
+        wider = (n for n in makes if samples_of(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
         more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
         return Fit(card, None, (), (), (), smallest, more, len(every))
     ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
@@ -168,7 +169,7 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
         if still > limit:
             continue
         for micro in batches:
-            if given["optimizer.update"] == "backward" and samples_of(cfg) > micro * ranks:
+            if given["optimizer.update"] == "backward" and samples_of(cfg) > micro * data_ranks(cfg, ranks):
                 continue
             made = changed(base, {"train.micro_batch": micro})
             for way in ways:
@@ -195,7 +196,7 @@ def _batches(cfg: Config, ranks: int) -> list[int]:
     """Micro-batches that divide what a rank has of the global batch."""
     if cfg.data.packing:  # a micro-batch is a pack
         return [1]
-    each = max(1, samples_of(cfg) // ranks)
+    each = max(1, samples_of(cfg) // data_ranks(cfg, ranks))
     return [n for n in range(1, each + 1) if each % n == 0 and samples_of(cfg) % n == 0]
 
 

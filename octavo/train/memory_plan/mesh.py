@@ -7,6 +7,7 @@ keys and values are whole on each of them while it attends, but for the heads th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,18 +28,25 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
 
 
 def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
-    """What one of so many ranks keeps of a forward, and its tokens; a part that is not whole counts as one."""
+    """What one of so many ranks keeps of a forward, and its tokens; images stay whole."""
     if context == 1:
         return kept, tokens
+    own = tokens.shared(context)
 
-    def less(found: Any) -> dict[str, int]:
-        return {name: -(-size // context) for name, size in found.items()}
+    def less(found: Mapping[str, int]) -> dict[str, int]:
+        of = {name: (own.counts.get(name, 1), tokens.counts.get(name, context)) for name in found}
+        return {name: _share(size, *of[name]) for name, size in found.items()}
 
     names = ("blocks", "outside", "largest", "recomputed")
     scaled = {name: less(getattr(kept, name)) for name in names}
     copies = {"copies": kept.copies, "shared": kept.shared}  # of weights, and of positions, which all have
     here = replace(kept, **scaled, logits=-(-kept.logits // context), **copies)
-    return here, replace(tokens, counts=less(tokens.counts))
+    return here, own
+
+
+def _share(size: int, part: int, whole: int) -> int:
+    """What of so many bytes a part has, rounded up."""
+    return -(-size * part // max(1, whole))
 
 
 def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -> int:

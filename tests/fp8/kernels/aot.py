@@ -36,6 +36,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def _modules() -> list[str]:
     return [f"{forms.__name__}.{found.name}" for found in pkgutil.iter_modules(forms.__path__)]
 
 
+@cache
 def _variants(module: str) -> list[Variant]:
     found: list[Variant] = importlib.import_module(module).variants()
     return found

@@ -70,4 +70,40 @@ area(
         "ranks that planned other packs train on",
         "train/test_packing.py",
     ),
+    (
+        "context-counts-rows-twice", "train/step.py",
+        "once = self.world.context_rank == 0", "once = True",
+        "rows that ranks share count once for each",
+        "train/test_context.py",
+    ),
+    (
+        "context-balances-its-own-tokens", "train/balance.py",
+        "context.sum(chosen).float()", "chosen.float()",
+        "routers are balanced over each rank's tokens alone",
+        "parallel/test_context_models.py",
+    ),
+    (
+        "context-features-by-rank", "parallel/images.py",
+        "mine.argsort(stable=True).argsort()", "mine.argsort(stable=True)",
+        "features of images lie at the placeholders of others",
+        "parallel/test_context_models.py",
+    ),
+    (
+        "context-sees-from-the-left", "models/attention.py",
+        "seen.tril(k.shape[2] - q.shape[2])", "seen.tril()",
+        "queries whose sample began on another rank see its beginning alone",
+        "parallel/test_context_models.py",
+    ),
+    (
+        "context-labels-cut-with-tokens", "train/step.py",
+        "(target != losses.IGNORE).any(dim=0)[part]", "(target != losses.IGNORE).any(dim=0)[part][:-1]",
+        "the last token of each rank predicts nothing",
+        "train/test_context.py",
+    ),
+    (
+        "context-heads-repeated-apart", "parallel/context.py",
+        "x.repeat_interleave(heads // x.shape[1], 1)", "x.repeat(1, heads // x.shape[1], 1, 1)",
+        "heads of queries meet the keys of others",
+        "parallel/test_context.py -m long",
+    ),
 )  # fmt: skip

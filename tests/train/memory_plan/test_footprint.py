@@ -123,7 +123,7 @@ def test_copies_hold_what_their_shards_do_and_sum_gradients_besides(make) -> Non
 def test_ranks_that_share_a_row_hold_their_part_of_it(make) -> None:
     """Activations by their number; a layer's keys and values whole, but for heads that others have."""
     cfg = make()
-    plain = sizes(cfg, Tokens({"foundation": 256, "lm_head": 256, "image_encoder": 64, "image_projector": 16}, 256, 64))
+    plain = sizes(cfg, Tokens({"foundation": 256, "lm_head": 256, "image_encoder": 64, "image_projector": 16}, 256, 16))
     alone, shared = plain.of(cfg, 4), plain.of(changed(cfg, {"parallel.context": 4, "parallel.ulysses": 1}), 4)
     assert shared.kinds["activations"] == pytest.approx(alone.kinds["activations"] / 4, rel=0.1)
     assert shared.kinds["logits"] == pytest.approx(alone.kinds["logits"] / 4, abs=4)
