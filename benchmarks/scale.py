@@ -125,6 +125,8 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicate 2": (2, ("parallel.replicate=2",)),
     "shard 4": (4, ()),
     "replicate 2, shard 2": (4, ("parallel.replicate=2",)),
+    "context 2": (2, ("parallel.context=2",)),
+    "shard 2, context 2, expert 2": (4, ("parallel.context=2", "parallel.expert=2")),
 }  # fmt: skip
 RUN = """
 model: {{path: {place}/moe}}
@@ -141,6 +143,7 @@ class Counting(train.Callback):
 
     def before_step(self, run: train.Run, number: int, batches: Any) -> train.Observe:
         self.batches, self.wire = len(batches), parallel.Counted()
+        self.patches = sum(int(batch["image_grid_thw"].prod(-1).sum()) for batch in batches) // len(batches)
         self.wire.__enter__()
         return train.Observe(memory=True)
 
@@ -156,16 +159,22 @@ def step_rank(number: int, size: int, port: int, place: str, overrides: tuple[st
     with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
         train.run(cfg, callbacks=[found])
     told = {"wire": parallel.by_collective(found.wire.bytes), "batches": found.batches}
-    told |= {"held": sum(found.row["memory"][kind] for kind in HELD), "padding": found.row["padding"]}
+    told |= {
+        "patches": found.patches,
+        "held": sum(found.row["memory"][kind] for kind in HELD),
+        "padding": found.row["padding"],
+    }
     Path(f"{place}/{number}.json").write_text(json.dumps(told))
 
 
-def expected(place: str, size: int, overrides: tuple[str, ...]) -> tuple[dict[str, int], int]:
-    """(bytes of each collective in a micro-batch, bytes held) of the rank that has most, as `octavo plan` has them."""
+def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) -> tuple[dict[str, int], int]:
+    """(bytes of each collective in a micro-batch with images of so many patches, bytes held) of the rank that has most,
+    as `octavo plan` has them."""
     cfg = load_config_text(RUN.format(place=place), list(overrides))
     model, family = planning.model_of(cfg)
     plan, _, _ = planning.plan_model(cfg, model, family, size)
-    tokens = Tokens(dict.fromkeys(family.components, 512), 512, 64)
+    counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
+    tokens = Tokens(counts, 512, 64)
     sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
     work = cost.work_of(sizes, cfg)
@@ -183,7 +192,7 @@ def steps(place: str) -> list[dict[str, Any]]:
         shutil.rmtree(f"{place}/run", ignore_errors=True)
         mp.spawn(step_rank, (size, free_port(), place, overrides), nprocs=size)
         each = [json.loads(Path(f"{place}/{number}.json").read_text()) for number in range(size)]
-        wire, held = expected(place, size, overrides)
+        wire, held = expected(place, size, overrides, each[0]["patches"])
         rows.append({
             "mesh": name, "ranks": size, "held": max(found["held"] for found in each), "held predicted": held,
             "wire": [found["wire"] for found in each], "micro-batches": each[0]["batches"],
@@ -200,7 +209,7 @@ def show_steps(rows: list[dict[str, Any]]) -> None:
         found = [sum(wire.values()) for wire in row["wire"]]
         exact = all(wire == row["wire predicted"] for wire in row["wire"])
         held = f"{row['held']:,} | {'equal' if row['held'] == row['held predicted'] else row['held predicted']}"
-        wire = f"{max(found):,} | {'equal' if exact else row['wire predicted']}"
+        wire = f"{max(found):,} | {'equal' if exact else format(sum(row['wire predicted'].values()), ',')}"
         print(f"| {row['mesh']} | {row['ranks']} | {wire} | {held} | {row['padding']:.1%} |")
 
 
