@@ -353,6 +353,11 @@ class TrainSection(Section):
         "or in bf16, half of fp32; shards and what is saved stay fp32. FP8 weights (fp8.param) are sent as codes in "
         "either case. In one process nothing is sent.",
     )
+    exchange: Literal["stored", "fp8"] = Field(
+        default="stored",
+        description="How outputs of attention (parallel.context) and rows of experts (parallel.expert) go from rank to "
+        "rank: as they are, or as FP8 codes where the layer behind casts them so anyway.",
+    )
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
         description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "

@@ -41,8 +41,12 @@ class Share(Protocol):
     def queries(self, length: int) -> tuple[int, int]:
         """[first, last) of the tokens whose queries it attends by."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Attention of its tokens, where ``within`` gets those queries and the keys and values of the whole row."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, within: Callable[[Tensor, Tensor, Tensor], Tensor],
+        layer: object = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of its tokens in a layer, where ``within`` gets those queries and the keys and values of the whole
+        row."""
 
 
 class Span(NamedTuple):
@@ -140,7 +144,9 @@ def attend(
         parts = [one(q[:, :, a - first : b - first], k[:, :, s:b], v[:, :, s:b]) for s, a, b in segments.spans]
         return torch.cat([part.transpose(1, 2) for part in parts], 1)
 
-    return within(q, k, v) if segments.share is None else segments.share.attend(q, k, v, within)
+    if segments.share is None:
+        return within(q, k, v)
+    return segments.share.attend(q, k, v, within, layer)
 
 
 def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:

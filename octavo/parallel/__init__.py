@@ -1,5 +1,6 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
+from octavo.parallel.coded import send_codes
 from octavo.parallel.context import Context, context_of, ulysses_of
 from octavo.parallel.errors import WorldError
 from octavo.parallel.fill import fill
@@ -20,6 +21,7 @@ __all__ = [
     "by_collective",
     "context_of",
     "fill",
+    "send_codes",
     "setup",
     "shard",
     "ulysses_of",

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.fp8.dense import CODING, Coding
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import WAITS, World
 
@@ -64,22 +65,23 @@ class Context:
         number = self.rank // self.ulysses
         return number * each, (number + 1) * each
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Within) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Within, layer: object = None) -> Tensor:
         """Attention of this rank's tokens over the row: q [1, H, T/P, D], k and v [1, H_k, T/P, D] -> [1, T/P, H, D].
 
-        ``within`` gets q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D], and gives [1, T/C, H/U, D].
+        ``within`` gets q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D], and gives [1, T/C, H/U, D], which a ``layer``
+        that has a coding (:mod:`octavo.parallel.coded`) sends back to tokens by it.
         """
         if self.heads is not None:
             q, k, v = self._to_heads(q, k, v)
         if self.keys is not None:
             k, v = self._gathered(k, v)
         out = within(q, k, v)
-        return out if self.heads is None else self._to_tokens(out)
+        return out if self.heads is None else self._to_tokens(out, getattr(layer, "__dict__", {}).get(CODING))
 
     def swap(self, rows: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
         """Rows to all ranks of the context, `sent[p]` to rank p, in order; returns what came, `got[p]` from rank p.
         Differentiable. A collective."""
-        found: Tensor = _Swap.apply(rows, self.group, list(sent), list(got))
+        found: Tensor = _Swap.apply(rows, self.group, list(sent), list(got), None)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -94,14 +96,14 @@ class Context:
         whole = [_repeated(x, math.lcm(x.shape[1], ranks)) for x in qkv]
         sizes = [(x.shape[1] // ranks, x.shape[3]) for x in whole]
         sent = torch.cat([_by_rank(x, ranks) for x in whole], -1)
-        got: Tensor = _Swap.apply(sent.flatten(0, 1), self.heads, None, None)
+        got: Tensor = _Swap.apply(sent.flatten(0, 1), self.heads, None, None, None)
         parts = got.split([heads * dim for heads, dim in sizes], -1)
         return [part.unflatten(-1, size).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True)]
 
-    def _to_tokens(self, out: Tensor) -> Tensor:
+    def _to_tokens(self, out: Tensor, coding: Coding | None) -> Tensor:
         """[1, T/C, H/U, D] -> [1, T/P, H, D]."""
         _, tokens, heads, dim = out.shape
-        got: Tensor = _Swap.apply(out.reshape(tokens, heads * dim), self.heads, None, None)
+        got: Tensor = _Swap.apply(out.reshape(tokens, heads * dim), self.heads, None, None, coding)
         mine = got.view(self.ulysses, tokens // self.ulysses, heads, dim).transpose(0, 1)
         return mine.reshape(1, tokens // self.ulysses, self.ulysses * heads, dim)
 
@@ -164,17 +166,21 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 class _Swap(torch.autograd.Function):
     """Pieces of dimension 0 to and from the ranks of a group; `sent` and `got` are their lengths, None for equal ones.
-    The gradient goes the way back."""
+    The gradient goes the way back, as it is; the pieces by a ``coding`` if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None, coding: Coding | None
+    ) -> Tensor:
         ctx.way = group, sent, got
-        return _all_to_all(x, group, sent, got)
+        if coding is None:
+            return _all_to_all(x, group, sent, got)
+        return coding.unpack(_all_to_all(coding.pack(x), group, sent, got), x.shape[1], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         group, sent, got = ctx.way
-        return _all_to_all(grad, group, got, sent), None, None, None
+        return _all_to_all(grad, group, got, sent), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -134,6 +134,9 @@ def build(
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world, gather=gather)
+    if cfg.train.exchange == "fp8":
+        outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
+        say(f"train.exchange: outputs of attention in {outputs} layers, rows of experts in {experts} go as FP8 codes")
     if unread is not None:
         world.at("loading the weights")
         lows, _ = parallel.fill(model, unread, world)

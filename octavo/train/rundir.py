@@ -303,7 +303,8 @@ def _prepare(
 def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in which a fork may differ from the run that it begins from, as the fork has them: all else is the
     same training. How the optimizer stores its states may not: they are the checkpoint's."""
-    train = {key: own["train"].get(key) for key in ("recompute", "offload_activations", "compile", "logits", "gather")}
+    free = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
+    train = {key: own["train"].get(key) for key in free}
     return {
         "fp8": own["fp8"],
         "run": own["run"],

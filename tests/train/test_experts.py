@@ -88,3 +88,17 @@ def test_other_settings_train_as_without(moe: Callable[..., Config], more: tuple
     _ranks(gathered)
     _ranks(dealt)
     assert _figures(dealt) == pytest.approx(_figures(gathered), rel=3e-3)
+
+
+def test_rows_and_outputs_that_go_as_codes_begin_with_the_same_loss(moe: Callable[..., Config]):
+    """Two ranks share rows and experts. Forward and dgrad are those of values to the bit, and wgrad is but for values
+    that underflow in one cast and not in the other."""
+    over = ("data.packing=true", "train.steps=3", "data.eval=[]", "run.hf=false", "fp8.recipe=mxfp8")
+    axes = "parallel={context: 2, ulysses: 2, expert: 2}"
+    stored, coded = (moe(*over, axes, f"train.exchange={how}", dir=how) for how in ("stored", "fp8"))
+    _ranks(stored)
+    _ranks(coded)
+    assert _figures(coded)[0] == _figures(stored)[0]
+    assert _figures(coded) == pytest.approx(_figures(stored), rel=1e-5)
+    alone = train.run(moe(*over, "train.exchange=fp8", dir="alone"))
+    assert _figures(coded) == pytest.approx(list(alone.losses().values()), rel=3e-3)

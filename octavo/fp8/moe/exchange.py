@@ -16,7 +16,7 @@ other way. How many rows come is read from the device once a forward, because a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from octavo.fp8.dense.wire import Coding
 from octavo.fp8.moe.rows import ToPairs, ToRows
 from octavo.fp8.weights.shards import experts_here
 
@@ -34,33 +35,43 @@ EXCHANGE = "_exchange"
 class Dealt(NamedTuple):
     """The pairs of one forward, dealt out. ``order`` [S]: the pair in each row that is sent; ``place`` [P]: the row of
     each pair, S or more for one without an expert; ``sent`` and ``received``: rows to and from each rank; ``experts``
-    [R]: the expert of each received row, counted from the first one here."""
+    [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that they go by."""
 
     order: Tensor
     place: Tensor
     sent: list[int]
     received: list[int]
     experts: Tensor
-    group: Any
+    by: Exchange
 
     def to_experts(self, hidden: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         """hidden [M, H] of the tokens here -> [R, H] in ``dtype``: the rows of the experts here."""
         rows = ToRows.apply(hidden, self.order, self.place, top_k, dtype)
-        return _Exchanged.apply(rows, self.sent, self.received, self.group)
+        return _Exchanged.apply(rows, self.sent, self.received, self.by.group, self.by.rows, None)
 
     def to_pairs(self, rows: Tensor) -> Tensor:
         """What the experts here made of received rows [R, H] -> [P, H] of the pairs here; of one without an expert some
         row or other."""
-        back = _Exchanged.apply(rows, self.received, self.sent, self.group)
+        back = _Exchanged.apply(rows, self.received, self.sent, self.by.group, None, self.by.gradients)
         return ToPairs.apply(back, self.order, self.place)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between the ranks of ``group`` (a process group), among which the experts of a layer are dealt."""
+    """Between the ranks of ``group`` (a process group), among which the experts of a layer are dealt. ``rows`` and
+    ``gradients``: how rows travel to experts, and the gradients of their results (None: as they are)."""
 
     group: Any
     ranks: int
+    rows: Coding | None = None
+    gradients: Coding | None = None
+
+    def coded(self, module: Any) -> Exchange:
+        """The same, with codes for what the FP8 layers of a module of experts (:class:`octavo.fp8.moe.Experts`) cast
+        anyway."""
+        up, down = (module._sites[name] for name in ("gate_up_proj", "down_proj"))
+        width = module._parameters["gate_up_proj"].shape[1 if getattr(module, "is_transposed", False) else 2]
+        return replace(self, rows=Coding.of_x(up.recipe, width), gradients=Coding.of_dy(down.recipe, width))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self  # a group is no value
@@ -80,27 +91,32 @@ class Exchange:
         sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         here = torch.arange(mine.shape[1], device=chosen.device).repeat(self.ranks)
         own = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
-        return Dealt(order[: sum(sent)], place, sent, received, own, self.group)
+        return Dealt(order[: sum(sent)], place, sent, received, own, self)
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows [S, H], ``sent`` of them to each rank in turn, for those that were ``received`` from each."""
+    """Rows [S, H], ``sent`` of them to each rank in turn, for those that were ``received`` from each, by one coding and
+    their gradients by another."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(rows, sent, received, group)
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None,
+        backward: Coding | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.back = received, sent, group, backward
+        return _exchanged(rows, sent, received, group, coding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(dy, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchanged(dy, *ctx.back), None, None, None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    there = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(there, rows.contiguous(), received, sent, group=group)
-    return there
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None) -> Tensor:
+    message = rows.contiguous() if coding is None else coding.pack(rows)
+    there = message.new_empty(sum(received), message.shape[1])
+    dist.all_to_all_single(there, message, received, sent, group=group)
+    return there if coding is None else coding.unpack(there, rows.shape[1], rows.dtype)
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:

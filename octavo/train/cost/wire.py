@@ -75,9 +75,22 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Coded:
+    """How many layers send something as FP8 codes (`train.exchange: fp8`), at so many bytes a value."""
+
+    layers: int = 0
+    width: float = 0.0
+
+    def __call__(self, layers: int, width: int) -> float:
+        """Bytes of a value, summed over so many layers, of which the others send `width` each."""
+        return self.layers * self.width + (layers - self.layers) * width
+
+
+@dataclass(frozen=True)
 class Decoder:
     """What exchanges between ranks ask of a decoder: ``layers`` with attention, ``sparse`` ones with ``experts`` of
-    which a token takes ``choices``. ``features``: elements of a token of an image, those of deepstack included."""
+    which a token takes ``choices``. ``features``: elements of a token of an image, those of deepstack included.
+    ``outputs`` of attention, ``rows`` to experts and ``gradients`` of their results may go as codes."""
 
     layers: int
     hidden: int
@@ -88,6 +101,9 @@ class Decoder:
     experts: int = 0
     choices: int = 0
     features: int = 0
+    outputs: Coded = Coded()
+    rows: Coded = Coded()
+    gradients: Coded = Coded()
 
 
 @dataclass(frozen=True)
@@ -120,11 +136,13 @@ def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     ranks, heads, gathering = mesh.layout.context, mesh.ulysses, mesh.gathering
     here, passes = rows.tokens // ranks, 2 + rows.again
     repeated = math.lcm(decoder.kv_heads, heads)
-    exchanged = 2 * (decoder.heads + repeated) * decoder.head_dim * rows.width * here * (heads - 1) // heads
+    exchanged = (decoder.heads + 2 * repeated) * decoder.layers * rows.width * passes  # q, k, v, and their gradients
+    out = decoder.outputs(decoder.layers, rows.width) * (passes - 1) + decoder.layers * rows.width
+    swapped = (exchanged + decoder.heads * out) * decoder.head_dim * here * (heads - 1) / heads
     shard = 2 * repeated // heads * decoder.head_dim * (here * heads)  # elements of k and v that a rank gathers from
     features = decoder.features * rows.width * (rows.images // ranks) * (ranks - 1) // ranks
     return {
-        "ulysses": decoder.layers * passes * exchanged,
+        "ulysses": int(swapped),
         "keys": decoder.layers * (passes - 1) * (gathering - 1) * shard * rows.width,
         "keys_grad": decoder.layers * (gathering - 1) * shard * 4,
         "features": 2 * features,
@@ -135,9 +153,11 @@ def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     """What the ranks that share experts move."""
     ranks, forwards = mesh.layout.expert, 1 + rows.again_experts
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
-    moved = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
+    plain = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
+    there, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
+    moved = int(sent * decoder.hidden * (there * forwards + back))
     counts = decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks
-    return {"dispatch": moved, "combine": moved, "counts": counts}
+    return {"dispatch": moved, "combine": plain, "counts": counts}
 
 
 def total(

@@ -16,9 +16,10 @@ from typing import Any
 
 from octavo import fp8
 from octavo.config import Config
+from octavo.fp8.dense import Coding
 from octavo.parallel import Layout
 from octavo.train.cost.groups import groups
-from octavo.train.cost.wire import Decoder, Group, Rows
+from octavo.train.cost.wire import Coded, Decoder, Group, Rows
 from octavo.train.memory_plan import Footprints, states
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -70,7 +71,7 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
     tower = (attention_flops(config, tokens) or 0.0) / 3.5 - text
     flops["attention"], forward["attention"] = 3 * (text + tower), text + tower
     again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower})
-    decoder = decoder_of(config, plan)
+    decoder = decoder_of(config, plan, cfg.train.exchange)
     low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] else 4
     rows = Rows(
         tokens.counts.get("foundation", 0),
@@ -103,8 +104,8 @@ def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str,
     return {kind: size for kind, size in flops.items() if size}, dict(forward)
 
 
-def decoder_of(config: Any, plan: fp8.Plan) -> Decoder:
-    """The decoder of a model's configuration."""
+def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder:
+    """The decoder of a model's configuration, which exchanges as `train.exchange` says."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     experts = [row for row in plan.rows if row.kind == "experts"]
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -115,7 +116,23 @@ def decoder_of(config: Any, plan: fp8.Plan) -> Decoder:
         len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
+        *([Coded(), Coded(), Coded()] if exchange == "stored" else _coded(plan, size, text.hidden_size)),
     )  # fmt: skip
+
+
+def _coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[Coded]:
+    """What goes as codes (`octavo.parallel.coded`): outputs of attention, rows to experts, their results' gradients."""
+
+    def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> Coded:
+        mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
+        found = [made for recipe in mine if (made := coding(recipe, piece)) is not None]
+        return Coded(len(found), found[0].width if found else 0.0)
+
+    return [
+        of(".o_proj", Coding.of_x, head_dim),
+        of(".experts.gate_up_proj", Coding.of_x, hidden),
+        of(".experts.down_proj", Coding.of_dy, hidden),
+    ]
 
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:

@@ -23,12 +23,12 @@ from tests.rl.forks import both
 def count(rank: int) -> None:
     """Every step of this process is counted; the last one is what `counted` reads."""
     step, deal = Stepper.run, moe.Exchange.deal
-    rows: list[int] = []  # of tokens that come to experts here and, of tokens here, back from experts elsewhere
+    rows: list[list[int]] = []  # of tokens that come to experts here; of tokens here, back from experts elsewhere
 
     def dealt(self: moe.Exchange, *args: Any) -> Any:
         found = deal(self, *args)
         here = torch.distributed.get_rank(self.group)
-        rows.append(sum(found.received) - found.received[here] + sum(found.sent) - found.sent[here])
+        rows.append([sum(there) - there[here] for there in (found.received, found.sent)])
         return found
 
     def run(self: Stepper, batches: Any, *rest: Any) -> Any:
@@ -37,7 +37,7 @@ def count(rank: int) -> None:
             done = step(self, batches, *rest)
         here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
         lengths = sorted({batch["input_ids"].numel() for batch in batches})
-        here.write_text(json.dumps([found.bytes, len(batches), lengths, sum(rows)]))
+        here.write_text(json.dumps([found.bytes, len(batches), lengths, [sum(n) for n in zip(*rows, strict=True)]]))
         return done
 
     Stepper.run, moe.Exchange.deal = run, dealt  # type: ignore[method-assign]
@@ -65,7 +65,10 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
         exact = {kind: batches * n for kind, n in moved.items() if kind not in ("dispatch", "combine")}
         if rows:
             forwards = 1 + work.rows.again_experts  # backward has each row once, however often it was sent
-            exact["dispatch"] = rows * (forwards + 1) // forwards * work.decoder.hidden * work.rows.width
+            width, layers = work.rows.width, work.decoder.sparse
+            there, back = (of(layers, width) / layers for of in (work.decoder.rows, work.decoder.gradients))
+            come, gone = (n // forwards * work.decoder.hidden for n in rows)
+            exact["dispatch"] = come * (there * forwards + back) + gone * width * (forwards + 1)
         assert out[-1] == cost.by_collective(exact)
     return out
 
@@ -159,8 +162,11 @@ def test_ranks_that_share_rows_move_what_is_predicted(
 @pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
 def test_ranks_that_share_rows_and_experts(make, tmp_path: Path, talk: tuple[str, ...]) -> None:
     folder = tiny.write("qwen3_vl_moe", tmp_path / "moe", size="mini")
-    axes = ("parallel.context=2", "parallel.expert=2", "train.recompute=full")
-    counted(make(*SHORT, *talk, f"model.path={folder}", *axes), 4)
+    over = (*SHORT, *talk, f"model.path={folder}", "parallel.context=2", "parallel.expert=2")
+    counted(make(*over, "train.recompute=full"), 4)
+    way = {how: make(*over, "fp8.recipe=mxfp8", f"train.exchange={how}", dir=how) for how in ("stored", "fp8")}
+    ways = [counted(cfg, 4) for cfg in way.values()]
+    assert all(codes["all_to_all"] < 0.8 * plain["all_to_all"] for plain, codes in zip(*ways, strict=True))
 
 
 def test_a_collective_without_a_rule_is_refused() -> None:

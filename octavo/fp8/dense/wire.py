@@ -1,0 +1,67 @@
+"""Rows as they travel between ranks: FP8 codes with their scales, of a cast that the layer behind makes of them anyway.
+
+Who gets them turns them into values again, which that layer casts. With scales that are powers of two, one for each
+block of a row, this is exact: code x scale is a value of BF16, and a cast of such values finds the same code x scale,
+if with another exponent where the largest of a block was rounded down. So a GEMM gives the same bits as without. A GEMM
+that casts the same rows along their columns (wgrad) starts from values that were rounded once already: its codes are
+the same but for values that underflow in one of the two casts. DeepSeek-V3 sends the rows of its experts so
+(arXiv:2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, dequantize
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.kernels.registry import quantize
+
+CODING = "_coding"
+"""In the __dict__ of a module of attention whose output goes to other ranks as codes: a :class:`Coding`."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The cast of a layer whose operand may travel as codes."""
+
+    spec: CastSpec
+
+    @classmethod
+    def of_x(cls, recipe: Recipe | None, piece: int) -> Coding | None:
+        """That of a layer's input, whose rows are cut into pieces of so many columns; None where codes would not be
+        exact, or a GEMM wants the values themselves."""
+        if recipe is None or recipe.fwd is None or recipe.wgrad is None:
+            return None
+        return cls._of(recipe.fwd.a, piece)
+
+    @classmethod
+    def of_dy(cls, recipe: Recipe | None, piece: int) -> Coding | None:
+        """The same of the gradient of its output."""
+        if recipe is None or recipe.dgrad is None or recipe.wgrad is None:
+            return None
+        return cls._of(recipe.dgrad.a, piece)
+
+    @classmethod
+    def _of(cls, spec: CastSpec, piece: int) -> Coding | None:
+        rows, columns = spec.block
+        exact = rows == 1 and columns > 0 and piece % columns == 0 and spec.scale in ("pow2", "e8m0")
+        return cls(spec) if exact else None
+
+    @property
+    def width(self) -> float:
+        """Bytes of a value, its part of a scale with it."""
+        return 1 + (4 if self.spec.scale == "pow2" else 1) / self.spec.block[1]
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """[R, K] -> bytes [R, n]: codes, and behind them the scales."""
+        found = quantize(rows, self.spec)
+        return torch.cat([found.data.view(torch.uint8), found.scale.contiguous().view(torch.uint8)], 1)
+
+    def unpack(self, sent: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Bytes [R, n] -> values [R, K], `columns` of them."""
+        codes = sent[:, :columns].contiguous().view(self.spec.fmt.dtype)
+        kind = torch.float32 if self.spec.scale == "pow2" else torch.float8_e8m0fnu
+        return dequantize(Quantized(codes, sent[:, columns:].contiguous().view(kind), self.spec), dtype)
