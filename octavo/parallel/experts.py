@@ -80,7 +80,10 @@ def _own(parameter: Tensor, axis: DeviceMesh) -> DTensor:
     """The part of a parameter [E, ...] that this rank has, as one of the whole."""
     each = parameter.shape[0] // axis.size()
     first = axis.get_local_rank() * each
-    return DTensor.from_local(part_of(parameter, first, first + each), axis, [Shard(0)], run_check=False)
+    part = part_of(parameter, first, first + each)
+    found = DTensor.from_local(part, axis, [Shard(0)], run_check=False)
+    found._local_tensor = part  # of which torch takes a view, and a view of FP8 codes would be their values
+    return found
 
 
 def rest_of(mesh: DeviceMesh) -> DeviceMesh:

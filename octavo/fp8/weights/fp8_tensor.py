@@ -402,7 +402,8 @@ class Fp8Weight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that layers see, made of what all ranks sent. Its codes lie where FSDP2 gathered them; its scales
         in tensors of their own, which FSDP2 frees and allocates with them."""
-        before = out.stored if isinstance(out, Fp8Weight) else None
+        held = getattr(out, "_local_tensor", out)  # of experts that are dealt to ranks, a DTensor's
+        before = held.stored if isinstance(held, Fp8Weight) else None
         assert out is None or before is not None
         made = Codes.gathered(all_gather_outputs, self.source, metadata, self.frozen is not None, before)
         if made is before:

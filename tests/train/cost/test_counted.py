@@ -115,8 +115,9 @@ def test_other_settings_move_what_is_predicted(make, size: int, over: tuple[str,
         (2, ("parallel.expert=2", "fp8.param=true")),
         (4, ("parallel.expert=2", "parallel.replicate=2", "optimizer.master=bf16+sr")),
         (4, ("parallel.expert=2", "train.recompute=selective")),
+        (4, ("parallel.expert=2", "fp8.param=true")),
     ],
-    ids=["two", "copies in bf16", "sharded over the rest"],
+    ids=["two", "copies in bf16", "sharded over the rest", "the rest of codes"],
 )
 def test_ranks_that_share_experts_move_what_is_predicted(
     make, tmp_path: Path, size: int, over: tuple[str, ...]
