@@ -274,7 +274,7 @@ def on_two_ranks(world: World, folder: str) -> list[str]:
         cfg = override(load_config(f"{folder}/cfg.yaml"), [f"run.dir={folder}/{step}"])
         try:
             with pytest.MonkeyPatch.context() as patched:  # the group is this test's
-                patched.setattr("octavo.train.loop.parallel.setup", lambda *_: world)
+                patched.setattr("octavo.train.loop.parallel.setup", lambda *_, **axes: world)
                 patched.setattr(World, "close", lambda self: None)
                 train.run(cfg, callbacks=[Spoils()])
         except (train.TrainError, CheckpointError) as error:
