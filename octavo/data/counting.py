@@ -45,7 +45,8 @@ def tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
             continue
         try:
             written = encoder.written(row)
-            grown = sum(encoder.image_tokens(image) - 1 for image in written.images)
+            alone = len(written.images) == 1
+            grown = sum(encoder.image_tokens(image, alone) - 1 for image in written.images)
         except (DataError, ImageProblem, Mismatch, TemplateProblem):
             continue
         texts.setdefault(written.special, []).append((number, written, grown))
