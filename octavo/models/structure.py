@@ -81,7 +81,7 @@ def parts_of_text(model: PreTrainedModel) -> Parts:
         raise Undescribed(
             model,
             f"found output projection {head is not None}, token embeddings {embeddings is not None}, lists of blocks "
-            f"{lists}, and a text-only decoder has one list of blocks between token embeddings and an output projection",
+            f"{lists}, and a text-only decoder is one list between token embeddings and an output projection",
         )
     return Parts({"foundation": (f"{base}.**",), "lm_head": (_names(model)[id(head)],)}, tuple(lists), base)
 

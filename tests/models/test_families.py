@@ -84,20 +84,18 @@ def test_a_text_model_that_takes_images_is_refused(checkpoint):
 def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     """Files and checkpoints keep these globs."""
     described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
-    qwen = ["patch_embed", "blocks", "rotary_pos_emb", *["pos_embed"] * third]
-    mergers = ["merger", *["deepstack_merger_list"] * third]
-    encoder = [f"model.visual.{part}.**" for part in qwen] if "qwen" in family else ["model.vision_tower.**"]
-    projector = (
-        [f"model.visual.{part}.**" for part in mergers] if "qwen" in family else ["model.multi_modal_projector.**"]
-    )
+    encoder, projector, blocks = ["vision_tower"], ["multi_modal_projector"], "vision_tower.encoder.layer"
+    if "qwen" in family:
+        encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
+        projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
     assert list(described.components) == list(models.COMPONENTS)
-    assert sorted(described.components["image_encoder"]) == sorted(encoder)
-    assert described.components["image_projector"] == tuple(projector)
+    assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
+    assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
     assert described.components["foundation"] == ("model.language_model.**",)
     assert described.components["lm_head"] == ("lm_head",)
-    blocks = "model.visual.blocks.*" if "qwen" in family else "model.vision_tower.encoder.layer.*"
-    assert described.layer_globs == (blocks, "model.language_model.layers.*")
-    assert described.language_model == "model.language_model" and described.tower in blocks
+    assert described.layer_globs == (f"model.{blocks}.*", "model.language_model.layers.*")
+    assert described.language_model == "model.language_model"
+    assert described.tower == f"model.{blocks.partition('.')[0]}"
 
 
 def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
@@ -133,7 +131,7 @@ def test_single_parameters_have_a_component(checkpoint):
         (lambda m: setattr(m.model, "video_tower", nn.Linear(2, 2)), "a second tower, model.video_tower"),
         (lambda m: setattr(m.model, "vqmodel", nn.Linear(2, 2)), "parts that make images, model.vqmodel"),
         (
-            lambda m: setattr(m.model, "blocks_of_nothing", m.model.__dict__["_modules"].pop("visual")),
+            lambda m: setattr(m.model, "eye", m.model._modules.pop("visual")),
             "no vision tower",
         ),
         (lambda m: delattr(m.model.language_model, "layers"), "no list of blocks in model.language_model"),
