@@ -19,8 +19,8 @@ def beginning(
 ) -> Conversation:
     """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
 
-    `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in order,
-    until there is no room; one image alone is bounded by its own limit.
+    `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in
+    order, until there is no room; one image alone is bounded by its own limit.
     """
     room, turns, seen = tokens * longest, [], 0
     several = len(conversation.images) > 1

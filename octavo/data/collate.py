@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.encode import IGNORE, Sample
 from octavo.data.inputs import joined, joined_inputs
+from octavo.data.sample import IGNORE, Sample
 
 # Length of the row that stands for a micro-batch without samples: two tokens, so that one position predicts.
 EMPTY_LENGTH = 2

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from octavo.data import inputs
 from octavo.data.expansion import Mismatch, stretches
-
-if TYPE_CHECKING:
-    from octavo.data.encode import Sample
+from octavo.data.sample import Sample
 
 
 class Run(NamedTuple):

@@ -41,11 +41,12 @@ from octavo.data.conversations import (
     shown,
     split,
 )
-from octavo.data.encode import IGNORE, Encoder, Sample, Written, image_places, spelling
+from octavo.data.encode import Encoder, Written, image_places
 from octavo.data.errors import BadSample, DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.inputs import further
 from octavo.data.prompts import parse_answered
+from octavo.data.sample import IGNORE, Sample, spelling
 
 EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of one length"
 IMAGE_KEYS = ("image", "images")
