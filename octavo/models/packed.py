@@ -40,6 +40,8 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
+    if getattr(config, "audio_config", None) is not None:
+        return f"model_type {config.model_type!r} takes sound, which rows of several samples do not hold in this version"
     text = config.get_text_config()
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     if states := sorted({kind for kind in kinds if kind in _RECURRENT}):

@@ -2,10 +2,11 @@
 
     decoder    ``get_decoder()``: what takes embeddings of tokens, images' among them
     head       ``get_output_embeddings()`` of the model, else of its decoder; of a model that gives scores its ``score``
-    tower      ``get_encoder(modality="image")``
+    towers     ``get_encoder(modality="image")`` and, of a model that takes sound, ``get_encoder(modality="audio")``
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
-               decoder differ in width, because their last linear layer puts out the decoder's
+               decoder differ in width, because their last linear layer puts out the decoder's. Sound has a projector of
+               its own: it runs over fewer tokens than its tower, and is what one trains beside a frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
 What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
@@ -42,6 +43,14 @@ PROJECTORS: Mapping[str, str] = {
 of a family differ in widths, and a component must not. SigLIP's ``head`` and MiniCPM's ``vit_merger`` are not of them.
 """
 
+AUDIO_PROJECTORS: Mapping[str, str] = {
+    "proj": "Qwen2.5-Omni maps sound into the decoder's width inside the tower",
+    "proj1": "Qwen3-Omni does so in two layers",
+    "proj2": "the second of them",
+    "post_proj_norm": "the norm behind Muse's",
+}
+"""The same of towers for sound."""
+
 _OTHERS = {
     "tower": "a second tower",
     "vision_model": "a second tower",
@@ -63,12 +72,13 @@ class Undescribed(ModelError):
 @dataclass(frozen=True)
 class Parts:
     """``components``: component -> globs over `named_modules` names; ``blocks``: names of the lists of blocks;
-    ``decoder`` and ``tower``: names of modules ("" for no tower)."""
+    ``decoder``, ``tower`` and ``audio_tower``: names of modules ("" for no tower)."""
 
     components: Mapping[str, tuple[str, ...]]
     blocks: tuple[str, ...]
     decoder: str
     tower: str = ""
+    audio_tower: str = ""
 
 
 def parts_of_text(model: PreTrainedModel) -> Parts:
@@ -86,35 +96,48 @@ def parts_of_text(model: PreTrainedModel) -> Parts:
     return Parts({"foundation": (f"{base}.**",), "lm_head": (_names(model)[id(head)],)}, tuple(lists), base)
 
 
-def parts_of_vision(model: PreTrainedModel) -> Parts:
-    """The parts of a model of images and text. Raises Undescribed."""
+def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
+    """The parts of a model of text and images, or sound, or both. Raises Undescribed."""
     _refuse_two(model)
     names = _names(model)
-    decoder, tower = (names.get(id(part), "") for part in (model.get_decoder(), model.get_encoder(modality="image")))
-    base = names[id(model.base_model)]
-    if tower in ("", base):
-        raise Undescribed(model, 'no vision tower: get_encoder(modality="image") finds none')
-    if decoder in ("", base) or _inside(tower, decoder) or _inside(decoder, tower):
+    decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
+    asked = {"image": (sees, "vision"), "audio": (hears, "audio")}
+    towers = {of: _tower(model, names, of, word, base) for of, (there, word) in asked.items() if there}
+    if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
+        beside = " and ".join(towers.values())
         raise Undescribed(
-            model, f"its decoder is no module of its own beside the tower {tower}: found {decoder or base}"
+            model, f"its decoder is no module of its own beside the tower {beside}: found {decoder or base}"
         )
     found = _head(model, model.get_submodule(decoder))
     if found is None:
         raise Undescribed(model, "no output projection: neither the model nor its decoder names one")
     head = names[id(found)]
-    mapping = _mapping(model, tower, decoder)
-    rest = covering(model, base, {decoder, tower, head, VALUE_HEAD})
-    _refuse(model, rest)
-    components = {
-        "image_encoder": covering(model, tower, mapping),
-        "image_projector": (*(f"{name}.**" for name in mapping), *rest),
-        "foundation": covering(model, decoder, {head}),
-        "lm_head": (head,),
-    }
-    lists = [block_lists(model, tower, mapping), block_lists(model, decoder)]
-    if not all(lists):
-        raise Undescribed(model, f"no list of blocks in {decoder if lists[0] else tower}")
-    return Parts({name: globs for name, globs in components.items() if globs}, (*lists[0], *lists[1]), decoder, tower)
+    rest = covering(model, base, {decoder, *towers.values(), head, VALUE_HEAD})
+    components: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, list[str]] = {}
+    for of, tower in towers.items():
+        mapping = _mapping(model, tower, decoder, PROJECTORS if of == "image" else AUDIO_PROJECTORS)
+        own = [glob for glob in rest if len(towers) == 1 or _of_sound(glob) == (of == "audio")]
+        _refuse(model, own, hears)
+        components[f"{of}_encoder"] = covering(model, tower, mapping)
+        components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own)
+        lists[tower] = block_lists(model, tower, mapping)
+    components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
+    lists[decoder] = block_lists(model, decoder)
+    if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
+        raise Undescribed(model, f"no list of blocks in {lacking[0]}")
+    return Parts(
+        {name: globs for name, globs in components.items() if globs},
+        tuple(name for blocks in lists.values() for name in blocks),
+        decoder, towers.get("image", ""), towers.get("audio", ""),
+    )  # fmt: skip
+
+
+def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word: str, base: str) -> str:
+    tower = names.get(id(model.get_encoder(modality=modality)), "")
+    if tower in ("", base):
+        raise Undescribed(model, f'no {word} tower: get_encoder(modality="{modality}") finds none')
+    return tower
 
 
 def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
@@ -146,8 +169,15 @@ def image_token(config: Any) -> int | None:
     return getattr(config, "image_token_index", None) if found is None else found
 
 
-def _mapping(model: nn.Module, tower: str, decoder: str) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order."""
+def audio_token(config: Any) -> int | None:
+    """The token whose embedding a feature of sound replaces, where the configuration says it."""
+    found = getattr(config, "audio_token_id", None)
+    return getattr(config, "audio_token_index", None) if found is None else found
+
+
+def _mapping(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
+    """The children of a tower that lead into the decoder, in the tower's order: those of a name that is `known`, and
+    those whose width says it."""
     module, text = model.get_submodule(tower), model.get_submodule(decoder)
     widths = [_puts_out(model.get_submodule(name)) for name in block_lists(model, tower)]
     into = text.get_input_embeddings().weight.shape[-1]  # type: ignore[operator, union-attr]
@@ -155,7 +185,7 @@ def _mapping(model: nn.Module, tower: str, decoder: str) -> list[str]:
     return [
         f"{tower}.{name}"
         for name, child in module.named_children()
-        if name in PROJECTORS or (id(child) not in lists and into not in widths and _puts_out(child) == into)
+        if name in known or (id(child) not in lists and into not in widths and _puts_out(child) == into)
     ]
 
 
@@ -165,13 +195,18 @@ def _puts_out(module: nn.Module) -> int | None:
     return linears[-1].out_features if linears else None
 
 
-def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
-    """Of what lies outside tower and decoder, refuse what is no projector."""
+def _of_sound(glob: str) -> bool:
+    last = glob.removesuffix(".**").rpartition(".")[2]
+    return any(word in last for word in _AUDIO)
+
+
+def _refuse(model: nn.Module, rest: Iterable[str], hears: bool) -> None:
+    """Of what lies outside towers and decoder, refuse what is no projector."""
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
-        if any(word in last for word in _AUDIO):
-            raise Undescribed(model, f"{name} takes sound, and Octavo has no component for that")
+        if not hears and _of_sound(glob):
+            raise Undescribed(model, f"{name} takes sound, of which its configuration says nothing (audio_config)")
         if (what := next((what for word, what in _OTHERS.items() if word in last), None)) is not None:
             raise Undescribed(model, f"{what}, {name}, which is neither encoder nor projector")
 

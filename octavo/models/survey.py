@@ -1,4 +1,4 @@
-"""Every model of images and text that the installed transformers has: described, planned or refused, and why.
+"""Every model of images or sound and text that the installed transformers has: described, planned or refused, and why.
 
 A model is built as its configuration class makes it by default, on the meta device; what a released folder holds is
 described from that folder. `octavo doctor --families` prints the table, and docs/families.md holds it.
@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import transformers
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+)
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
@@ -55,6 +59,7 @@ def survey() -> Iterator[Surveyed]:
     """The families in the order of their names, those that Octavo registers with transformers among them. A few
     seconds in all: most of them for importing their code."""
     classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    classes |= {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
     for model_type in sorted(classes):
         with quiet():
             yield look_at(classes[model_type])
@@ -64,7 +69,7 @@ def summary(found: Sequence[Surveyed]) -> str:
     """How many of them are what, as a sentence."""
     counts = Counter(one.here for one in found)
     parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
-    return f"{len(found)} families of images and text in transformers {transformers.__version__}: {parts}."
+    return f"{len(found)} families of images, sound and text in transformers {transformers.__version__}: {parts}."
 
 
 def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
@@ -80,7 +85,7 @@ def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
             return Surveyed(name, UNBUILT, _short(error.__cause__))
         return Surveyed(name, REFUSED, str(error).removeprefix(f"model_type {name!r} is ").rstrip("."))
     why = why_not_trained(config)
-    if not family.has_vision:
+    if not family.has_vision and not family.has_audio:
         return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
     return Surveyed(name, TRAINS if why is None else PLANNED, why or "", *_parts(family))
 
@@ -99,9 +104,11 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(family: Family) -> tuple[str, tuple[str, ...], str, tuple[str, ...], int | None]:
-    projector = tuple(glob.removesuffix(".**") for glob in family.components.get("image_projector", ()))
+    globs = (*family.components.get("image_projector", ()), *family.components.get("audio_projector", ()))
+    projector = tuple(glob.removesuffix(".**") for glob in globs)
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
-    return family.tower, projector, family.language_model, blocks, family.image_token_id
+    towers = ", ".join(filter(None, (family.tower, family.audio_tower)))
+    return towers, projector, family.language_model, blocks, family.image_token_id
 
 
 def _short(error: BaseException) -> str:

@@ -13,13 +13,16 @@ import inspect
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
-from octavo.models.skeleton import is_vision_config
+from octavo.models.skeleton import is_audio_config, is_vision_config
 
 TRAINED = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3_5", "qwen3_5_moe"),
     *("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe"),
 )
 """`model_type` of the families whose images become batches here, and that train."""
+
+TRAINED_WITH_SOUND = ("qwen2_audio",)
+"""The same of families of sound."""
 
 _TWO_WAYS = "tokens of an image attend to those behind them ({}), and batches of Octavo are causal"
 _PREFIX = "a prompt attends both ways (token_type_ids), and batches of Octavo are causal"
@@ -45,8 +48,10 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     """Why a model of this configuration is planned and not trained here, as the end of a sentence; None where it
     trains, as every text-only decoder does."""
     kind = config.model_type
-    if kind in TRAINED or not is_vision_config(config):
+    if kind in (*TRAINED, *TRAINED_WITH_SOUND):
         return None
+    if not is_vision_config(config):
+        return "how sound comes to its tower is not known to Octavo" if is_audio_config(config) else None
     if kind in WAITS:
         return WAITS[kind]
     taken = inspect.signature(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward).parameters

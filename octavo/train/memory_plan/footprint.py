@@ -32,6 +32,7 @@ from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
+from octavo.config.words import COMPONENTS
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning
@@ -349,8 +350,9 @@ class Footprints:
     def input_of(self, component: str, cfg: Config) -> int:
         """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
         config = self.model.config
-        vision = component == "image_encoder"
-        width = (config.vision_config if vision else config.get_text_config()).hidden_size
+        towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
+        own = getattr(config, towers[component]) if component in towers else config.get_text_config()
+        width = own.hidden_size
         return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property
@@ -417,7 +419,7 @@ def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
 def _of_plan(cfg: Config) -> Any:
     """What of a configuration the plan depends on, among all that only changes memory."""
-    parts = (cfg.fp8.image_encoder, cfg.fp8.image_projector, cfg.fp8.foundation)
+    parts = [getattr(cfg.fp8, name) for name in COMPONENTS]
     return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
 
 
