@@ -75,9 +75,9 @@ class Vision:
             pixels = torch.zeros(merge * merge, self.channels * tall * wide, **like)
             return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]], device=device)}
         if self.kind == "whole":
-            size = torch.tensor([[merge * tall, merge * wide]], device=device)
-            return {"pixel_values": torch.zeros(1, self.channels, merge * tall, merge * wide, **like),
-                    "image_sizes": size}  # fmt: skip
+            size = (merge * tall, 2 * merge * wide)  # two features: of one, Mistral 3 takes the width for the number
+            return {"pixel_values": torch.zeros(1, self.channels, *size, **like),
+                    "image_sizes": torch.tensor([size], device=device)}  # fmt: skip
         if not self.sized:
             lead = (1,) * (self.axes - 3)
             return {"pixel_values": torch.zeros(*lead, self.channels, *self.least, **like)}
