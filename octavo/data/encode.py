@@ -19,6 +19,7 @@ from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stret
 from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
+from octavo.data.sounds import AudioRef
 from octavo.data.template import Answers, TemplateProblem, check_tools, messages, rendered
 
 NOTHING_LEFT = "nothing to learn is left after the cut"
@@ -28,6 +29,9 @@ MARKS = (
     ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
 )
 """Tokens that templates write around the place of an image."""
+
+
+_PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
 class Written(NamedTuple):
@@ -43,7 +47,7 @@ class Written(NamedTuple):
 class Encoder:
     """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
 
-    A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn
+    A processor without `.image_processor` and `.sound_limits` is text-only. Loss falls on assistant turns with their end-of-turn
     token; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
     left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
     fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
@@ -142,11 +146,12 @@ class Encoder:
 
     def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
         conversation, control, turns, render, text = self._rendered(conversation, given)
-        outputs = None if conversation.images else (yield Wanted(text))
+        files = (conversation.images, conversation.sounds)
+        outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
         spans = [] if given is None else self.answers.spans(text, turns, render, reach, given)
         if outputs is None:
-            outputs = yield Wanted(text, conversation.images)
+            outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)
         starts, stops = _offsets(outputs)
         image_mask = self._image_mask(ids)
@@ -180,8 +185,13 @@ class Encoder:
     ) -> tuple[Conversation, tuple[str, ...], Any, Any, str]:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
         the text that they are)."""
-        if conversation.images and not self.multimodal:
+        if conversation.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+        if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
+            if self.calls.sound_limits is None:
+                raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
+            if not conversation.sounds:
+                raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
         conversation = self._bounded(conversation)
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
@@ -209,11 +219,12 @@ class Encoder:
             answers=answers,
             length=len(ids),
             control=control,
-            more=of_row(outputs, further(self.processor)) if pixels is not None else {},
+            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds else {},
             places=image_places(outputs),
             file=row.source,
             row=row.row,
             id=row.id,
+            sounds=len(row.sounds),
         )
 
     def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
@@ -228,7 +239,7 @@ class Encoder:
     def _marks(self) -> frozenset[str]:
         """Words that models take for the place of an image: where they stand there must be one."""
         ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
-        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token"))
+        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
     def _control(self, conversation: Conversation) -> tuple[str, ...]:
@@ -249,7 +260,7 @@ class Encoder:
         characters = sum(len(turn.text) for turn in conversation.turns)
         holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
         where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
-        if self.on_long != "cut":
+        if self.on_long != "cut" or conversation.sounds:
             self._refuse_long(conversation, where)
         if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
@@ -276,7 +287,7 @@ class Encoder:
         offsets = outputs["offset_mapping"] if outputs else self.calls.tokens([text])["offset_mapping"][0]
         if len(offsets) <= self.seq_length:
             return None
-        if self.on_long != "cut":
+        if self.on_long != "cut" or conversation.sounds:
             images = " without its images" if outputs is None else ""
             self._refuse_long(conversation, self._is_long(len(offsets), images))
         return max(end for _, end in offsets[: self.seq_length])
@@ -293,7 +304,9 @@ class Encoder:
 
     def _shorten(self, sample: Sample) -> Sample:
         where = self._is_long(len(sample.input_ids))
-        if self.on_long != "cut":
+        if sample.sounds and self.on_long == "cut":
+            where += "; a row with sound is not cut"
+        if self.on_long != "cut" or sample.sounds:
             self._refuse_long(sample, where)
         images = cutting.runs(
             sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
@@ -315,7 +328,7 @@ class Encoder:
 def _image_ids(processor: Any) -> frozenset[int]:
     """Every token that a placeholder can grow into, the marks around it included where they grow with it."""
     ids = set(getattr(processor, "image_token_ids", None) or [])
-    ids |= {getattr(processor, name, None) for name in ("image_token_id", "start_image_token_id", "end_image_token_id")}
+    ids |= {getattr(processor, name, None) for name in _PLACES}
     return frozenset(int(i) for i in ids if i is not None)
 
 

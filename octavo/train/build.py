@@ -231,6 +231,10 @@ def check_family(cfg: Config, world: parallel.World) -> None:
             f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
             "lists what trains"
         )
+    if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
+        raise TrainError(
+            f"train.phase: {cfg.train.phase} is not for models of sound in this version ({config.model_type}). Use sft"
+        )
     if world.size > 1 and config.model_type == "ernie4_5_vl_moe":
         raise TrainError(
             "ernie4_5_vl_moe trains on one rank: its experts for images have no gradient where a micro-batch has no "

@@ -84,7 +84,7 @@ class Footprint:
         more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
-            "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image},
+            "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image, "sound": self.tokens.sound},
             "bytes": dict(self.kinds),
             "total": self.total,
             "per_token": dict(self.per_token),
@@ -339,7 +339,7 @@ class Footprints:
 
     def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
         """Component -> FLOPs of its linear layers in one forward of these tokens; attention with the language model."""
-        key = (tokens.row, tokens.image, *tokens.counts.values())
+        key = (tokens.row, tokens.image, tokens.sound, *tokens.counts.values())
         if key not in self._flops:
             out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
             attention = attention_flops(self.model.config, tokens)
