@@ -223,10 +223,11 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation
-        by = "torch's varlen flash attention in 16 bits on CUDA, else" if kernel == "sdpa" else f"{kernel},"
+        by = {"sdpa": "torch's varlen flash attention in 16 bits on CUDA, else a call a sample", "varlen": "varlen",
+              "flex": "one call of flex attention"}.get(kernel, f"{kernel}, a call a sample")  # fmt: skip
         notes.append(
             f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
-            f"at a time; attention within each by {by} a call a sample"
+            f"at a time; attention within each by {by}"
         )
     if (shared := cfg.parallel.context) > 1:
         heads = model.config.get_text_config().num_attention_heads
