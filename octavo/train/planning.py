@@ -17,7 +17,7 @@ from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of
-from octavo.train import base, routing
+from octavo.train import base, routing, sharing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -83,12 +83,13 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
 
     `saved` is the plan of a run to take instead: what a configuration means may change from one version to the next,
     and what a run trains does not. `notes` say what stays in high precision besides linear layers, and what else a
-    reader should know. Raises PlanError, ModelError.
+    reader should know. Raises PlanError, ModelError, and WorldError for ranks that cannot share it so.
     """
     model, family = model_of(cfg)
     if saved is not None:
         backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
         plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
+        sharing.check(cfg, model, plan, ranks)
         return plan, family, _notes(plan, model, family, ranks, cfg)
     return plan_model(cfg, model, family, ranks)
 
@@ -111,6 +112,7 @@ def plan_model(
         micro_steps = micro_steps_of(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     _check_compile(cfg, plan)
+    sharing.check(cfg, model, plan, ranks)
     return plan, family, _notes(plan, model, family, ranks, cfg)
 
 
