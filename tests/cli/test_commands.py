@@ -411,7 +411,9 @@ def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models import survey
 
     two = [
-        survey.Surveyed("a_vl", survey.TRAINS, "", "model.visual", ("model.visual.merger",), "model.text", ("x.y",), 7),
+        survey.Surveyed(
+            "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
+        ),
         survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
     ]
     monkeypatch.setattr(survey, "survey", lambda: iter(two))
