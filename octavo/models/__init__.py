@@ -20,6 +20,7 @@ from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
 from octavo.models.trained import why_not_trained
 from octavo.models.values import stream
+from octavo.models.vision import vision_of
 
 __all__ = [
     "Attend",
@@ -71,6 +72,7 @@ __all__ = [
     "to_config",
     "use_attention",
     "use_kernel",
+    "vision_of",
     "why_not_packed",
     "why_not_paged",
     "why_not_trained",
