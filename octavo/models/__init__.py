@@ -7,7 +7,7 @@ from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, dummy_im
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
-from octavo.models.fresh import fresh
+from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.hearing import hearing_of
 from octavo.models.loading import load, load_split, parameter_count, split
@@ -28,6 +28,7 @@ __all__ = [
     "COMPONENTS",
     "CacheShape",
     "Deferred",
+    "Drawn",
     "SHAPES",
     "VALUE_HEAD",
     "WITHOUT_HEAD",
@@ -44,6 +45,7 @@ __all__ = [
     "cache_shape",
     "defer",
     "describe",
+    "draw",
     "dummy_image_inputs",
     "empty",
     "freeze",

@@ -101,6 +101,8 @@ def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
     _refuse_two(model)
     names = _names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
+    found = model.get_encoder(modality="audio")
+    hears = hears or (sees and found is not model and found is not model.base_model)  # whatever its configuration says
     asked = {"image": (sees, "vision"), "audio": (hears, "audio")}
     towers = {of: _tower(model, names, of, word, base) for of, (there, word) in asked.items() if there}
     if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
@@ -117,8 +119,8 @@ def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
     lists: dict[str, list[str]] = {}
     for of, tower in towers.items():
         mapping = _mapping(model, tower, decoder, PROJECTORS if of == "image" else AUDIO_PROJECTORS)
-        own = [glob for glob in rest if len(towers) == 1 or _of_sound(glob) == (of == "audio")]
-        _refuse(model, own, hears)
+        own = [glob for glob in rest if not sees or _of_sound(glob) == (of == "audio")]
+        _refuse(model, own)
         components[f"{of}_encoder"] = covering(model, tower, mapping)
         components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own)
         lists[tower] = block_lists(model, tower, mapping)
@@ -196,17 +198,14 @@ def _puts_out(module: nn.Module) -> int | None:
 
 
 def _of_sound(glob: str) -> bool:
-    last = glob.removesuffix(".**").rpartition(".")[2]
-    return any(word in last for word in _AUDIO)
+    return any(word in glob for word in _AUDIO)
 
 
-def _refuse(model: nn.Module, rest: Iterable[str], hears: bool) -> None:
+def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
     """Of what lies outside towers and decoder, refuse what is no projector."""
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
-        if not hears and _of_sound(glob):
-            raise Undescribed(model, f"{name} takes sound, of which its configuration says nothing (audio_config)")
         if (what := next((what for word, what in _OTHERS.items() if word in last), None)) is not None:
             raise Undescribed(model, f"{what}, {name}, which is neither encoder nor projector")
 

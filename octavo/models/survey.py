@@ -39,6 +39,7 @@ class Surveyed:
     here: str
     why: str = ""
     tower: str = ""
+    audio: tuple[str, ...] = ()
     projector: tuple[str, ...] = ()
     decoder: str = ""
     blocks: tuple[str, ...] = ()
@@ -48,8 +49,9 @@ class Surveyed:
     def cells(self) -> tuple[str, ...]:
         """What stands under :data:`COLUMNS`."""
         token = "" if self.image_token is None else str(self.image_token)
-        names = (", ".join(self.projector), self.decoder, ", ".join(self.blocks))
-        return (self.model_type, self.tower, *names, token, self.here + (f": {self.why}" if self.why else ""))
+        towers = ", ".join(filter(None, (self.tower, *self.audio)))
+        names = (towers, ", ".join(self.projector), self.decoder, ", ".join(self.blocks))
+        return (self.model_type, *names, token, self.here + (f": {self.why}" if self.why else ""))
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -103,12 +105,17 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class(**left) if left else config
 
 
-def _parts(family: Family) -> tuple[str, tuple[str, ...], str, tuple[str, ...], int | None]:
-    globs = (*family.components.get("image_projector", ()), *family.components.get("audio_projector", ()))
-    projector = tuple(glob.removesuffix(".**") for glob in globs)
+def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
+    """The fields of :class:`Surveyed` from ``tower`` on; what leads from the audio tower into the decoder stands with
+    it, where it is no part of it."""
+    heard, projector = (
+        tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
+        for name in ("audio_projector", "image_projector")
+    )
+    beside = (name for name in heard if not name.startswith(f"{family.audio_tower}."))
+    audio = tuple(filter(None, (family.audio_tower, *beside)))
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
-    towers = ", ".join(filter(None, (family.tower, family.audio_tower)))
-    return towers, projector, family.language_model, blocks, family.image_token_id
+    return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
 
 
 def _short(error: BaseException) -> str:

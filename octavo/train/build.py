@@ -22,13 +22,14 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, hub, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running
+from octavo.train.forward import Forward, autocasts, chunked_head, gathers_bf16, keep_towers_running
 from octavo.train.optim import adamw
 from octavo.train.phase import SFT, Phase
 from octavo.train.step import Stepper
@@ -255,7 +256,7 @@ def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.
     """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None
-    head = fp8.chunked_head(model)
+    head = chunked_head(model)
     if isinstance(head, str):
         say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
         return None

@@ -39,6 +39,13 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
     return cfg.train.gather == "bf16" and ranks > 1
 
 
+def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
+    """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
+    return fp8.chunked_head(model)
+
+
 class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
-from octavo import models
+from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
+from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}
-
-
-SEEING = {"image_encoder", "image_projector", "foundation", "lm_head"}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -22,13 +20,15 @@ def test_every_parameter_has_one_component(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     assert described.name == family
-    assert described.has_vision == (family in TOWERS)
-    expected = SEEING if described.has_vision else {"foundation", "lm_head"}
+    assert described.has_vision == (family in TRAINED) and described.has_audio == (family in TRAINED_WITH_SOUND)
+    towers = {"image": described.has_vision, "audio": described.has_audio}
+    parts = {f"{of}_{part}" for of, there in towers.items() for part in ("encoder", "projector") if there}
+    expected = {*parts, "foundation", "lm_head"}
     found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
     assert found == expected == set(described.components)
     layers = described.layers(model)
-    assert len(layers) == sum(TOWERS.get(family, (2,)))
-    assert len({type(block) for _, block in layers}) == (2 if described.has_vision else 1)
+    assert len(layers) == sum(TOWERS.get(family, (2, 2) if any(towers.values()) else (2,)))
+    assert len({type(block) for _, block in layers}) == 1 + sum(towers.values())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     if "qwen" in family:
         encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
         projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
-    assert list(described.components) == [name for name in models.COMPONENTS if name in SEEING]
+    assert list(described.components) == ["image_encoder", "image_projector", "foundation", "lm_head"]
     assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
     assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
     assert described.components["foundation"] == ("model.language_model.**",)
@@ -112,6 +112,29 @@ def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
     described = models.describe(model)
     assert "model.visual.translator.**" in described.components["image_projector"]
     assert "model.visual.vit_merger.**" in described.components["image_encoder"]
+
+
+def test_an_audio_tower_is_a_component(checkpoint):
+    """With what leads from it into the decoder: planned and frozen by its name."""
+    model = models.empty(checkpoint("internvl"))
+    tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
+    model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
+    family = models.describe(model)
+    assert family.components["audio_encoder"] == ("model.audio_tower.**",)
+    assert (
+        family.components["audio_projector"] == ("model.embed_audio.**",) and family.audio_tower == "model.audio_tower"
+    )
+    assert family.components["image_projector"] == ("model.multi_modal_projector.**",)
+    assert "model.audio_tower.layers.*" in family.layer_globs
+    plan = fp8.plan(model, fp8.Policy("rowwise", components={"audio_encoder": "blockwise"}), family.components)
+    assert {row.recipe.name for row in plan.rows if row.component == "audio_encoder"} == {"blockwise"}
+    assert models.freeze(model, family, ["audio_encoder", "audio_projector"]) == [
+        name for name, _ in model.named_parameters() if "audio" in name
+    ]
+    plan = fp8.plan(model, "rowwise", family.components)
+    assert {row.name for row in plan.rows if row.row.frozen} == {
+        "model.audio_tower.layers.0.0", "model.audio_tower.layers.1.0", "model.embed_audio",
+    }  # fmt: skip
 
 
 def test_single_parameters_have_a_component(checkpoint):
@@ -162,5 +185,6 @@ def test_the_plan_reads_the_components_as_the_family_does(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     rows = topology(model, described.components)
-    assert {row.component for row in rows} == set(described.components)
+    single = {"image_projector"} if family == "gemma3" else set()  # a parameter of its own, no linear layer
+    assert {row.component for row in rows} == set(described.components) - single
     assert all(row.component == described.component_of(row.module or row.name) for row in rows)

@@ -37,7 +37,7 @@ from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
 from octavo.train import base, build, critic, losses, routing
 from octavo.train.errors import TrainError
-from octavo.train.forward import model_dtype
+from octavo.train.forward import chunked_head, model_dtype
 from octavo.train.memory import made_by_model
 from octavo.train.tokens import Tokens
 
@@ -138,7 +138,7 @@ def _counted(
     small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
     base.dress(small, dressed, family, cfg)
-    head = fp8.chunked_head(small) if cfg.train.logits == "chunked" else None
+    head = chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)

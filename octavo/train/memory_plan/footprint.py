@@ -29,7 +29,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
-from octavo.config import Config
+from octavo.config import COMPONENTS, Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.config.words import COMPONENTS
@@ -84,7 +84,12 @@ class Footprint:
         more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
-            "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image, "sound": self.tokens.sound},
+            "tokens": {
+                **self.tokens.counts,
+                "row": self.tokens.row,
+                "image": self.tokens.image,
+                "sound": self.tokens.sound,
+            },
             "bytes": dict(self.kinds),
             "total": self.total,
             "per_token": dict(self.per_token),
