@@ -23,6 +23,7 @@ from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
+from octavo.data.sounds import AudioRef
 from octavo.data.counting import counts
 from octavo.data.documents import Document, DocumentEncoder
 from octavo.data.encode import Encoder
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
+    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
     "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture",
     "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text",
     "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader", "pair_set",

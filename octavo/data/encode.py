@@ -288,7 +288,7 @@ class Encoder:
         if len(offsets) <= self.seq_length:
             return None
         if self.on_long != "cut" or conversation.sounds:
-            images = " without its images" if outputs is None else ""
+            images = " without its images and sounds" if outputs is None else ""
             self._refuse_long(conversation, self._is_long(len(offsets), images))
         return max(end for _, end in offsets[: self.seq_length])
 
@@ -297,6 +297,8 @@ class Encoder:
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
         file = row.file if isinstance(row, Sample) else row.source
+        if row.sounds and self.on_long == "cut":
+            where += "; a row with sound is not cut"
         if self.on_long == "error":
             raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
                             f"or set data.on_long to {self.ways}")  # fmt: skip
@@ -304,8 +306,6 @@ class Encoder:
 
     def _shorten(self, sample: Sample) -> Sample:
         where = self._is_long(len(sample.input_ids))
-        if sample.sounds and self.on_long == "cut":
-            where += "; a row with sound is not cut"
         if self.on_long != "cut" or sample.sounds:
             self._refuse_long(sample, where)
         images = cutting.runs(

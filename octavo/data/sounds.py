@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from octavo.data.errors import DataError, RowProblem, shown
 from octavo.data.expansion import Mismatch
-
-if TYPE_CHECKING:
-    from octavo.data.conversations import Turn
 
 PLACEHOLDER = "<audio>"
 FORMATS = ("WAV", "WAVEX", "FLAC")
@@ -54,9 +51,9 @@ def sound_part(part: Any, number: int) -> AudioRef | None:
     return AudioRef(given[0])
 
 
-def placed(raw: Any, turns: Sequence[Turn], text: type) -> list[Turn]:
-    """Turns in which each sound of the row's list has its place; `text` is the type of a piece of text. Raises
-    `RowProblem`."""
+def placed(raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
+    """Turns (:class:`octavo.data.Turn`) in which each sound of the row's list has its place; `text` is the type of a
+    piece of text. Raises `RowProblem`."""
     names = _listed(raw) if isinstance(raw, dict) else []
     open_parts = sum(part == AudioRef() for turn in turns for part in turn.parts)
     if not names and not open_parts:

@@ -49,10 +49,10 @@ def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
 class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 
-    `images` says whether the batch at hand has an image, `sounds` whether a sound; the dummy hooks read it. Without autocast, pixels come
-    in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
-    ``context``: the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this
-    rank's tokens, and ``dealt`` deals the images of a pack.
+    `images` says whether the batch at hand has an image, `sounds` whether a sound; the dummy hooks read it. Without
+    autocast, pixels come in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are
+    packs (None: none is). ``context``: the ranks that share the tokens of packs (None: none do); then logits, and
+    `keep`, are those of this rank's tokens, and ``dealt`` deals the images of a pack.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from transformers import AutoModelForMultimodalLM
 
 from octavo import fp8, models, train
 from octavo.models import tiny
+from octavo.train import build, graphs, planning, tokens
 
 from .conftest import Make
 
@@ -77,3 +78,38 @@ def test_it_trains_and_stock_transformers_gives_its_logits(hears):
     stock = AutoModelForMultimodalLM.from_pretrained(result.dir / "hf").eval()
     with torch.no_grad():
         assert torch.equal(stock(**seen.inputs).logits, seen.found)
+
+
+def test_what_is_not_for_models_that_hear(hears, tmp_path):
+    """Refused by name, before a step."""
+    with pytest.raises(fp8.PlanError, match="takes sound, which rows of several samples do not hold"):
+        train.run(hears("data.packing=true", "train.micro_batch=1", dir="packed"))
+    cfg = hears(dir="pairs")
+    phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
+    with pytest.raises(train.TrainError, match="preference is not for models of sound"):
+        build.check_family(phase, None)
+    model = models.load(tmp_path / "tiny")
+    assert "takes sound" in models.why_not_paged(model)
+    assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
+    with pytest.raises(train.TrainError, match="on_bad_sample"):
+        tone(tmp_path / "1.flac", 400, 2.0)
+        train.run(hears("data.on_bad_sample=error", dir="long"))
+
+
+def test_the_plan_counts_sounds(hears):
+    """Tokens of the data, of what is assumed and of what is asked for; a frozen tower has no wgrad; memory and FLOPs
+    grow with sounds."""
+    cfg = hears("model.freeze=[audio_encoder]", "train.micro_batch=2", "train.seq_length=128")
+    plan, family, _ = planning.plan_for(cfg)
+    frozen = {row.row.frozen for row in plan.rows if row.component == "audio_encoder"}
+    assert frozen == {True} and {row.row.frozen for row in plan.rows if row.component == "audio_projector"} == {False}
+    config = models.read_config(cfg.model.path)
+    assumed, words = tokens.assumed(cfg, family.components, config)
+    assert assumed.counts["audio_encoder"] == 2 * 50 and assumed.counts["audio_projector"] == 2 * 25
+    assert assumed.sound == 50 and "in each a sound of the longest" in words
+    counted = tokens.count(cfg, models.load_processor(cfg.model.path), family, config)
+    assert 50 < counted.counts["audio_encoder"] <= 112 and counted.sound == 50
+    asked = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 100})
+    assert asked.counts["audio_projector"] == 50 and asked.sound == 50
+    silent = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
+    assert tokens.attention_flops(config, asked) > tokens.attention_flops(config, silent)

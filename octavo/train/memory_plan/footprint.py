@@ -32,7 +32,6 @@ from octavo.adapters.experts import stock_name
 from octavo.config import COMPONENTS, Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
-from octavo.config.words import COMPONENTS
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning
