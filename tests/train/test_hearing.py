@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForMultimodalLM
 
 from octavo import fp8, models, train
+from octavo.data import BadSample
 from octavo.models import tiny
 from octavo.train import build, graphs, planning, tokens
 
@@ -91,9 +92,9 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path):
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
     assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
-    with pytest.raises(train.TrainError, match="on_bad_sample"):
-        tone(tmp_path / "1.flac", 400, 2.0)
-        train.run(hears("data.on_bad_sample=error", dir="long"))
+    tone(tmp_path / "1.flac", 400, 2.0)
+    with pytest.raises(BadSample, match="1.flac is too long: 2.00 s"):
+        train.run(hears(dir="long"))
 
 
 def test_the_plan_counts_sounds(hears):
