@@ -91,6 +91,7 @@ _VISION = {
     "internvl": _vision(
         "internvl", "model.vision_tower", "encoder.layer", ("model.vision_tower",), ("model.multi_modal_projector",)
     ),
+    "llavaonevision1_5": _qwen_vl("llavaonevision1_5", ("pre_layernorm",)),
 }
 assert tuple(_VISION) == VISION_FAMILIES
 

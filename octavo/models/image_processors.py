@@ -67,12 +67,20 @@ class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
+class FrameImages(Qwen2VLImages):
+    """Qwen2VLImageProcessor for towers that take frames one by one: patches of one frame where a folder leaves
+    `temporal_patch_size` out, not of two."""
+
+    temporal_patch_size = 1
+
+
 # model_type -> (processor, image processor)
 PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImages),
     "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
     "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImages),
     "internvl": (InternVLImageTextProcessor, GotOcr2Images),
+    "llavaonevision1_5": (Qwen25VLImageTextProcessor, FrameImages),
 }
 
 

@@ -4,8 +4,8 @@
     tokenizer.json, tokenizer_config.json, chat_template.jinja
     preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (vision families)
 
-All entries name stock transformers classes. The same family, size, seed and texts give the same bytes (with the same
-versions of torch and transformers).
+All entries name stock transformers classes, or those of Octavo's own families. The same family, size, seed and texts
+give the same bytes (with the same versions of torch and transformers).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _SPECIAL: Mapping[str, Special] = {
     "qwen3_moe": QWEN,
     "llama": LLAMA,
     "mpt": QWEN,
+    "llavaonevision1_5": QWEN_VL,
 }
 _HALF = [0.5, 0.5, 0.5]
 
@@ -129,10 +130,10 @@ def _write_processor(family: str, directory: Path, tokenizer: PreTrainedTokenize
             "image_processor_type": "Qwen2VLImageProcessor",
             "size": {"shortest_edge": cell, "longest_edge": 256 * cell},
             "patch_size": PATCH,
-            "temporal_patch_size": 2,
+            "temporal_patch_size": 1 if family == "llavaonevision1_5" else 2,
             "merge_size": 2,
         }
-        third = family != "qwen2_5_vl"
+        third = family.startswith("qwen3")
         video = {**image, "video_processor_type": "Qwen3VLVideoProcessor" if third else "Qwen2VLVideoProcessor"}
         video.pop("image_processor_type")
         processor = {"processor_class": "Qwen3VLProcessor" if third else "Qwen2_5_VLProcessor"}

@@ -22,6 +22,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+from octavo.models.onevision import LLaVAOneVision1_5_Config
+
 SIZES = ("small", "mini")
 PATCH = 4  # pixels; two by two patches merge into one token of 8x8 pixels
 MAX_POSITIONS = 4096
@@ -132,6 +134,14 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+def _llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    text = _text(size, vocab, head_dim=32)
+    depth, mlp = (4, 256) if size == "small" else (2, 128)
+    vision = _qwen_vision(text["hidden_size"], depth=depth, intermediate_size=mlp, embed_dim=64)
+    vision |= {"text_hidden_size": vision.pop("out_hidden_size"), "temporal_patch_size": 1}
+    return LLaVAOneVision1_5_Config(text_config=text, vision_config=vision, **_vision_ids(ids))
+
+
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     text = _text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**text)
@@ -157,6 +167,7 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True),
     "llama": _llama,
     "mpt": _mpt,
+    "llavaonevision1_5": _llavaonevision1_5,
 }
 
 

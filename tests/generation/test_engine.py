@@ -17,7 +17,8 @@ from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from octavo.models import tiny
 from tests.generation.conftest import prompts_of, questions
 
-FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64, "qwen3_vl_moe": 6, "qwen2_5_vl": 6, "internvl": 6, "llama": 6}
+FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64}
+FAMILIES |= dict.fromkeys(("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "llavaonevision1_5"), 6)
 assert {*FAMILIES, "mpt"} == set(tiny.FAMILIES)
 
 

@@ -11,7 +11,13 @@ from octavo import models
 from octavo.fp8.policy.topology import topology
 from octavo.models import tiny
 
-TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}
+TOWERS = {
+    "qwen3_vl": (2, 2),
+    "qwen3_vl_moe": (2, 2),
+    "qwen2_5_vl": (2, 2),
+    "internvl": (2, 2),
+    "llavaonevision1_5": (2, 2),
+}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -15,7 +15,7 @@ from octavo import models
 from octavo.models import tiny
 from tests.models.conftest import batch, conversation, some_image
 
-VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "llavaonevision1_5")
 
 
 @pytest.mark.parametrize("family", VISION)
