@@ -40,7 +40,7 @@ class RiceConfig(PreTrainedConfig):
     temporal_patch_size: int = 1
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
-    text_hidden_size: int = 2560
+    text_hidden_size: int = 4096
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
