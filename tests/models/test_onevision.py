@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,41 +22,14 @@ from octavo.models import ModelError, onevision, own
 from octavo.models.onevision import segments
 from octavo.models.onevision.tower import rotate
 from tests.models.conftest import batch
+from tests.models.published import as_published
 
 KIND = "llavaonevision1_5"
-EVIL = "raise SystemExit('code of the folder ran')\n"
 
 
 @pytest.fixture(scope="module")
 def published(checkpoint, tmp_path_factory) -> Path:
-    """A folder in the shape of the published ones: code of its authors that is named and must not run, fields that are
-    missing, wrong or by another name, and values for what is seldom anything but zero or one."""
-    folder = Path(shutil.copytree(checkpoint(KIND), tmp_path_factory.mktemp("published") / "LLaVA-OneVision-1.5"))
-    config = json.loads((folder / "config.json").read_text())
-    for name in ("configuration", "modeling"):
-        (folder / f"{name}_llavaonevision1_5.py").write_text(EVIL)
-    config["auto_map"] = {
-        "AutoConfig": "configuration_llavaonevision1_5.Llavaonevision1_5Config",
-        "AutoModelForCausalLM": "modeling_llavaonevision1_5.LLaVAOneVision1_5_ForConditionalGeneration",
-        "AutoModelForImageTextToText": "modeling_llavaonevision1_5.LLaVAOneVision1_5_ForConditionalGeneration",
-    }
-    text = config["text_config"]
-    text |= {"rope_theta": 5e6, "rope_scaling": None, "image_token_id": None, "video_token_id": None}
-    text["tie_word_embeddings"] = config["tie_word_embeddings"] = True  # Qwen3-4B's, whose head this is not
-    del text["rope_parameters"], config["vision_start_token_id"]
-    config |= {"vocab_size": 152064, "torch_dtype": config.pop("dtype")}
-    (folder / "config.json").write_text(json.dumps(config))
-    file = folder / "preprocessor_config.json"
-    image = json.loads(file.read_text())
-    del image["temporal_patch_size"]
-    file.write_text(json.dumps(image))
-    weights, made = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    for name, value in weights.items():
-        if name.startswith("visual."):
-            more = torch.randn(value.shape, generator=made)
-            weights[name] = more if "class" in name else value + 0.1 * more
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return as_published(checkpoint(KIND), tmp_path_factory.mktemp("published") / "LLaVA-OneVision-1.5")
 
 
 @pytest.fixture(scope="module")
