@@ -18,6 +18,7 @@ from octavo.models.random import random_model
 from octavo.models.shapes import SHAPES, shape_model
 from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
+from octavo.models.trained import why_not_trained
 from octavo.models.values import stream
 
 __all__ = [
@@ -70,5 +71,6 @@ __all__ = [
     "use_kernel",
     "why_not_packed",
     "why_not_paged",
+    "why_not_trained",
     "without_masks",
 ]

@@ -16,7 +16,7 @@ from octavo import reading
 from octavo.models.chat import FILES, check_template, deadline, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_sizes, read_json, stock
-from octavo.models.skeleton import VISION_FAMILIES
+from octavo.models.trained import TRAINED
 
 
 class TextProcessor:
@@ -113,11 +113,11 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if raw.get("model_type") not in VISION_FAMILIES:
+    if raw.get("model_type") not in TRAINED:
         if "vision_config" in raw:
             raise ModelError(
                 f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
-                f"{', '.join(VISION_FAMILIES)}."
+                f"{', '.join(TRAINED)}."
             )
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
