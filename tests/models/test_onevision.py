@@ -18,6 +18,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3Con
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo import models
+from octavo.checkpoint.verify import verify
+from octavo.checkpoint.verify.findings import LOADERS
 from octavo.models import ModelError, onevision, own
 from octavo.models.onevision import segments
 from octavo.models.onevision.tower import rotate
@@ -87,6 +89,14 @@ def test_class_tokens_are_loaded_and_angles_made(published, how):
     assert (
         torch.allclose(visual.rotary_pos_emb.inv_freq, wanted) and visual.rotary_pos_emb.inv_freq.dtype is wanted.dtype
     )
+
+
+def test_what_is_known_of_other_loaders_is_told(published):
+    """transformers alone has no such class, and of servers nothing was read."""
+    found = verify(published)
+    assert found.ok and [(one.kind, one.file) for one in found.warnings] == [("own-family", "config.json")]
+    assert {one.loader: one.verdict for one in found.verdicts} == dict.fromkeys(LOADERS, "warns")
+    assert found.unread == ("configuration_llavaonevision1_5.py", "modeling_llavaonevision1_5.py")
 
 
 def test_class_tokens_are_never_trained(loaded):
@@ -255,9 +265,12 @@ def plain(visual: onevision.RiceViT, pixels: Tensor, high: int, wide: int) -> Te
 
 
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
 def test_the_tower_is_a_plain_loop_over_images(published, attention, eps):
-    visual = models.load(published, attn_implementation=attention).model.visual
+    model = models.load(published, attn_implementation="eager" if attention == "eager" else None)
+    if attention == "varlen":
+        models.use_kernel(model, "varlen", "image_encoder")
+    visual = model.model.visual
     for module in visual.modules():
         if isinstance(module, torch.nn.LayerNorm):
             assert module.eps == 1e-5
