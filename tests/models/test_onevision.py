@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -301,6 +302,18 @@ def test_frames_of_a_video_are_images(loaded):
         embeds = loaded.get_input_embeddings()(ids).clone()
         embeds[ids == token] = video[0]
         assert torch.allclose(loaded(inputs_embeds=embeds).logits, seen, atol=1e-5)
+
+
+def test_images_of_other_sizes_are_no_cause_to_compile_anew(published):
+    """Sizes of images are numbers of Python, which a compiled block would be made for, one by one."""
+    visual, counter = models.load(published).model.visual, CompileCounter()
+    visual.blocks[0].forward = torch.compile(visual.blocks[0].forward, backend=counter)
+    made = []
+    for high, wide in ((2, 2), (4, 4), (2, 8), (6, 4)):
+        visual(torch.randn(high * wide, 48), torch.tensor([[1, high, wide]]))
+        made.append(counter.frame_count)
+    assert made[0] < made[1] == made[2] == made[3]
+    torch._dynamo.reset()
 
 
 def test_queries_are_turned_in_fp32():

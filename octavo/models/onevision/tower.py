@@ -89,6 +89,11 @@ class RiceAttention(nn.Module):
     def forward(self, x: Tensor, segments: Segments, rotary: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).unbind(1)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
+        return self.proj(self._attend(q, k, v, segments).reshape(len(x), -1))
+
+    @torch.compiler.disable  # or code would be compiled anew for images of other sizes
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """[N, H, D] of q, k and v [N, H, D], segment by segment."""
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         name = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -96,11 +101,9 @@ class RiceAttention(nn.Module):
         if "flash" in name:  # all segments in one call
             of = {"cu_seq_lens": segments.edges, "max_length": segments.longest}
             ends = {f"{key}_{side}": value for key, value in of.items() for side in "qk"}
-            out = attend(self, q, k, v, attention_mask=None, **more, **ends)[0]
-        else:
-            parts = zip(*(part.split(segments.rows, 2) for part in (q, k, v)), strict=True)
-            out = torch.cat([attend(self, *one, attention_mask=None, **more)[0] for one in parts], 1)
-        return self.proj(out.reshape(len(x), -1))
+            return attend(self, q, k, v, attention_mask=None, **more, **ends)[0][0]
+        parts = zip(*(part.split(segments.rows, 2) for part in (q, k, v)), strict=True)
+        return torch.cat([attend(self, *one, attention_mask=None, **more)[0] for one in parts], 1)[0]
 
 
 class RiceMLP(nn.Module):
