@@ -7,12 +7,11 @@ run. Once :mod:`octavo.models` is imported, `AutoModelForImageTextToText.from_pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.models import onevision
@@ -20,12 +19,12 @@ from octavo.models import onevision
 
 class Own(NamedTuple):
     """The classes of a family: its configuration, the model without output projection, the one that answers in text;
-    and (pattern, replacement) from names on disk to those in memory, which are turned round to save."""
+    and transformers' rules from names on disk to those in memory, made anew for each who asks."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
     writes: type[PreTrainedModel]
-    names: Sequence[tuple[str, str]]
+    renamings: Callable[[], list[Any]]
 
 
 FAMILIES = {
@@ -35,7 +34,7 @@ FAMILIES = {
             onevision.LLaVAOneVision1_5_Config,
             onevision.LLaVAOneVision1_5_Model,
             onevision.LLaVAOneVision1_5_ForConditionalGeneration,
-            onevision.NAMES,
+            onevision.renamings,
         ),
     )
 }
@@ -55,7 +54,7 @@ def _register(family: Own) -> None:
     AutoConfig.register(kind, family.config)
     AutoModel.register(family.config, family.model)
     AutoModelForImageTextToText.register(family.config, family.writes)
-    register_checkpoint_conversion_mapping(kind, [WeightRenaming(disk, memory) for disk, memory in family.names])
+    register_checkpoint_conversion_mapping(kind, family.renamings())
 
 
 for _family in FAMILIES.values():

@@ -6,18 +6,18 @@ from octavo.models.onevision.configuration import (
     RiceConfig,
 )
 from octavo.models.onevision.model import (
-    NAMES,
     LLaVAOneVision1_5_ForConditionalGeneration,
     LLaVAOneVision1_5_Model,
+    renamings,
 )
 from octavo.models.onevision.tower import RiceViT
 
 __all__ = [
-    "NAMES",
     "LLaVAOneVision1_5_Config",
     "LLaVAOneVision1_5_ForConditionalGeneration",
     "LLaVAOneVision1_5_Model",
     "LLaVAOneVision1_5_TextConfig",
     "RiceConfig",
     "RiceViT",
+    "renamings",
 ]

@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, Qwen3Model
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, torch_compilable_check
 
 from octavo.models.onevision.configuration import LLaVAOneVision1_5_Config
 from octavo.models.onevision.tower import RiceViT
 
-#: (pattern of names on disk, what stands for it in memory)
-NAMES = ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model."))
+
+def renamings() -> list[WeightRenaming]:
+    """From names on disk to those in memory; transformers turns them round to save."""
+    return [
+        WeightRenaming(r"^visual\.", "model.visual."),
+        WeightRenaming(r"^model\.(?!language_model\.|visual\.)", "model.language_model."),
+    ]
 
 
 class LLaVAOneVision1_5_PreTrainedModel(PreTrainedModel):
