@@ -19,7 +19,7 @@ from tests.generation.conftest import prompts_of, questions
 
 FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64}
 FAMILIES |= dict.fromkeys(("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "llavaonevision1_5"), 6)
-assert {*FAMILIES, "mpt"} == set(tiny.FAMILIES)
+assert {*FAMILIES, "mpt"} <= set(tiny.FAMILIES)
 
 
 def stock(model, processor, question, new: int) -> list[int]:

@@ -5,7 +5,8 @@
     norm -> blocks: x + attention(norm(x)), x + MLP(norm(x)) -> class tokens out -> merger: 2 x 2 patches to a token
 
 Class token and its angles are buffers: weights that are loaded and saved, and never trained, as in the code that
-trained the published ones. So they need no gradient, no optimizer state and no place in a component.
+trained the published ones. So they need no gradient, no optimizer state and no place in a component. They begin at
+zero.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ class RicePreTrainedModel(PreTrainedModel):
         if isinstance(module, RiceRotaryEmbedding):
             init.copy_(module.inv_freq, module.frequencies())
         elif isinstance(module, RiceViT):
-            init.normal_(module.class_embedding, std=module.config.initializer_range)
-            init.normal_(module.class_pos_emb, std=module.config.initializer_range)
+            init.zeros_(module.class_embedding)  # no draw: buffers are made by each rank for itself
+            init.zeros_(module.class_pos_emb)
 
 
 class RiceViT(RicePreTrainedModel):
