@@ -281,6 +281,12 @@ class DataSection(Section):
         description="Variables of the chat template (enable_thinking, preserve_thinking, add_vision_id, ...), given "
         "to it wherever it writes a conversation. One that it does not read is an error.",
     )
+    mask_empty_think: bool = Field(
+        default=True, description="No loss on an empty block of thinking that the template writes before an answer."
+    )
+    mask_reasoning: bool = Field(
+        default=False, description="No loss on reasoning nor on the marks around it: it is context of the answer."
+    )
 
 
 Recompute = Literal["none", "selective", "full"]

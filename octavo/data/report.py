@@ -11,7 +11,10 @@ from typing import Any
 from octavo.data.errors import DataError
 from octavo.reading import kind_of
 
-CONTROL = "with control tokens"  # rows whose words spell some; they are trained on as they are
+# Rows that are worth a word, and are trained on as they are:
+CONTROL = "with control tokens"  # whose words spell some
+LEFT_OUT = "with reasoning left out"  # of which the chat template does not write all
+NOTED = (CONTROL, LEFT_OUT)
 
 
 class SkipReport:
@@ -19,7 +22,7 @@ class SkipReport:
 
     Several processes (ranks, a resumed run) may share one file: under a lock each first reads what the others wrote,
     so no row is listed twice for the same reason. `path=None` counts only. `counts` maps action (skipped, dropped, cut,
-    with control tokens) to rows that this process met, `first` to the first of them.
+    and those `NOTED`) to rows that this process met, `first` to the first of them.
     """
 
     def __init__(self, path: str | Path | None) -> None:

@@ -60,7 +60,7 @@ def test_calls_and_answers_are_learned(folder, models, family, form):
     whole = made.tokenizer.decode(sample.input_ids)
     assert json.dumps(TOOL["function"]["name"]) in whole and "dry" in whole
     learned = made.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
-    assert learned == '<call>weather{"city": "Bern"}</call><|im_end|><think>\n\n</think>\n\nNo.<|im_end|>'
+    assert learned == '<call>weather{"city": "Bern"}</call><|im_end|>No.<|im_end|>'
 
 
 def test_a_table_whose_rows_differ_says_the_same(folder, models):
