@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, JsonValue, field_serializer
+from pydantic import BeforeValidator, Field, field_serializer
 
 from octavo.config.texts import FilePath, Text
 from octavo.config.words import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
@@ -276,8 +276,8 @@ class DataSection(Section):
         "OCTAVO_CACHE, or octavo in the user's cache folder.",
     )
     system: Text | None = Field(default=None, description="System message put before conversations that have none.")
-    template_args: dict[Text, JsonValue] = Field(
-        default_factory=dict,
+    template_args: dict[Text, Any] | None = Field(
+        default=None,
         description="Variables of the chat template (enable_thinking, preserve_thinking, add_vision_id, ...), given "
         "to it wherever it writes a conversation. One that it does not read is an error.",
     )

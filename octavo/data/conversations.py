@@ -62,14 +62,15 @@ class ImageRef:
 @dataclass(frozen=True)
 class Turn:
     """What one side says. `role` is system, user, assistant or tool; `parts` are texts and images in reading order;
-    `calls`: of tools, by an assistant; `name`: of the tool that answers, where the row says it; `reasoning`: what an
-    assistant thinks before it speaks, where the row has it apart (None: it has not)."""
+    `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers, where the
+    row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart."""
 
     role: str
     parts: tuple[Text | ImageRef, ...]
     calls: tuple[Call, ...] = ()
     name: str | None = None
     reasoning: str | None = None
+    call: str | None = None
 
     @property
     def text(self) -> str:
@@ -204,9 +205,9 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
         role, content = _role(turn["role"], "messages", number), turn.get("content")
-        name = turn.get("name")
-        if (calls and role != "assistant") or not isinstance(name, str | None):
-            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and a name is text")
+        name, call = turn.get("name"), turn.get("tool_call_id")
+        if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
+            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and names and ids are text")
         if content is None and calls:
             content = []
         if isinstance(content, str):
@@ -228,7 +229,8 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
                 parts.append(ImageRef(len(names)))
                 names.append(image)
         reasoning = _reasoning(turn, role, number)
-        turns.append(Turn(role, tuple(parts), calls, name if role == "tool" else None, reasoning))
+        name, call = (name, call) if role == "tool" else (None, None)
+        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call))
     if listed is not None or seen:
         match_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):

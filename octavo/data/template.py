@@ -44,6 +44,8 @@ def _message(turn: Turn, parts: bool) -> Message:
     more: Message = {"tool_calls": list(turn.calls)} if turn.calls else {}
     if turn.name is not None:
         more["name"] = turn.name
+    if turn.call is not None:
+        more["tool_call_id"] = turn.call
     if turn.reasoning is not None:
         more |= dict.fromkeys(READ_AS, turn.reasoning)
     return {"role": turn.role, "content": content if parts else turn.text, **more}
