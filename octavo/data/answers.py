@@ -50,7 +50,7 @@ class Answers:
             try:
                 return answer_spans(whole, messages, render, self.ends, reach, given)
             except TemplateProblem:
-                found = _learned(messages, render, self.ends).spans(whole, texts)
+                found = _learned(messages, render, self.ends, ended=False).spans(whole, texts)
                 if found is None:
                     raise
         return [(start, end) for start, end in found[given:] if reach is None or start < reach]
@@ -108,8 +108,9 @@ def _forms(text: str) -> Iterator[str]:
     return iter(dict.fromkeys((text, text.lstrip("\n"), text.rstrip(), text.strip("\n"), text.strip())))
 
 
-def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str]) -> _Shape:
-    """The shape of messages; one that nothing fits where the template does not write texts as they are."""
+def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
+    """The shape of messages; one that nothing fits where the template does not write texts as they are, nor where some
+    answer has no end-of-turn token, unless none has and not `ended`: prefixes then go by a row's own last words."""
     marks = (f"text{number:06}" for number in itertools.count())
     given = [_marked(message, marks) for message in messages]
     pieces = _texts(given)
@@ -120,11 +121,12 @@ def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str]) -
         return _Shape()
     there = tuple(piece.text in whole for piece in pieces)
     texts = [piece.text for piece, written in zip(pieces, there, strict=True) if written]
-    # Each text once and in order; and an end-of-turn token behind each answer, or a text's own last words might be one.
     places = [whole.find(text) for text in texts]
     lost = any(not piece.spare for piece, written in zip(pieces, there, strict=True) if not written)
-    ended = all(whole[start:end].endswith(tuple(ends)) for start, end in answers)
-    if lost or not ended or places != sorted(places) or any(whole.count(text) > 1 for text in texts):
+    closed = [whole[start:end].endswith(tuple(ends)) for start, end in answers]
+    if not all(closed) and (ended or any(closed)):
+        return _Shape()
+    if lost or places != sorted(places) or any(whole.count(text) > 1 for text in texts):
         return _Shape()
     starts = [0, *(place + len(text) for place, text in zip(places, texts, strict=True))]  # of each glue
     stops = [*places, len(whole)]

@@ -232,9 +232,8 @@ class Encoder:
         the text that they are)."""
         if conversation.images and not self.multimodal:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        conversation = self._bounded(conversation)
+        conversation = self._bounded(self.thinking.taken(conversation))
         control = self._control(conversation)
-        conversation = self.thinking.taken(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)

@@ -4,6 +4,7 @@ qwen3_vl   writes what a text holds, and knows no thinking
 qwen3      text only: reasoning of answers behind the last question; an empty block before the very last without any
 qwen3_5    a block, empty or not, for each answer behind the last question; prompts open one, or close an empty one
 qwen3_6    the same, and `preserve_thinking` writes the reasoning of all answers
+glm        the same without a word for the end of a turn; earlier answers stand behind an empty block
 omni       takes contents that are lists for no questions, and so loses all thinking, in the text or apart
 """
 
@@ -74,6 +75,17 @@ _QWEN3_VL = f"""{_PARTS}{_TOOLS}
 {{%- for m in messages %}}{_HEAD}{{{{- said(m.content) }}}}{_CALLS}{{{{- '<|im_end|>\\n' }}}}{{% endfor %}}
 {{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
 
+_GLM = f"""{_LAST.replace("QUESTION", "")}{_PARTS}
+{{%- for m in messages %}}
+{{%- set text = said(m.content) %}}
+{{%- if m.role == 'assistant' %}}{_PARTED}
+{{{{- '<|assistant|>\n<think>' + (thought.strip() if loop.index0 > last.at else '') + '</think>\n' + text.strip() }}}}
+{{%- else %}}{{{{- '<|' + m.role + '|>\n' + text }}}}{{% endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|assistant|>' }}}}
+{{%- if enable_thinking is defined and not enable_thinking %}}{{{{- '\n<think></think>\n' }}}}{{% endif %}}
+{{%- endif %}}"""
+
 TEMPLATES = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3": _QWEN3,
@@ -81,6 +93,7 @@ TEMPLATES = {
     "qwen3_6": _QWEN3_5.replace(
         "WRITES", "(preserve_thinking is defined and preserve_thinking is true) or loop.index0 > last.at"
     ),
+    "glm": _GLM,
     "omni": _QWEN3_5.replace("{%- if last.open %}{{- raise_exception('no question') }}{% endif %}", "")
     .replace("m.role == 'user'", "m.role == 'user' and m.content is string")
     .replace("WRITES", "loop.index0 > last.at"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from octavo.data import IGNORE, BadSample, Encoder, PairEncoder, PromptEncoder
+from octavo.data import IGNORE, BadSample, Encoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
 from octavo.data.report import LEFT_OUT
 from octavo.data.thinking import parted
@@ -100,6 +100,29 @@ def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
     whole = encoder("qwen3_5", train_on_prompt=True)
     sample = whole.encode(source[0])
     assert (sample.labels[1:] == sample.input_ids[1:]).all()
+
+
+def test_answers_without_a_word_for_their_end(folder, encoder):
+    """GLM's: earlier reasoning becomes an empty block, so neither prefixes nor end tokens tell where answers are."""
+    made = encoder("glm")
+    for _ in range(3):
+        sample = made.encode(folder.read([row(*APART)])[0])
+        assert learned(made, sample) == ["\n<think>r2</think>\na2"] and sample.lost == 1
+        assert learned(made, made.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
+    shut = encoder("glm", SHUT)
+    assert learned(shut, shut.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
+
+
+def test_long_reasoning_is_refused_before_it_is_rendered(folder, encoder, monkeypatch):
+    """What fits nowhere is cut; what a template leaves out takes no room, wherever the row has it."""
+    made, seen, long = encoder("qwen3_5"), [], "r" * 100_000
+    render = made.thinking.render
+    monkeypatch.setattr(made, "_render", lambda *given, **more: seen.append(str(given)) or render(*given, **more))
+    with pytest.raises(LongSample, match="tokens long, seq_length is 512"):
+        made.encode(folder.read([row((long, "a1"))])[0])
+    assert max(map(len, seen)) < 3 * 512 * made.longest
+    for answer in ((long, "a1"), f"<think>{long}</think>a1"):
+        assert learned(made, made.encode(folder.read([row(answer, "a2")])[0])) == [f"a2{ENDED}"]
 
 
 def test_reasoning_that_a_template_loses_is_told(folder, encoder):
