@@ -282,7 +282,7 @@ class DataSection(Section):
         "to it wherever it writes a conversation. One that it does not read is an error.",
     )
     mask_empty_think: bool = Field(
-        default=True, description="No loss on an empty block of thinking that the template writes before an answer."
+        default=True, description="No loss on an empty block of thinking before an answer, which templates write."
     )
     mask_reasoning: bool = Field(
         default=False, description="No loss on reasoning nor on the marks around it: it is context of the answer."

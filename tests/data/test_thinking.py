@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from transformers import AddedToken
 
 from octavo.data import IGNORE, BadSample, Encoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
@@ -14,12 +15,22 @@ from tests.data.chat_templates import TEMPLATES
 ENDED = "<|im_end|>"
 
 
+@pytest.fixture(scope="module")
+def processors(models):
+    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
+    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
+    for processor in made.values():
+        processor.tokenizer = copy.deepcopy(processor.tokenizer)
+        processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return made
+
+
 @pytest.fixture
-def encoder(models):
+def encoder(processors):
     """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
 
     def made(template, args=(), kind=Encoder, **options):
-        processor = copy.copy(models("qwen3" if template == "qwen3" else "qwen3_vl"))
+        processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
         processor.tokenizer = copy.copy(processor.tokenizer)
         processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
         processor.template_args = dict(args)
@@ -90,6 +101,8 @@ def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
         for _ in range(3):
             sample = made.encode(folder.read([row(*["a1", "a2"][:count])])[0])
             assert learned(made, sample) == [f"{text}{ENDED}" for text in wanted] and not sample.notes
+            written = made.tokenizer.decode(sample.input_ids)
+            assert written.count("<think>") == {"qwen3_vl": 0}.get(template, count if args == KEPT else 1)
 
 
 def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
