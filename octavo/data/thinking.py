@@ -96,10 +96,9 @@ class Thinking:
         """
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][given:]
         asked = _last_question(messages)
-        found, lost, before = [], 0, 0
+        found, lost = [], 0
         for number, (start, end) in zip(answers, spans, strict=False):
-            thought = self._thought(whole[before:end], messages[number], number, number < asked)
-            before = end
+            thought = self._thought(whole[start:end], messages[number], number, number < asked)
             if thought is None:
                 lost += 1
                 continue
@@ -110,7 +109,8 @@ class Thinking:
         return found, lost
 
     def _thought(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
-        """The reasoning that an answer has where it was `written`; None: it has some that was left out."""
+        """The reasoning that an answer has before its words where it was `written`; None: it has some that was left
+        out."""
         reasoning, words = message.get(READ_AS[0]), words_of(message)
         if not reasoning and not _ANY.search(words):
             return ""
@@ -121,7 +121,8 @@ class Thinking:
         for piece in _ANY.split(words):
             if piece.strip() not in written:
                 raise TemplateProblem(f"the chat template takes away words of message {number + 1}: {piece[:60]!r}")
-        if not own or own.strip() in written:
+        before = written[: written.rfind(words.strip())] if words.strip() in written else written
+        if not own or own.strip() in before:
             return own or ""
         if not earlier:
             raise TemplateProblem(
@@ -190,7 +191,7 @@ def _thinks(turn: Turn) -> bool:
 def left_out(answers: int) -> list[tuple[str, str]]:
     """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
     why = (
-        f"the chat template leaves the reasoning of {answers} earlier answer(s) out, which are context alone; to learn "
-        "them, end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
+        f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
+        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
     )
     return [(LEFT_OUT, why)] if answers else []

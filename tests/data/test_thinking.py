@@ -126,6 +126,16 @@ def test_answers_without_a_word_for_their_end(folder, encoder):
     assert learned(shut, shut.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
 
 
+def test_reasoning_that_says_what_the_answer_says(folder, encoder):
+    """Words of the question or the answer are not mistaken for it."""
+    for template in ("qwen3", "qwen3_5"):
+        made = encoder(template)
+        sample = made.encode(folder.read([row(("q1", "a1"), "a2")])[0])
+        assert learned(made, sample) == [f"a2{ENDED}"]
+        sample = made.encode(folder.read([row(("5", "5"), ("6", "6"))])[0])
+        assert sample.lost == 1 and learned(made, sample)[0].endswith(f"6\n</think>\n\n6{ENDED}")
+
+
 def test_long_reasoning_is_refused_before_it_is_rendered(folder, encoder, monkeypatch):
     """What fits nowhere is cut; what a template leaves out takes no room, wherever the row has it."""
     made, seen, long = encoder("qwen3_5"), [], "r" * 100_000
