@@ -180,7 +180,7 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
         if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
         role = _role(turn["from"], format, number)
-        reasoning = _reasoning(turn, role, number)
+        reasoning = reasoning_of(turn, role, number)
         if turn["from"] == "function_call" and format == "sharegpt":
             turns.append(Turn(role, (), calls_of(turn["value"], f"turn {number}"), reasoning=reasoning))
             continue
@@ -228,7 +228,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             else:
                 parts.append(ImageRef(len(names)))
                 names.append(image)
-        reasoning = _reasoning(turn, role, number)
+        reasoning = reasoning_of(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
         turns.append(Turn(role, tuple(parts), calls, name, reasoning, call))
     if listed is not None or seen:
@@ -241,7 +241,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
     return turns, names
 
 
-def _reasoning(turn: dict[str, Any], role: str, number: int) -> str | None:
+def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
     """What a turn has as its reasoning; blank is none. Raises `RowProblem`."""
     given = {key: turn[key] for key in REASONING if turn.get(key) is not None}
     for key, value in given.items():

@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AddedToken
 
-from octavo.data import IGNORE, BadSample, Encoder, LongSample, PairEncoder, PromptEncoder
+from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
 from octavo.data.report import LEFT_OUT
 from octavo.data.thinking import parted
@@ -266,6 +266,30 @@ def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
     both = made.encode(folder.read([{**pair, "chosen": chosen}], "pairs.json", kind="pairs")[0])
     texts = [made.tokenizer.decode(side.input_ids[side.labels != IGNORE]) for side in (both.chosen, both.rejected)]
     assert texts == [f"r2\n</think>\n\nc{ENDED}", f"b{ENDED}"]
+
+
+ANSWER = {"role": "assistant", "content": "a1", "reasoning": "r1"}
+SPOKEN = {"from": "gpt", "value": "a1", "thinking": "r1"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"prompt": "q1", "completion": ANSWER}, "conversations"),
+        ({"prompt": "q1", "completion": [ANSWER]}, "conversations"),
+        ({"prompt": [{"role": "user", "content": "q1"}, ANSWER], "answer": None, "completion": None}, "conversations"),
+        ({"prompt": [{"from": "human", "value": "q1"}, SPOKEN], "completion": None}, "conversations"),
+        ({"prompt": "q1", "completion": [SPOKEN], "label": True}, "labelled"),
+        ({"conversations": [{"from": "human", "value": "q1"}, SPOKEN]}, "conversations"),
+    ],
+)
+def test_no_way_of_writing_a_row_loses_reasoning(folder, encoder, asked, kind):
+    made = encoder("qwen3_5", kind=LabelledEncoder if kind == "labelled" else Encoder)
+    format = "prompt" if "prompt" in asked and kind == "conversations" else "auto"
+    sample = made.encode(folder.read([asked], kind=kind, format=format)[0])
+    assert learned(made, sample) == [f"r1\n</think>\n\na1{ENDED}"]
+    if kind == "conversations":  # what is generated is held against words alone
+        assert folder.read([asked], kind="prompts", format=format)[0].answer == "a1"
 
 
 def test_counts_of_tokens_belong_to_the_arguments(encoder):

@@ -120,6 +120,14 @@ def test_variables_reach_every_rendering(folder):
     assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
 
 
+def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("octavo.generation.answers", lambda _, processor, *__, **___: seen.append(processor) or [["a"]])
+    ask = ["generate", str(folder(ASKING)), "--prompt", "a"]
+    assert main([*ask, "--template-arg", "tone=true", "--template-arg", "mood=low key"]) == 0
+    assert seen[0].template_args == {"tone": True, "mood": "low key"}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
