@@ -153,10 +153,10 @@ def _by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Seq
     """Each answer begins behind what there is of its prompt's opening, and ends where it does as the last one."""
     spans: Spans = []
     at = 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        own = [piece.text for piece in _texts([message]) if piece.text in whole]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    opening = _opening(messages[: answers[-1]], render) if answers else ""
+    for number in answers:
+        own = [piece.text for piece in _texts([messages[number]]) if piece.text in whole]
         alone = rendered(messages[: number + 1], render)
         if not own or own[-1] not in alone:
             raise TemplateProblem(f"the chat template does not write message {number + 1}")
@@ -164,7 +164,7 @@ def _by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Seq
         tail = alone.partition(own[-1])[2]
         if not whole.startswith(tail, last):
             raise TemplateProblem(f"the chat template ends message {number + 1} otherwise where others follow")
-        start = at + _behind(_opening(messages[:number], render), whole[at:first])
+        start = at + _behind(opening, whole[at:first])
         at = last + len(tail)
         spans.append((start, without_glue(whole, start, at, ends)))
     return spans
