@@ -18,9 +18,9 @@ from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, stretches
 from octavo.data.images import ImageFile, ImageProblem, size
-from octavo.data.report import CONTROL
+from octavo.data.report import CONTROL, left_out
 from octavo.data.template import TemplateProblem, check_tools, messages, rendered
-from octavo.data.thinking import Thinking, left_out
+from octavo.data.thinking import Thinking
 
 IGNORE = -100
 NOTHING_LEFT = "nothing to learn is left after the cut"

@@ -17,6 +17,15 @@ LEFT_OUT = "with reasoning left out"  # of which the chat template does not writ
 NOTED = (CONTROL, LEFT_OUT)
 
 
+def left_out(answers: int) -> list[tuple[str, str]]:
+    """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
+    why = (
+        f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
+        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
+    )
+    return [(LEFT_OUT, why)] if answers else []
+
+
 class SkipReport:
     """Writes records of rows left out or cut, and counts them.
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from octavo.data.conversations import Conversation, Text, Turn
-from octavo.data.report import LEFT_OUT
 from octavo.data.template import READ_AS, Message, Render, TemplateProblem, rendered, words_of
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # around reasoning, in what templates write
@@ -186,12 +185,3 @@ def _last_question(messages: Sequence[Message]) -> int:
 
 def _thinks(turn: Turn) -> bool:
     return turn.reasoning is not None or any(closes in turn.text for closes in _CLOSES)
-
-
-def left_out(answers: int) -> list[tuple[str, str]]:
-    """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
-    why = (
-        f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
-        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
-    )
-    return [(LEFT_OUT, why)] if answers else []
