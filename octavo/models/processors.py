@@ -17,7 +17,7 @@ from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_sizes, read_json, stock
-from octavo.models.skeleton import VISION_FAMILIES
+from octavo.models.trained import TRAINED
 
 
 class TextProcessor:
@@ -106,12 +106,14 @@ def load_processor(
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
+                             Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
 
     template_args            variables of the chat template, for each of its renderings
 
-    Raises ModelError for a folder without processor files, limits below one token or tile, min above max, and limits
-    for a text-only model, a chat template that does not end or refuses every conversation (`check_template`), and
-    variables that it does not read (`chat.give`).
+    Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
+    token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
+    3), a chat template that does not end or refuses every conversation (`check_template`), and variables that it does
+    not read (`chat.give`).
     """
     processor = _load_processor(Path(path), max_pixels, min_pixels)
     give(processor, template_args or {}, Path(path))
@@ -123,11 +125,11 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if raw.get("model_type") not in VISION_FAMILIES:
+    if raw.get("model_type") not in TRAINED:
         if "vision_config" in raw:
             raise ModelError(
                 f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
-                f"{', '.join(VISION_FAMILIES)}."
+                f"{', '.join(TRAINED)}."
             )
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
@@ -155,6 +157,7 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
             raise ModelError(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
+    image_processors.check_image_options(folder, processor_class, image_processor)
     image_processors.limit(image_processor, given)
     with stock(f"{folder}: the image processor cannot take an image"):
         made = image_processor(images=[Image.new("RGB", (64, 64))])
@@ -162,7 +165,8 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         internvl = processor_class is image_processors.InternVLImageTextProcessor
-        more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        own = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        more = own | image_processors.stated_options(folder, processor_class)
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
     image_processors.check_agreement(folder, raw, processor)
     return processor
