@@ -244,6 +244,8 @@ def _config(args: argparse.Namespace) -> Any:
     if args.file is not None:  # its settings, on this model
         return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
+    if any(re.fullmatch(r"context=(?!1$)\d+", pair) for pair in args.parallel):  # which is for packs
+        settings += ["data.packing=true", "train.micro_batch=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])
 
 
@@ -341,6 +343,9 @@ AXES = ("replicate", "shard", "context", "ulysses", "expert")
 def _axes(text: str) -> list[str]:
     """An argparse type: ``axis=N,axis=N``."""
     out = [pair.strip() for pair in text.split(",")]
+    names = [pair.partition("=")[0] for pair in out]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise argparse.ArgumentTypeError(f"expected each axis once, found {twice} twice")
     for pair in out:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:

@@ -45,8 +45,9 @@ _OR_KIND = BeforeValidator(
 
 
 Kernel = Literal[
-    "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen"
-]
+    "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen",
+    "flex",
+]  # fmt: skip
 
 
 class AttentionSection(Section):
@@ -60,7 +61,8 @@ class AttentionSection(Section):
     foundation: Kernel = Field(
         default="sdpa",
         description="Of the language model. varlen: torch's flash attention for all samples of a pack in one call, "
-        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits).",
+        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits). flex: torch's flex attention for all "
+        "samples of a pack, compiled (data.packing; CUDA).",
     )
 
     @property
@@ -70,7 +72,9 @@ class AttentionSection(Section):
 
 
 def _for_all(value: Any) -> Any:
-    """One word says it of every component."""
+    """One word says it of every component that it is for."""
+    if value == "flex":
+        return {"foundation": value}
     known = isinstance(value, str) and value in get_args(Kernel)
     return dict.fromkeys(AttentionSection.model_fields, value) if known else value
 
@@ -112,8 +116,8 @@ class ModelSection(Section):
         default_factory=AttentionSection,
         description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
         "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
-        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack). "
-        "One word, or one for image_encoder and foundation each. One that cannot run here is refused.",
+        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack); "
+        "flex (for packs). A word, or one for image_encoder and foundation each. One that cannot run here is refused.",
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,

@@ -27,6 +27,8 @@ from octavo.models.paged import axes, positions
 from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
+TWO_WAYS = ("gemma3",)
+"""`model_type` of families whose attention in a sample is not causal alone."""
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
 
 
@@ -40,6 +42,11 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
+    if config.model_type in TWO_WAYS:
+        return (
+            f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "
+            "samples of a pack is causal"
+        )
     text = config.get_text_config()
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     if states := sorted({kind for kind in kinds if kind in _RECURRENT}):

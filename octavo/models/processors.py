@@ -99,9 +99,11 @@ def load_processor(
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
+                             Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
 
-    Raises ModelError for a folder without processor files, limits below one token or tile, min above max, and limits
-    for a text-only model, and a chat template that does not end or refuses every conversation (`check_template`).
+    Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
+    token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
+    3), and a chat template that does not end or refuses every conversation (`check_template`).
     """
     processor = _load_processor(Path(path), max_pixels, min_pixels)
     check_template(processor, Path(path))
@@ -145,6 +147,7 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
             raise ModelError(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
+    image_processors.check_image_options(folder, processor_class, image_processor)
     image_processors.limit(image_processor, given)
     with stock(f"{folder}: the image processor cannot take an image"):
         made = image_processor(images=[Image.new("RGB", (64, 64))])
@@ -152,7 +155,8 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         internvl = processor_class is image_processors.InternVLImageTextProcessor
-        more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        own = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        more = own | image_processors.stated_options(folder, processor_class)
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
     image_processors.check_agreement(folder, raw, processor)
     return processor

@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, SmolVLMConfig
+from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, ShieldGemma2Config, SmolVLMConfig
 
 from octavo import models
 from octavo.models import image_processors, trained
+from octavo.parallel import World
 from octavo.train.build import check_family
 from octavo.train.errors import TrainError
 
@@ -26,7 +27,8 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma3Config, "tokens of an image attend to those behind them"),
+        (Gemma3Config, "its forward takes token_type_ids, which batches of Octavo do not have"),
+        (ShieldGemma2Config, "tokens of an image attend to those behind them"),
         (Mistral3Config, "its forward takes image_sizes, which batches of Octavo do not have"),
         (SmolVLMConfig, "its forward takes pixel_attention_mask"),
         (Glm4vConfig, "its image processor and the cuts of its images are not known"),
@@ -43,4 +45,11 @@ def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(trained.WAITS, "gemma3", "of this reason")
     monkeypatch.setattr(trained, "TRAINED", ())
     with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
-        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))
+        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")), World())
+
+
+def test_experts_that_a_rank_may_not_reach_stay_on_one(checkpoint):
+    cfg = SimpleNamespace(model=SimpleNamespace(path=checkpoint("ernie4_5_vl_moe")))
+    check_family(cfg, World())
+    with pytest.raises(TrainError, match="ernie4_5_vl_moe trains on one rank: its experts for images"):
+        check_family(cfg, SimpleNamespace(size=2))
