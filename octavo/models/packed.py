@@ -25,10 +25,9 @@ from octavo.models.errors import ModelError
 from octavo.models.families import Family
 from octavo.models.paged import axes, positions
 from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
+from octavo.models.trained import TWO_WAYS
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
-TWO_WAYS = ("gemma3",)
-"""`model_type` of families whose attention in a sample is not causal alone."""
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
 
 

@@ -21,6 +21,8 @@ TRAINED = (
 )
 """`model_type` of the families whose images become batches here, and that train."""
 
+TWO_WAYS = ("gemma3",)
+"""Those of :data:`TRAINED` whose images attend to themselves both ways: in rows of one sample alone, not in packs."""
 WAITS = {"paligemma": "its prompt attends both ways, images and words, and no family that trains here asks for that"}
 """`model_type` -> why it is not trained, as the end of a sentence, where the inputs of its forward do not say it."""
 
