@@ -252,7 +252,8 @@ def _config(args: argparse.Namespace) -> Any:
 #: the names of octavo.models.shapes, which imports transformers
 SHAPES = (
     "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
-    "internvl3_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
+    "internvl3_5_8b", "llava_onevision_1_5_4b", "llava_onevision_1_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b",
+    "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
 )  # fmt: skip
 
 
@@ -282,7 +283,6 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
-    from octavo import models
     from octavo.models import shapes
     from octavo.train import base, build, planning, tokens
 
@@ -295,8 +295,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
-        return tokens.count(build.data_settings(cfg), processor, family, model.config)
+        return tokens.count(build.data_settings(cfg), base.processor_of(cfg), family, model.config)
 
     return model, family, count
 

@@ -23,7 +23,6 @@ from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
-from octavo.data.sounds import AudioRef
 from octavo.data.counting import counts
 from octavo.data.documents import Document, DocumentEncoder
 from octavo.data.encode import Encoder
@@ -48,6 +47,7 @@ from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, 
 from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
+from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.hub import is_name
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
-    "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture",
-    "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text",
+    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
+    "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
+    "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text",
     "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader", "pair_set",
     "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns",
     "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
@@ -81,11 +81,13 @@ def workers_of(cfg: Config) -> int:
 
 
 def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int = 0) -> E:  # type: ignore[assignment]
-    """The encoder that a configuration asks for. Pixel limits belong to the processor (`models.load_processor`)."""
+    """The encoder that a configuration asks for. Pixel limits and variables of the chat template belong to the
+    processor (`models.load_processor`)."""
     data = cfg.data
     return kind(
         processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
         system=data.system, max_image_megapixels=data.max_image_megapixels, reserve=reserve,
+        mask_empty_think=data.mask_empty_think, mask_reasoning=data.mask_reasoning,
     )  # fmt: skip
 
 

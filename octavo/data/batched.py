@@ -204,12 +204,10 @@ class _Row(NamedTuple):
         return sum(image.width * image.height for image in self.images) + sum(map(len, self.sounds))
 
 
-def _give_sounds(
-    rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]
-) -> None:
+def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]) -> None:
     """Give each row what a processor made of its `sounds[k]` sounds. Raises `DataError` as `parted`."""
     given = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
-    check_lengths(outputs, {name: "sound" for name in given}, {"sound": sum(sounds)})
+    check_lengths(outputs, dict.fromkeys(given, "sound"), {"sound": sum(sounds)})
     ends = np.cumsum([0, *sounds])
     for row, start, end in zip(rows, ends, ends[1:], strict=False):
         row |= {name: np.stack(outputs[name][start:end]) for name in given if end > start}
@@ -237,6 +235,7 @@ def parted(
         return rows
     pixels, ends = np.asarray(outputs["pixel_values"]), np.cumsum([0, *images])
     grid = None if outputs.get("image_grid_thw") is None else np.asarray(outputs["image_grid_thw"])
+    check_lengths(outputs, names, {"image": int(ends[-1]), "pixels": len(pixels), "row": count})
     if len(pixels) == ends[-1]:
         shares = list(images)
     elif grid is not None:
@@ -245,7 +244,6 @@ def parted(
         tokens = np.array([np.count_nonzero(np.asarray(row["input_ids"]) == place) for row in rows])
         shares = tokens * len(pixels) // tokens.sum()
     stops = np.cumsum([0, *shares])
-    check_lengths(outputs, names, {"image": int(ends[-1]), "pixels": len(pixels), "row": count})
     counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {k: v for k, v in names.items() if v != "token"}
     given = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
     for number, row in enumerate(rows):

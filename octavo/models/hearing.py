@@ -1,7 +1,8 @@
 """How sound of a family comes to its tower, by the configuration alone.
 
-Sound is a picture of `bins` x `frames`: how loud each band of pitch is, a hundred times a second. Qwen2-Audio pads every
-sound to the same half minute and masks what is none; two convolutions and a pooling make one token of four frames.
+Sound is a picture of `bins` x `frames`: how loud each band of pitch is, a hundred times a second. Qwen2-Audio pads
+every sound to the same half minute and masks what is none; two convolutions and a pooling make one token of four
+frames.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ from octavo.models.errors import ModelError
 from octavo.models.families import Family
 from octavo.models.paged import axes, positions
 from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
+from octavo.models.trained import TWO_WAYS
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
-TWO_WAYS = ("gemma3",)
-"""`model_type` of families whose attention in a sample is not causal alone."""
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
 
 
@@ -43,7 +42,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     if getattr(config, "audio_config", None) is not None:
-        return f"model_type {config.model_type!r} takes sound, which rows of several samples do not hold in this version"
+        return f"model_type {config.model_type!r} takes sound, which packs do not hold in this version"
     if config.model_type in TWO_WAYS:
         return (
             f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "

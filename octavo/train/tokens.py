@@ -19,8 +19,8 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 @dataclass(frozen=True)
 class Tokens:
     """``counts``: component -> tokens of one forward. ``row``, ``image`` and ``sound``: tokens that attend to each
-    other, those of a row of the batch, the patches of an image and the places of a sound. ``sample``: in a row that is a pack, those of a
-    sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
+    other, those of a row of the batch, the patches of an image and the places of a sound. ``sample``: in a row that is
+    a pack, those of a sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
 
     counts: Mapping[str, int]
     row: int

@@ -16,11 +16,12 @@ from octavo.models import streaming, tiny
 from octavo.models.assembly import assemble, prepare
 from octavo.models.shards import open_weights
 from octavo.models.skeleton import read_config, skeleton
+from octavo.models.trained import TRAINED_WITH_SOUND
 from tests.models.conftest import batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
 KINDS = tuple(fp8.FROZEN)
-VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "llavaonevision1_5")
 
 
 def streamed(folder: Path, dtype=torch.float32):
@@ -80,7 +81,8 @@ def test_published_experts_lie_transposed(checkpoint, tmp_path):
 def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)
     stock = models.load(checkpoint(family))  # fp32, as on disk
-    asked = dict.fromkeys(("foundation", "image_encoder", "image_projector"), kind) if family in VISION else kind
+    of = "image" if family in VISION else "audio" if family in TRAINED_WITH_SOUND else None
+    asked = kind if of is None else dict.fromkeys(("foundation", f"{of}_encoder", f"{of}_projector"), kind)
     seen = []
     model = models.load(
         checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail

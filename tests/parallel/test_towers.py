@@ -13,6 +13,8 @@ from octavo.parallel import World, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference
 
+_BLOCKS = ("blocks", "layers")
+
 
 def _vision(world: World, path: str) -> dict:
     return {f"{frozen}": _one_vision(world, path, frozen) for frozen in (True, False)}
@@ -40,7 +42,7 @@ def _one_vision(world: World, path: str, frozen: bool) -> dict:
     return {
         "gap": worst_difference(sharded, whole),
         "tower_sharded": all(isinstance(p, DTensor) for p in tower.parameters()),
-        "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith(("blocks", "layers"))),
+        "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith(_BLOCKS)),
     }
 
 
