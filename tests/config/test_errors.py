@@ -365,6 +365,8 @@ def test_packs_have_no_epochs_and_only_they_have_a_window():
         ("{foundation: mth}", "", "model.attention.foundation: found 'mth'; did you mean math? one of auto, sdpa"),
         ("{vision: math}", "", "model.attention.vision: unknown key"),
         ("varlen", "", "model.attention: varlen is for rows of several samples, and rows of a batch are padded"),
+        ("flex", "", "model.attention: flex is for rows of several samples, and rows of a batch are padded"),
+        ("{image_encoder: flex}", "", "model.attention.image_encoder: flex is for the language model's packs alone"),
         (
             "{image_encoder: varlen}",
             "precision: fp32",

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
-from octavo import models
+from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
+from octavo.models.trained import TRAINED
 
-TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}
+FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -19,12 +20,14 @@ def test_every_parameter_has_one_component(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     assert described.name == family
-    assert described.has_vision == (family in TOWERS)
-    expected = set(models.COMPONENTS) if described.has_vision else {"foundation", "lm_head"}
+    assert described.has_vision == (family in TRAINED)
+    expected = set(models.COMPONENTS) - {"audio_encoder"} if described.has_vision else {"foundation", "lm_head"}
     found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
     assert found == expected == set(described.components)
     layers = described.layers(model)
-    assert len(layers) == sum(TOWERS.get(family, (2,)))
+    text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+    seen = 0 if vision is None else getattr(vision, "depth", None) or vision.num_hidden_layers
+    assert len(layers) == text.num_hidden_layers + seen >= 2
     assert len({type(block) for _, block in layers}) == (2 if described.has_vision else 1)
 
 
@@ -80,7 +83,7 @@ def test_a_text_model_that_takes_images_is_refused(checkpoint):
         models.describe(model)
 
 
-@pytest.mark.parametrize("family", sorted(TOWERS))
+@pytest.mark.parametrize("family", FIRST)
 def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     """Files and checkpoints keep these globs."""
     described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
@@ -88,7 +91,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     if "qwen" in family:
         encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
         projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
-    assert list(described.components) == list(models.COMPONENTS)
+    assert list(described.components) == [part for part in models.COMPONENTS if part != "audio_encoder"]
     assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
     assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
     assert described.components["foundation"] == ("model.language_model.**",)
@@ -109,6 +112,26 @@ def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
     described = models.describe(model)
     assert "model.visual.translator.**" in described.components["image_projector"]
     assert "model.visual.vit_merger.**" in described.components["image_encoder"]
+
+
+def test_an_audio_tower_is_a_component(checkpoint):
+    """With what leads from it into the decoder: planned and frozen by its name."""
+    model = models.empty(checkpoint("internvl"))
+    tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
+    model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
+    family = models.describe(model)
+    assert family.components["audio_encoder"] == ("model.audio_tower.**", "model.embed_audio.**")
+    assert family.components["image_projector"] == ("model.multi_modal_projector.**",)
+    assert "model.audio_tower.layers.*" in family.layer_globs
+    plan = fp8.plan(model, fp8.Policy("rowwise", components={"audio_encoder": "blockwise"}), family.components)
+    assert {row.recipe.name for row in plan.rows if row.component == "audio_encoder"} == {"blockwise"}
+    assert models.freeze(model, family, ["audio_encoder"]) == [
+        name for name, _ in model.named_parameters() if "audio" in name
+    ]
+    plan = fp8.plan(model, "rowwise", family.components)
+    assert {row.name for row in plan.rows if row.row.frozen} == {
+        "model.audio_tower.layers.0.0", "model.audio_tower.layers.1.0", "model.embed_audio",
+    }  # fmt: skip
 
 
 def test_single_parameters_have_a_component(checkpoint):
@@ -159,5 +182,6 @@ def test_the_plan_reads_the_components_as_the_family_does(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     rows = topology(model, described.components)
-    assert {row.component for row in rows} == set(described.components)
+    bare = {"image_projector"} if family == "gemma3" else set()  # whose projector is a parameter
+    assert {row.component for row in rows} == set(described.components) - bare
     assert all(row.component == described.component_of(row.module or row.name) for row in rows)
