@@ -282,7 +282,6 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
-    from octavo import models
     from octavo.models import shapes
     from octavo.train import base, build, planning, tokens
 
@@ -295,8 +294,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
-        return tokens.count(build.data_settings(cfg), processor, family, model.config)
+        return tokens.count(build.data_settings(cfg), base.processor_of(cfg), family, model.config)
 
     return model, family, count
 

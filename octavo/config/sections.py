@@ -279,6 +279,17 @@ class DataSection(Section):
         "OCTAVO_CACHE, or octavo in the user's cache folder.",
     )
     system: Text | None = Field(default=None, description="System message put before conversations that have none.")
+    template_args: dict[Text, Any] | None = Field(
+        default=None,
+        description="Variables of the chat template (enable_thinking, preserve_thinking, add_vision_id, ...), given "
+        "to it wherever it writes a conversation. One that it does not read is an error.",
+    )
+    mask_empty_think: bool = Field(
+        default=True, description="No loss on an empty block of thinking before an answer, which templates write."
+    )
+    mask_reasoning: bool = Field(
+        default=False, description="No loss on reasoning nor on the marks around it: it is context of the answer."
+    )
 
 
 Recompute = Literal["none", "selective", "full"]

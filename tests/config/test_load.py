@@ -204,6 +204,12 @@ def test_overrides_reach_everything():
     assert cfg.run.dir == "12" and cfg.run.threads is None
 
 
+def test_variables_of_the_chat_template_are_any_mapping():
+    cfg = text(overrides=["data.template_args.enable_thinking=false", "data.template_args={effort: low, n: [1, null]}"])
+    assert cfg.data.template_args == {"enable_thinking": False, "effort": "low", "n": [1, None]}
+    assert load_config_text(to_yaml(cfg)) == cfg
+
+
 def test_the_last_override_wins():
     assert text(overrides=["run.seed=1", "run={seed: 2}", "run.seed=3"]).run.seed == 3
 
