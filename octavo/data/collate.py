@@ -25,7 +25,8 @@ class Meta:
 
     One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
     tokens), `images`, `sounds`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths`
-    (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no entries.
+    (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no
+    entries.
     `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.inputs`).
     """
 

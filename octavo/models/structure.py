@@ -5,8 +5,9 @@
     towers     ``get_encoder(modality="image")`` and, of a model that takes sound, ``get_encoder(modality="audio")``
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
-               decoder differ in width, because their last linear layer puts out the decoder's. Sound has a projector of
-               its own: it runs over fewer tokens than its tower, and is what one trains beside a frozen tower
+               decoder differ in width, because their last linear layer puts out the decoder's; experts for images. Sound
+               has a projector of its own: it runs over fewer tokens than its tower, and is what one trains beside a
+               frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
 What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
@@ -15,6 +16,7 @@ decoder is one list of blocks between token embeddings and an output projection.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +124,8 @@ def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
         own = [glob for glob in rest if not sees or _of_sound(glob) == (of == "audio")]
         _refuse(model, own)
         components[f"{of}_encoder"] = covering(model, tower, mapping)
-        components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own)
+        experts = _experts_of_images(model, decoder) if of == "image" else ()
+        components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own, *experts)
         lists[tower] = block_lists(model, tower, mapping)
     components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
     lists[decoder] = block_lists(model, decoder)
@@ -140,6 +143,13 @@ def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word
     if tower in ("", base):
         raise Undescribed(model, f'no {word} tower: get_encoder(modality="{modality}") finds none')
     return tower
+
+
+def _experts_of_images(model: nn.Module, decoder: str) -> tuple[str, ...]:
+    """Globs of those in the decoder's blocks (Ernie's): like the projector they have tokens where there are images, and
+    only there, so they are planned, proven and frozen with it."""
+    found = (name for name, _ in model.named_modules() if _inside(name, decoder) and name.endswith(".vision_moe"))
+    return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in found))
 
 
 def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:

@@ -60,5 +60,5 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     if more:
         return f"its forward takes {', '.join(more[:3])}, which no family that trains here has"
     if sound := next((name for name in taken if name.startswith(_SOUND)), None):
-        return f"it takes sounds ({sound}), which rows of Octavo do not have"
+        return f"it takes sounds ({sound}), and how they come to its tower is not known to Octavo"
     return "its image processor and the cuts of its images are not known to Octavo"
