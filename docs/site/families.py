@@ -14,11 +14,12 @@ HEAD = """# Families
 
 Octavo describes a model by its structure: it asks the model for its decoder, output projection and towers, and
 takes what lies beside them for the projector. So a family that nobody listed can be planned, and what breaks a rule is
-refused by that rule. Whether a family trains is another question: its images or sounds must become batches here, and its masks
-and positions must be known to the collation.
+refused by that rule. Whether a family trains is another question: its images or sounds must become batches here,
+and its masks and positions must be known to the collation.
 
 - **trains**: `octavo train` takes it. Those of images train in FP8 in `tests/train/test_seeing.py`, that
-  of sound in `tests/train/test_hearing.py`, from the small checkpoints with random weights that `octavo tiny` writes: {tiny}.
+  of sound in `tests/train/test_hearing.py`, from the small
+  checkpoints with random weights that `octavo tiny` writes: {tiny}.
   What a released folder brings besides (its sizes, its processor's files, its chat template) is read from the folder,
   and was not tried for this table. transformers has no model of `llavaonevision1_5`: Octavo does
   ([its page](onevision.md)).

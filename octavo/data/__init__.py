@@ -59,8 +59,8 @@ __all__ = [
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
     "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader",
-    "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns",
-    "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
+    "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read",
+    "reward_columns", "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
