@@ -6,8 +6,8 @@
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
                decoder differ in width, because their last linear layer puts out the decoder's; experts for images.
-               Sound has a projector of its own: it runs over fewer tokens than its tower, and is what one trains beside a
-               frozen tower
+               Sound has a projector of its own: it runs over fewer tokens than its tower, and is what one trains beside
+               a frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
 What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
