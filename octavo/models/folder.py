@@ -261,8 +261,10 @@ def copy_companions(source: Path, made: Path) -> None:
 
 
 def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
-    """The source's config.json with the dtype of what was written, and what it says of quantization replaced."""
+    """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
+    the code that it names (`auto_map`), which does not go along."""
     config = read_json(source / "config.json")
+    config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
 
     def rewrite(node: Any) -> Any:

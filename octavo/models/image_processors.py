@@ -90,6 +90,13 @@ class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
+class FrameImages(Qwen2VLImages):
+    """Qwen2VLImageProcessor for towers that take frames one by one: patches of one frame where a folder leaves
+    `temporal_patch_size` out, not of two."""
+
+    temporal_patch_size = 1
+
+
 # model_type -> (processor, image processor)
 PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImages),
@@ -104,6 +111,7 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "gemma3": (stocked.Gemma3ImageTextProcessor, Gemma3Images),
     "glm4v": (stocked.Glm4vImageTextProcessor, Glm4vImages),
     "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
+    "llavaonevision1_5": (Qwen25VLImageTextProcessor, FrameImages),
 }
 _BY_AREA = (Qwen2VLImages, Glm4vImages, ErnieImages)
 """Whose sizes are areas, kept to whole tokens."""
