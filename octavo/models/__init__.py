@@ -21,7 +21,7 @@ from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
 from octavo.models.trained import why_not_trained
 from octavo.models.values import stream
-from octavo.models.vision import vision_of
+from octavo.models.vision import Vision, vision_of
 
 __all__ = [
     "Attend",
@@ -31,6 +31,7 @@ __all__ = [
     "Drawn",
     "SHAPES",
     "VALUE_HEAD",
+    "Vision",
     "WITHOUT_HEAD",
     "Family",
     "ModelError",

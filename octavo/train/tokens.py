@@ -140,8 +140,11 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         message += f", {answer} of them (rl.max_new_tokens) a completion"
     counts = {"foundation": rows * row, "lm_head": rows * (answer or row)}
     image = 0
-    if "image_encoder" in components and getattr(config, "vision_config", None) is not None:
-        vision, room = models.vision_of(config), row - answer - 2
+    vision = _vision(config) if "image_encoder" in components else None
+    if "image_encoder" in components and vision is None:
+        message += ", without images, of which it is not known how they come to the tower of this family"
+    elif vision is not None:
+        room = row - answer - 2
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, room // (vision.length + 1)))
@@ -163,6 +166,14 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         message += ", in each a sound of the longest" if fits else f", no sound: one is {hearing.features} tokens"
     known = {name: n for name, n in counts.items() if name in components}
     return Tokens(known, row, max(0, image), sound=sound), f"{message}; --tokens says otherwise"
+
+
+def _vision(config: Any) -> models.Vision | None:
+    """How images come to the tower; None of a family that is described alone."""
+    try:
+        return models.vision_of(config)
+    except models.ModelError:
+        return None
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:

@@ -83,6 +83,33 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
 
 
 @pytest.mark.parametrize(
+    ("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)]
+)
+def test_max_pixels_bound_one_image(checkpoint, family, tokens):
+    """Of GLM too, whose own limit is that of an image's two frames."""
+    processor = models.load_processor(checkpoint(family), max_pixels=256)
+    text = processor.apply_chat_template(conversation(True), tokenize=False)
+    inputs = processor(text=[text], images=[some_image(size=(64, 64))], return_tensors="pt")
+    assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "entry", "message"),
+    [
+        ("gemma3", "processor_config.json", {"image_seq_length": 5}, "gives image_seq_length 5, .* it is 4"),
+        ("smolvlm", "preprocessor_config.json", {"max_image_size": {"longest_edge": 32}}, "gives max_image_size"),
+        ("llava_onevision", "preprocessor_config.json", {"image_grid_pinpoints": [[16, 16]]}, "image_grid_pinpoints"),
+        ("mistral3", "processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size 1, .* it is 2"),
+    ],
+)  # fmt: skip
+def test_processor_files_that_contradict_the_model(checkpoint, tmp_path, family, file, entry, message):
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | entry))
+    with pytest.raises(models.ModelError, match=message):
+        models.load_processor(folder)
+
+
+@pytest.mark.parametrize(
     ("limits", "tiles"), [({}, 5), ({"max_pixels": 700}, 3), ({"max_pixels": 256}, 1), ({"min_pixels": 1281}, 7)]
 )
 def test_tile_limits_of_internvl(checkpoint, limits, tiles):
@@ -100,6 +127,9 @@ def test_tile_limits_of_internvl(checkpoint, limits, tiles):
         ("internvl", {"max_pixels": 255}, "max_pixels 255 is less than one tile of this model. Give at least 256"),
         ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is above max_pixels 100"),
         ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is less than one token"),
+        ("mistral3", {"min_pixels": 64}, "min_pixels cannot be kept by PixtralImageProcessor.*larger by itself alone"),
+        ("gemma3", {"max_pixels": 64}, "max_pixels cannot be kept by Gemma3ImageProcessor.*one of fixed sizes"),
+        ("llava_onevision", {"max_pixels": 64}, "max_pixels cannot be kept by LlavaOnevisionImageProcessor"),
     ],
 )
 def test_impossible_limits(checkpoint, family, limits, message):

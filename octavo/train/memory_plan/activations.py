@@ -407,23 +407,26 @@ def _images(
     config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
 ) -> dict[str, Tensor]:
     """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
-    vision, rows = config.vision_config, len(ids)
-    if hasattr(vision, "spatial_merge_size"):  # patches of any number of images in one row
+    vision, rows = models.vision_of(config), len(ids)
+    if vision.kind == "patches":
         each = max(1, round(patches / image / rows))  # images a row
-        merge = vision.spatial_merge_size
+        merge = vision.merge
         side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
         other = max(1, round(patches / (each * rows * side * merge * merge)))
         length = side * other
         grid = torch.tensor([[1, side * merge, other * merge]]).repeat(each * rows, 1)
-        features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        features = vision.channels * vision.patch[0] * vision.patch[1]
         shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
         more = {"image_grid_thw": grid}
-    else:  # tiles of one size
-        (height, width), (ph, pw) = vision.image_size, vision.patch_size
-        cells = (height // ph) * (width // pw)
-        each = max(1, round(patches / (cells + 1) / rows))
-        length = int(cells * config.downsample_ratio**2)
-        shape, more = (each * rows, vision.num_channels, height, width), {}
+    elif vision.axes == 4 and vision.kind == "tiles":
+        each = max(1, round(patches / (vision.cells + vision.own) / rows))
+        length = vision.length
+        shape, more = (each * rows, vision.channels, *vision.tile), {}
+    else:
+        raise TrainError(
+            f"the tower of {config.model_type!r} looks at the sizes of images, which a forward without values has not. "
+            "Train a few steps: each row of metrics.jsonl says what they took"
+        )
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
