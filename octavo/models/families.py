@@ -57,9 +57,10 @@ class Family:
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order."""
+        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
         globs = self.layer_globs
-        return [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
+        named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
+        return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
 
 
 def _below(*names: str) -> tuple[str, ...]:
@@ -90,6 +91,9 @@ _VISION = {
     "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
     "internvl": _vision(
         "internvl", "model.vision_tower", "encoder.layer", ("model.vision_tower",), ("model.multi_modal_projector",)
+    ),
+    "nvila_lite": _vision(
+        "nvila_lite", "model.vision_tower", "encoder.layers", ("model.vision_tower",), ("model.mm_projector",)
     ),
 }
 assert tuple(_VISION) == VISION_FAMILIES

@@ -23,6 +23,9 @@ from transformers.utils import is_torchvision_available
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
+from octavo.models.nvila.images import NvilaLiteImages
+from octavo.models.nvila.processor import NvilaProcessor
+from octavo.models.nvila.processor import load_processor as nvila_processor
 
 if is_torchvision_available():
     from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor as GotOcr2Images
@@ -73,6 +76,7 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
     "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImages),
     "internvl": (InternVLImageTextProcessor, GotOcr2Images),
+    "nvila_lite": (NvilaProcessor, NvilaLiteImages),
 }
 
 

@@ -16,7 +16,7 @@ from octavo import reading
 from octavo.models.chat import FILES, check_template, deadline, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_sizes, read_json, stock
-from octavo.models.skeleton import VISION_FAMILIES
+from octavo.models.skeleton import VISION_FAMILIES, read_config
 
 
 class TextProcessor:
@@ -138,6 +138,7 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (folder / name).exists():
             check_sizes(folder / name)
+    nvila = read_config(folder) if processor_class is image_processors.NvilaProcessor else None
     with stock(f"{folder}: the image processor cannot be loaded"):
         image_processor = image_class.from_pretrained(folder, local_files_only=True)
         deviations = image_processor.image_std
@@ -145,12 +146,16 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
             raise ModelError(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
+    if nvila is not None:
+        image_processor.min_patches, image_processor.max_patches = nvila.min_tiles, nvila.max_tiles
     image_processors.limit(image_processor, given)
     with stock(f"{folder}: the image processor cannot take an image"):
         made = image_processor(images=[Image.new("RGB", (64, 64))])
     image_processors.check_made(folder, raw, image_processor, made)
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
+        if nvila is not None:
+            return image_processors.nvila_processor(folder, image_processor, tokenizer, template, nvila)
         internvl = processor_class is image_processors.InternVLImageTextProcessor
         more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)

@@ -27,7 +27,7 @@ from octavo.models.folder import check_sizes, read_json, stock
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
 #: how architectures that give a conversation numbers end
 SCORING = "ForSequenceClassification"
 

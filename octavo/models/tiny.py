@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gene
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
 from octavo.models.skeleton import is_vision_config
-from octavo.models.tiny_configs import CONFIGS, INTERNVL_IMAGE, PATCH, SIZES
-from octavo.models.tokens import INTERNVL, LLAMA, QWEN, QWEN_VL, Special, train_tokenizer
+from octavo.models.tiny_configs import CONFIGS, INTERNVL_IMAGE, NVILA_IMAGE, PATCH, SIZES
+from octavo.models.tokens import INTERNVL, LLAMA, NVILA, QWEN, QWEN_VL, Special, train_tokenizer
 
 FAMILIES = tuple(CONFIGS)
 _SPECIAL: Mapping[str, Special] = {
@@ -32,6 +32,7 @@ _SPECIAL: Mapping[str, Special] = {
     "qwen3_vl_moe": QWEN_VL,
     "qwen2_5_vl": QWEN_VL,
     "internvl": INTERNVL,
+    "nvila_lite": NVILA,
     "qwen3": QWEN,
     "qwen3_moe": QWEN,
     "llama": LLAMA,
@@ -111,6 +112,11 @@ def _require_same(made: Path, target: Path, family: str) -> None:
 def _write_processor(family: str, directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The entries a stock AutoProcessor reads (it needs torchvision and the video entry; Octavo reads the rest)."""
     if family in ("qwen3", "qwen3_moe", "llama", "mpt"):
+        return
+    if family == "nvila_lite":  # as published: the tower's own processor, and no other
+        image = {"image_processor_type": "SiglipImageProcessor", "size": {"height": NVILA_IMAGE, "width": NVILA_IMAGE}}
+        more = {"image_mean": _HALF, "image_std": _HALF, "rescale_factor": 1 / 255, "resample": 3}
+        _dump(directory / "preprocessor_config.json", {**image, **more})
         return
     if family == "internvl":
         side = {"height": INTERNVL_IMAGE, "width": INTERNVL_IMAGE}

@@ -22,6 +22,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+from octavo.models.nvila import NvilaLiteConfig
+
 SIZES = ("small", "mini")
 PATCH = 4  # pixels; two by two patches merge into one token of 8x8 pixels
 MAX_POSITIONS = 4096
@@ -132,6 +134,30 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+NVILA_IMAGE = 16  # pixels a tile: 4x4 patches, 3x3 of which (padded) become one of 4 tokens
+
+
+def _nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged."""
+    text = _text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False)
+    vision = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4 if size == "small" else 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 272 if size == "small" else 144,  # 16 * 17, 16 * 9
+        "image_size": NVILA_IMAGE,
+        "patch_size": PATCH,
+    }
+    return NvilaLiteConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<image>"],
+        video_token_id=ids["<vila/video>"],
+        newline_token_id=ids["Ċ"],
+        max_tiles=4,
+    )
+
+
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     text = _text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**text)
@@ -153,6 +179,7 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen2_5_vl": _qwen2_5_vl,
     "internvl": _internvl,
+    "nvila_lite": _nvila_lite,
     "qwen3": lambda size, vocab, ids: Qwen3Config(**_text(size, vocab, head_dim=32, tie_word_embeddings=True)),
     "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True),
     "llama": _llama,

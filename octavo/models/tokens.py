@@ -29,6 +29,14 @@ def _chatml(image: str) -> str:
     return f"{{% for message in messages %}}{_ROLE}{parts}{{{{ '<|im_end|>' }}}}{{% endfor %}}{_GENERATE}"
 
 
+# NVILA: contents are texts, and a conversation without a system turn gets one.
+_NVILA = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    + _GENERATE
+)
+
 # Llama 2: the system text goes inside the first user turn; an answer ends with </s>.
 _LLAMA = (
     "{% set state = namespace(system='') %}{% for message in messages %}"
@@ -88,6 +96,12 @@ INTERNVL = Special(
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     },
+)
+NVILA = Special(
+    (*_CHATML_TOKENS, "[BOS]", "[PAD]", "<vila/sentinel>", "<image>", "<vila/video>"),
+    _NVILA,
+    eos="<|im_end|>",
+    pad="[PAD]",
 )
 LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA, eos="</s>", pad="<unk>", bos="<s>")
 
