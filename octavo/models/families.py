@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
-from octavo.models.skeleton import VISION_FAMILIES, empty, is_vision_config
+from octavo.models.skeleton import empty
+from octavo.models.trained import TRAINED
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
 WITHOUT_HEAD = COMPONENTS[:-1]
@@ -96,7 +97,7 @@ _VISION = {
         "nvila_lite", "model.vision_tower", "encoder.layers", ("model.vision_tower",), ("model.mm_projector",)
     ),
 }
-assert tuple(_VISION) == VISION_FAMILIES
+assert tuple(_VISION) == TRAINED
 
 VALUE_HEAD = "value_head"
 """A module that training may put beside a model's own (:mod:`octavo.train.critic`): of no component."""
@@ -116,7 +117,7 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
             f"{type(model_or_config).__name__} has no `config`: Octavo describes Hugging Face models; load the folder "
             "with octavo.models.load."
         )
-    if is_vision_config(config):
+    if config.model_type in _VISION:
         family = replace(_VISION[config.model_type], image_token_id=config.image_token_id)
         if hasattr(model_or_config, "score"):  # of a reward model
             family = replace(family, components={**family.components, "lm_head": ("score",)})
@@ -129,7 +130,7 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
 def _text(model: PreTrainedModel) -> Family:
     """A decoder by structure: token embeddings below the base model, one list of equal blocks, an output projection."""
     config = model.config
-    described = ", ".join(VISION_FAMILIES)
+    described = ", ".join(TRAINED)
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
         raise ModelError(
             f"model_type {config.model_type!r} takes images or audio, and Octavo describes no such family; described: "

@@ -25,7 +25,6 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
 from octavo.models.nvila.images import NvilaLiteImages
 from octavo.models.nvila.processor import NvilaProcessor
-from octavo.models.nvila.processor import load_processor as nvila_processor
 
 if is_torchvision_available():
     from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor as GotOcr2Images

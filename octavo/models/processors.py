@@ -16,7 +16,8 @@ from octavo import reading
 from octavo.models.chat import FILES, check_template, deadline, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_sizes, read_json, stock
-from octavo.models.skeleton import VISION_FAMILIES, read_config
+from octavo.models.skeleton import read_config
+from octavo.models.trained import TRAINED
 
 
 class TextProcessor:
@@ -113,11 +114,11 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if raw.get("model_type") not in VISION_FAMILIES:
+    if raw.get("model_type") not in TRAINED:
         if "vision_config" in raw:
             raise ModelError(
                 f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
-                f"{', '.join(VISION_FAMILIES)}."
+                f"{', '.join(TRAINED)}."
             )
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
@@ -155,7 +156,7 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         if nvila is not None:
-            return image_processors.nvila_processor(folder, image_processor, tokenizer, template, nvila)
+            return processor_class.of(folder, image_processor, tokenizer, template, nvila)
         internvl = processor_class is image_processors.InternVLImageTextProcessor
         more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)

@@ -26,8 +26,6 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, read_json, stock
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
-#: the vision-language families that :mod:`octavo.models.families` describes, by `config.model_type`
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
 #: how architectures that give a conversation numbers end
 SCORING = "ForSequenceClassification"
 
@@ -82,8 +80,8 @@ def _check_dtypes(file: Path) -> None:
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether the configuration belongs to a described vision-language family."""
-    return config.model_type in VISION_FAMILIES
+    """Whether transformers has a model of this configuration that takes images and text, and gives text."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
@@ -95,16 +93,16 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
         if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return AutoModelForSequenceClassification
         raise ModelError(
-            f"model_type {config.model_type!r} is neither a described vision-language family "
-            f"({', '.join(VISION_FAMILIES)}) nor a text model that transformers knows to give scores."
+            f"model_type {config.model_type!r} is neither a model of images and text nor a text model that "
+            "transformers knows to give scores."
         )
     if is_vision_config(config):
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise ModelError(
-        f"model_type {config.model_type!r} is neither a described vision-language family "
-        f"({', '.join(VISION_FAMILIES)}) nor a text-only decoder that transformers knows."
+        f"model_type {config.model_type!r} is neither a model of images and text nor a text-only decoder that "
+        "transformers knows."
     )
 
 

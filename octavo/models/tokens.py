@@ -33,8 +33,7 @@ def _chatml(image: str) -> str:
 _NVILA = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    + _GENERATE
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}" + _GENERATE
 )
 
 # Llama 2: the system text goes inside the first user turn; an answer ends with </s>.

@@ -76,6 +76,7 @@ def build(
     first = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first})})
     check_possible(cfg, world)
+    check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
@@ -218,6 +219,16 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
             f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
             f"{world.device} everything is in host memory already, and "
             f"nothing runs ahead. Set {' '.join(f'{key}=false' for key in without_effect)}"
+        )
+
+
+def check_family(cfg: Config) -> None:
+    """Refuse a model that is planned here and not trained, before anything of it is read but its configuration."""
+    config = models.read_config(cfg.model.path)
+    if (why := models.why_not_trained(config)) is not None:
+        raise TrainError(
+            f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
+            "lists what trains"
         )
 
 

@@ -136,11 +136,10 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
             image = min(pixels // vision.patch_size**2 // merge, row - answer - 2) * merge
             out = image // merge
         else:
-            (height, width), (ph, pw) = vision.image_size, vision.patch_size
-            cells = (height // ph) * (width // pw)
-            length = int(cells * config.downsample_ratio**2)
-            tiles = max(1, min(pixels // (height * width), (row - answer - 2) // (length + 1)))
-            image, out = tiles * (cells + 1), tiles * length
+            height, width = models.pair(vision.image_size)
+            tile = models.tile(config)
+            tiles = max(1, min(pixels // (height * width), (row - answer - 2) // (tile.places + 1)))
+            image, out = tiles * tile.patches, tiles * tile.projector
         if cfg.data.packing and out > 0:
             each = max(1, row // (out + 2))  # as many as there is room for
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
@@ -183,9 +182,8 @@ def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
         patches = int(grids.prod(-1).sum())
         return patches, patches // vision.spatial_merge_size**2, len(grids)
     pixels = batch["pixel_values"]
-    height, width = vision.patch_size
-    cells = (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
-    return len(pixels) * (cells + 1), int(len(pixels) * cells * config.downsample_ratio**2), len(pixels)
+    tile = models.tile(config, (pixels.shape[-2], pixels.shape[-1]))
+    return len(pixels) * tile.patches, len(pixels) * tile.projector, len(pixels)
 
 
 def _mean(values: list[int]) -> int:

@@ -11,7 +11,7 @@ from octavo import models
 from octavo.fp8.policy.topology import topology
 from octavo.models import tiny
 
-TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2)}
+TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2), "nvila_lite": (2, 2)}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -62,7 +62,7 @@ def test_a_decoder_that_nobody_listed():
 
 
 def test_what_is_no_decoder():
-    with pytest.raises(models.ModelError, match="model_type 't5' is neither a described vision-language family"):
+    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images and text"):
         models.empty(T5Config())
     with torch.device("meta"):
         bert = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1))

@@ -18,7 +18,7 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.models import chat
 from octavo.models.errors import ModelError
 from octavo.models.folder import companions, read_companion
-from octavo.models.skeleton import VISION_FAMILIES
+from octavo.models.trained import TRAINED
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -67,7 +67,7 @@ def check_companions(folder: Path, vision: bool, stock: Stock | None, found: Fin
         if not _names_template(folder):
             found.warn("companions/template", folder=folder)
         return
-    known = stock is not None and stock.model.config.model_type in VISION_FAMILIES
+    known = stock is not None and stock.model.config.model_type in TRAINED
     with found.failing("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if known and images else models.load_tokenizer(folder)
         _check_ids(getattr(loaded, "tokenizer", loaded), stock, found)

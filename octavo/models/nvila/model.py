@@ -1,10 +1,10 @@
 """NVILA and NVILA-Lite as transformers has models: tower, projector and decoder; on disk under other names.
 
-    memory                              on disk, one folder
-    model.vision_tower.X                vision_tower.vision_model.X
-    model.mm_projector.X                mm_projector.X
-    model.language_model.X              llm.model.X
-    lm_head.weight                      llm.lm_head.weight
+memory                              on disk, one folder
+model.vision_tower.X                vision_tower.vision_model.X
+model.mm_projector.X                mm_projector.X
+model.language_model.X              llm.model.X
+lm_head.weight                      llm.lm_head.weight
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
+from transformers.utils import torch_compilable_check
 
 from octavo.models.nvila.configuration import NvilaLiteConfig
 from octavo.models.nvila.projector import Projector
@@ -113,10 +114,10 @@ class NvilaLiteModel(NvilaPreTrainedModel):
             inputs_embeds, places = self.embedded(input_ids)
             if pixel_values is not None:
                 features = self.image_features(pixel_values, more)
-                if features.shape[0] != int(places.sum()) and not places.is_cuda:
-                    raise ValueError(
-                        f"images make {len(features)} features, and the text has {int(places.sum())} places for them"
-                    )
+                torch_compilable_check(
+                    places.sum() == len(features),
+                    f"images make {len(features)} features, and the text has another number of places for them",
+                )
                 inputs_embeds = inputs_embeds.masked_scatter(places[..., None], features.to(inputs_embeds))
         return self.language_model(
             attention_mask=attention_mask,

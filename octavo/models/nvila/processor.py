@@ -44,8 +44,34 @@ class NvilaProcessor(WithDeadline, ProcessorMixin):
         cells = config.vision_config.image_size // config.vision_config.patch_size
         self.tile_places = config.tile_tokens(cells, cells) + config.newlines
 
+    @classmethod
+    def of(
+        cls, folder: Path, image_processor: NvilaLiteImages, tokenizer: PreTrainedTokenizerBase, template: str | None,
+        config: NvilaLiteConfig,
+    ) -> NvilaProcessor:  # fmt: skip
+        """The processor of a folder whose parts agree. Raises ModelError where tokens or sizes are not those that
+        config.json speaks of."""
+        side = config.vision_config.image_size
+        stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACE))]
+        if config.newlines:
+            found = tokenizer("\n", add_special_tokens=False)["input_ids"]
+            stated.append(("newline_token_id", config.newline_token_id, found[0] if len(found) == 1 else found))
+        size = image_processor.size
+        stated += [("image_size", side, size["height"]), ("image_size", side, size["width"])]
+        for key, theirs, ours in stated:
+            if theirs != ours:
+                raise ModelError(
+                    f"{folder}: config.json gives {key} {theirs!r:.80}, and its tokenizer or image processor "
+                    f"{ours!r:.80}: the model could not take its images. Copy all files from one model."
+                )
+        return cls(image_processor, tokenizer, chat_template=template, config=config)
+
     def __call__(  # type: ignore[override]
-        self, text: str | Sequence[str] | None = None, images: Any = None, return_tensors: str | None = None, **more: Any
+        self,
+        text: str | Sequence[str] | None = None,
+        images: Any = None,
+        return_tensors: str | None = None,
+        **more: Any,
     ) -> BatchFeature:
         """`input_ids` and what the tokenizer adds, of images `pixel_values` [tiles, 3, side, side]. Raises ValueError
         where texts have not one place for each image."""
@@ -90,25 +116,3 @@ def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(content, list):
         return dict(message)
     return {**message, "content": "".join(PLACE if part.get("type") == "image" else part["text"] for part in content)}
-
-
-def load_processor(
-    folder: Path, image_processor: NvilaLiteImages, tokenizer: PreTrainedTokenizerBase, template: str | None,
-    config: NvilaLiteConfig,
-) -> NvilaProcessor:  # fmt: skip
-    """The processor of a folder whose parts agree. Raises ModelError where tokens or sizes are not those that
-    config.json speaks of."""
-    side = config.vision_config.image_size
-    stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACE))]
-    if config.newlines:
-        found = tokenizer("\n", add_special_tokens=False)["input_ids"]
-        stated.append(("newline_token_id", config.newline_token_id, found[0] if len(found) == 1 else found))
-    size = image_processor.size
-    stated += [("image_size", side, size["height"]), ("image_size", side, size["width"])]
-    for key, theirs, ours in stated:
-        if theirs != ours:
-            raise ModelError(
-                f"{folder}: config.json gives {key} {theirs!r:.80}, and its tokenizer or image processor {ours!r:.80}: "
-                "the model could not take its images. Copy all files from one model."
-            )
-    return NvilaProcessor(image_processor, tokenizer, chat_template=template, config=config)

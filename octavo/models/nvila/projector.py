@@ -3,8 +3,7 @@
     2 x 2    downsample, LayerNorm(4C), Linear(4C, H), GELU, Linear(H, H)
     3 x 3    downsample, LayerNorm(9C), Linear(9C, 3C), GELU, LayerNorm(3C), Linear(3C, H), GELU, Linear(H, H)
 
-The channels of a token are those of its patches, row by row of the block. InternVL's pixel shuffle has another order:
-weights of the one projector mean nothing in the other.
+The channels of a token are those of its patches, row by row of the block.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList([*made[:-1], Unread(made[-1])])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for layer in list(self.layers)[:-1]:
-            hidden = layer(hidden, None)
+        for layer in self.layers:
+            if not isinstance(layer, Unread):
+                hidden = layer(hidden, None)
         return hidden
 
 

@@ -16,7 +16,8 @@ from octavo.data.conversations import PLACEHOLDER
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as opened
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
-from octavo.models.skeleton import SCORING, VISION_FAMILIES
+from octavo.models.skeleton import SCORING
+from octavo.models.trained import TRAINED
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.finished.target import fitting
 
@@ -86,7 +87,7 @@ class RewardModel:
         if files and not self.sees:
             return (
                 f"has images, and the reward model ({self.model.config.model_type}) reads text alone; those that see "
-                f"are ...{SCORING} of {', '.join(VISION_FAMILIES)}"
+                f"are ...{SCORING} of {', '.join(TRAINED)}"
             )
         asked = row.get("messages") or row.get("prompt")
         turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]

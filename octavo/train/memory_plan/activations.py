@@ -399,10 +399,10 @@ def _images(
         shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
         more = {"image_grid_thw": grid}
     else:  # tiles of one size
-        (height, width), (ph, pw) = vision.image_size, vision.patch_size
-        cells = (height // ph) * (width // pw)
-        each = max(1, round(patches / (cells + 1) / rows))
-        length = int(cells * config.downsample_ratio**2)
+        height, width = models.pair(vision.image_size)
+        tile = models.tile(config)
+        each = max(1, round(patches / tile.patches / rows))
+        length = tile.places
         shape, more = (each * rows, vision.num_channels, height, width), {}
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(

@@ -1,0 +1,56 @@
+"""Which families of images train here, and why others are described and planned alone: one table.
+
+A description (:mod:`octavo.models.families`) says what a model is made of, which suffices to plan and to measure it.
+To train it, the data side must make what its forward takes: its image processor wrapped
+(:mod:`octavo.models.image_processors`), its inputs joined to batches, its masks and positions known to the collation.
+A family that was taught all that is entered in :data:`TRAINED`; what keeps another from it, and no signature
+shows, in :data:`WAITS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
+
+TRAINED = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
+"""`model_type` of the families whose images become batches here, and that train."""
+
+_TWO_WAYS = "tokens of an image attend to those behind them ({}), and batches of Octavo are causal"
+_PREFIX = "a prompt attends both ways (token_type_ids), and batches of Octavo are causal"
+WAITS = {
+    "gemma3": _TWO_WAYS.format("token_type_ids"),
+    "shieldgemma2": _TWO_WAYS.format("token_type_ids"),
+    "gemma4": _TWO_WAYS.format("mm_token_type_ids, in sliding layers"),
+    "gemma4_unified": _TWO_WAYS.format("mm_token_type_ids"),
+    "paligemma": _PREFIX,
+}
+"""`model_type` -> why it is not trained, as the end of a sentence, where the inputs of its forward do not say it."""
+
+_MADE = {
+    *("input_ids", "labels", "attention_mask", "position_ids", "inputs_embeds", "mm_token_type_ids"),
+    *("pixel_values", "image_grid_thw", "past_key_values", "cache_position", "rope_deltas", "per_layer_inputs"),
+    *("use_cache", "logits_to_keep", "return_dict", "mm_encoder_outputs", "interpolate_pos_encoding"),
+    *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode"),
+    *("second_per_grid_ts", "router_labels", "self", "kwargs"),
+}
+_SOUND = ("audio", "input_features", "feature_attention", "input_values", "chunk_sample")
+
+
+def why_not_trained(config: PreTrainedConfig) -> str | None:
+    """Why a model of this configuration is planned and not trained here, as the end of a sentence; None where it
+    trains, as every text-only decoder does."""
+    kind = config.model_type
+    if kind in TRAINED or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return None
+    if kind in WAITS:
+        return WAITS[kind]
+    taken = inspect.signature(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward).parameters
+    more = [
+        name
+        for name in taken
+        if name not in _MADE and not name.startswith(("output_", *_SOUND)) and "video" not in name
+    ]
+    if more:
+        return f"its forward takes {', '.join(more[:3])}, which batches of Octavo do not have"
+    return "its image processor and the cuts of its images are not known to Octavo"

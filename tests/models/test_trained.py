@@ -1,0 +1,46 @@
+"""What trains here, and why another family is planned alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, SmolVLMConfig
+
+from octavo import models
+from octavo.models import image_processors, trained
+from octavo.train.build import check_family
+from octavo.train.errors import TrainError
+
+
+def test_what_trains_has_a_processor():
+    assert set(trained.TRAINED) == set(image_processors.PROCESSORS)
+    assert not set(trained.TRAINED) & set(trained.WAITS)
+
+
+def test_text_models_and_the_families_of_the_table_train(checkpoint):
+    assert models.why_not_trained(Qwen3Config()) is None
+    assert models.why_not_trained(models.read_config(checkpoint("internvl"))) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma3Config, "tokens of an image attend to those behind them"),
+        (Mistral3Config, "its forward takes image_sizes, which batches of Octavo do not have"),
+        (SmolVLMConfig, "its forward takes pixel_attention_mask"),
+        (Glm4vConfig, "its image processor and the cuts of its images are not known"),
+    ],
+)
+def test_others_wait_for_a_reason(config, reason, monkeypatch):
+    kind = config.model_type
+    monkeypatch.setattr(trained, "TRAINED", tuple(name for name in trained.TRAINED if name != kind))
+    assert reason in models.why_not_trained(config())
+
+
+def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(models, "read_config", lambda path: Gemma3Config())
+    monkeypatch.setitem(trained.WAITS, "gemma3", "of this reason")
+    monkeypatch.setattr(trained, "TRAINED", ())
+    with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
+        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))
