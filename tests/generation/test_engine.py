@@ -17,7 +17,7 @@ from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from octavo.models import tiny
 from tests.generation.conftest import prompts_of, questions
 
-FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64, "qwen3_vl_moe": 6, "qwen2_5_vl": 6, "internvl": 6, "llama": 6}
+FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64, "qwen3_vl_moe": 6, "qwen2_5_vl": 6, "internvl": 6, "nvila_lite": 6, "llama": 6}
 assert {*FAMILIES, "mpt"} == set(tiny.FAMILIES)
 
 
@@ -62,7 +62,7 @@ def in_fp8(model):
     return fp8.apply(model, fp8.plan(model, "rowwise"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3_moe"])
 @pytest.mark.parametrize("convert", [None, in_fp8], ids=["high", "fp8"])
 def test_log_probabilities_and_entropies_are_those_of_the_models_forward(made, family, convert):
     model, processor = made(family)

@@ -47,7 +47,7 @@ CASES = {
     "towers": Case("qwen3_vl", BF16),
     "halves of experts": Case("qwen3_vl_moe", {"split": True}, "blockwise"),
     "halves of codes": Case("coded", {"split": True}),
-    **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "qwen3_moe", "llama", "mpt")},
+    **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "nvila_lite", "qwen3_moe", "llama", "mpt")},
 }
 DEALT = {
     "experts of values": Case("qwen3_vl_moe", {}),

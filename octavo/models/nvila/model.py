@@ -51,6 +51,10 @@ class NvilaPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    def get_parameter(self, target: str) -> Any:
+        """Of weights that nobody reads, the buffer: transformers' loader of compressed tensors asks for every weight so."""
+        return self.get_parameter_or_buffer(target)
+
 
 class NvilaLiteModel(NvilaPreTrainedModel):
     """Tower, projector and decoder, without an output projection."""
