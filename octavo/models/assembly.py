@@ -372,15 +372,17 @@ def _make_buffers(model: PreTrainedModel) -> None:
         mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
         if not mine:
             return
-        held = dict(module._parameters)
+        held = [(part, dict(part._parameters)) for part in module.modules()]
         for buffer_name, buffer in mine.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        for parameter, value in held.items():  # it would start them anew
-            if value is not None:
-                meta = torch.empty_like(value, device="meta")
-                module._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
+        for part, parameters in held:  # it would start them anew, SigLIP's those of a module inside
+            for parameter, value in parameters.items():
+                if value is not None:
+                    meta = torch.empty_like(value, device="meta")
+                    part._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
         with torch.no_grad():
             pretrained._init_weights(module)
-        module._parameters.update(held)
+        for part, parameters in held:
+            part._parameters.update(parameters)
 
     visit(model, "", model)

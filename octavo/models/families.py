@@ -7,23 +7,23 @@ A family maps `named_modules` names to the four components that the configuratio
     foundation       the language model: embeddings, decoder blocks, final norm
     lm_head          the output projection (tied or not)
 
-Nothing is patched: a `Family` is a description next to the model. Vision-language families are known by
-`config.model_type`; a text-only decoder is recognised by its structure (token embeddings, one list of equal
-blocks, an output projection), so that a family nobody listed works too.
+Nothing is patched: a `Family` is a description next to the model, found in its structure
+(:mod:`octavo.models.structure`), so that a family nobody listed is described too. Whether one trains is another
+question (:mod:`octavo.models.trained`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
-from octavo.models.skeleton import empty
-from octavo.models.trained import TRAINED
+from octavo.models.skeleton import empty, is_vision_config
+from octavo.models.structure import VALUE_HEAD, Undescribed, image_token, parts_of_text, parts_of_vision
 
 COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
 WITHOUT_HEAD = COMPONENTS[:-1]
@@ -64,50 +64,10 @@ class Family:
         return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
 
 
-def _below(*names: str) -> tuple[str, ...]:
-    """Each module and everything in it."""
-    return tuple(f"{name}.**" for name in names)
-
-
-_TEXT = {"foundation": _below("model.language_model"), "lm_head": ("lm_head",)}
-
-
-def _vision(name: str, tower: str, blocks: str, encoder: tuple[str, ...], projector: tuple[str, ...]) -> Family:
-    components = {"image_encoder": _below(*encoder), "image_projector": _below(*projector), **_TEXT}
-    layers = (f"{tower}.{blocks}.*", "model.language_model.layers.*")
-    return Family(name, components, layers, True, "model.language_model", tower)
-
-
-def _qwen_vl(name: str, encoder: tuple[str, ...] = (), projector: tuple[str, ...] = ()) -> Family:
-    """`encoder`, `projector`: what the third generation has beside the second's modules."""
-    encoder = tuple(f"model.visual.{part}" for part in ("patch_embed", "blocks", "rotary_pos_emb", *encoder))
-    projector = tuple(f"model.visual.{part}" for part in ("merger", *projector))
-    return _vision(name, "model.visual", "blocks", encoder, projector)
-
-
-_THIRD = (("pos_embed",), ("deepstack_merger_list",))
-_VISION = {
-    "qwen3_vl": _qwen_vl("qwen3_vl", *_THIRD),
-    "qwen3_vl_moe": _qwen_vl("qwen3_vl_moe", *_THIRD),
-    "qwen2_5_vl": _qwen_vl("qwen2_5_vl"),
-    "internvl": _vision(
-        "internvl", "model.vision_tower", "encoder.layer", ("model.vision_tower",), ("model.multi_modal_projector",)
-    ),
-    "nvila_lite": _vision(
-        "nvila_lite", "model.vision_tower", "encoder.layers", ("model.vision_tower",), ("model.mm_projector",)
-    ),
-}
-assert tuple(_VISION) == TRAINED
-
-VALUE_HEAD = "value_head"
-"""A module that training may put beside a model's own (:mod:`octavo.train.critic`): of no component."""
-
-
 def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
     """Describe a model, or the model that a configuration would build (on the meta device).
 
-    Raises ModelError for a model that is neither a described vision-language family nor a text-only decoder,
-    and where the modules are not where the family says (a transformers version with other names).
+    Raises Undescribed, a ModelError, for a model whose parts the rules of :mod:`octavo.models.structure` do not find.
     """
     if isinstance(model_or_config, PreTrainedConfig):
         return describe(empty(model_or_config))
@@ -117,67 +77,30 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
             f"{type(model_or_config).__name__} has no `config`: Octavo describes Hugging Face models; load the folder "
             "with octavo.models.load."
         )
-    if config.model_type in _VISION:
-        family = replace(_VISION[config.model_type], image_token_id=config.image_token_id)
-        if hasattr(model_or_config, "score"):  # of a reward model
-            family = replace(family, components={**family.components, "lm_head": ("score",)})
-    else:
-        family = _text(model_or_config)
+    taken = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if taken and not is_vision_config(config):
+        raise Undescribed(model_or_config, f"it takes {' and '.join(taken)}, and is no model of images and text")
+    seeing = is_vision_config(config)
+    parts = parts_of_vision(model_or_config) if seeing else parts_of_text(model_or_config)
+    family = Family(
+        name=config.model_type,
+        components=parts.components,
+        layer_globs=tuple(f"{blocks}.*" for blocks in parts.blocks),
+        has_vision=seeing,
+        language_model=parts.decoder,
+        tower=parts.tower,
+        image_token_id=image_token(config) if seeing else None,
+    )
     _check(model_or_config, family)
     return family
 
 
-def _text(model: PreTrainedModel) -> Family:
-    """A decoder by structure: token embeddings below the base model, one list of equal blocks, an output projection."""
-    config = model.config
-    described = ", ".join(TRAINED)
-    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        raise ModelError(
-            f"model_type {config.model_type!r} takes images or audio, and Octavo describes no such family; described: "
-            f"{described}, and any text-only decoder."
-        )
-    names = {id(module): name for name, module in model.named_modules()}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    head = head if head is not None else getattr(model, "score", None)  # of a classifier, such as a reward model
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    base = model.base_model_prefix
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and len({type(block) for block in module}) == 1
-    ]
-    top = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
-    if head is None or embeddings is None or not base or not hasattr(model, base) or len(top) != 1:
-        raise ModelError(
-            f"{type(model).__name__} (model_type {config.model_type!r}) is neither a described vision-language family "
-            f"({described}) nor a text-only decoder: found output projection {head is not None}, token embeddings "
-            f"{embeddings is not None}, lists of blocks {top}. One list of equal blocks between token embeddings and "
-            "an output projection is needed."
-        )
-    return Family(
-        name=config.model_type,
-        components={"foundation": _below(base), "lm_head": (names[id(head)],)},
-        layer_globs=(f"{top[0]}.*",),
-        has_vision=False,
-        language_model=base,
-    )
-
-
 def _check(model: PreTrainedModel, family: Family) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for what, globs in {**family.components, "blocks": family.layer_globs}.items():
-        if not any(matches(glob, name) for name in names for glob in globs):
-            raise ModelError(
-                f"{type(model).__name__}: nothing named {' or '.join(globs)} was found for {what}; this transformers "
-                "version names the modules of this family in another way. Use a supported version (>= 5.17)."
-            )
+    """That every parameter has a component."""
     homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
     stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
     if stray:
-        raise ModelError(
-            f"{type(model).__name__}: {len(stray)} parameters belong to no component of family {family.name!r}, first "
-            f"{stray[0]!r}; Octavo does not know this variant of the family."
-        )
+        raise Undescribed(model, f"{len(stray)} parameters belong to no component, first {stray[0]!r}")
 
 
 _STAYS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (

@@ -80,8 +80,8 @@ def _check_dtypes(file: Path) -> None:
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration that takes images and text, and gives text."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    """Whether transformers has a model of this configuration, of several parts, that takes images and gives text."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
@@ -96,7 +96,7 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
             f"model_type {config.model_type!r} is neither a model of images and text nor a text model that "
             "transformers knows to give scores."
         )
-    if is_vision_config(config):
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM

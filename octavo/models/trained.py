@@ -13,6 +13,8 @@ import inspect
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
+from octavo.models.skeleton import is_vision_config
+
 TRAINED = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
 """`model_type` of the families whose images become batches here, and that train."""
 
@@ -41,7 +43,7 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     """Why a model of this configuration is planned and not trained here, as the end of a sentence; None where it
     trains, as every text-only decoder does."""
     kind = config.model_type
-    if kind in TRAINED or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if kind in TRAINED or not is_vision_config(config):
         return None
     if kind in WAITS:
         return WAITS[kind]

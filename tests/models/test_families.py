@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from octavo import models
-from octavo.fp8.policy.topology import topology
+from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
 
 TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2), "nvila_lite": (2, 2)}
@@ -67,26 +67,86 @@ def test_what_is_no_decoder():
     with torch.device("meta"):
         bert = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1))
     bert.get_output_embeddings = lambda: None
-    with pytest.raises(models.ModelError, match="nor a text-only decoder: found output projection False"):
+    with pytest.raises(models.ModelError, match="by its structure: found output projection False"):
         models.describe(bert)
     with pytest.raises(models.ModelError, match="Linear has no `config`"):
         models.describe(nn.Linear(1, 1))
 
 
-def test_another_vision_family_is_refused(checkpoint):
+def test_a_text_model_that_takes_images_is_refused(checkpoint):
     model = models.empty(checkpoint("qwen3"))
     model.config.vision_config = PreTrainedConfig()
-    with pytest.raises(models.ModelError, match="takes images or audio, and Octavo describes no such family"):
+    with pytest.raises(models.ModelError, match="it takes vision_config, and is no model of images and text"):
         models.describe(model)
 
 
-def test_modules_under_other_names_are_noticed(checkpoint):
+@pytest.mark.parametrize("family", sorted(TOWERS))
+def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
+    """Files and checkpoints keep these globs."""
+    described, third = models.describe(models.empty(checkpoint(family))), family.startswith("qwen3")
+    encoder, projector, blocks = ["vision_tower"], ["multi_modal_projector"], "vision_tower.encoder.layer"
+    if "qwen" in family:
+        encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
+        projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
+    if family == "nvila_lite":
+        projector, blocks = ["mm_projector"], "vision_tower.encoder.layers"
+    assert list(described.components) == list(models.COMPONENTS)
+    assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
+    assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
+    assert described.components["foundation"] == ("model.language_model.**",)
+    assert described.components["lm_head"] == ("lm_head",)
+    assert described.layer_globs == (f"model.{blocks}.*", "model.language_model.layers.*")
+    assert described.language_model == "model.language_model"
+    assert described.tower == f"model.{blocks.partition('.')[0]}"
+
+
+def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
+    """A projector under a name that nobody listed; where both widths are one, names alone decide."""
     model = models.empty(checkpoint("qwen3_vl"))
-    model.model.visual.extra = nn.Linear(2, 2)
-    with pytest.raises(models.ModelError, match="2 parameters belong to no component.*model.visual.extra.weight"):
-        models.describe(model)
-    del model.model.visual.extra, model.model.visual.merger, model.model.visual.deepstack_merger_list
-    with pytest.raises(models.ModelError, match="found for image_projector"):
+    visual, own = model.model.visual, model.config.vision_config.hidden_size
+    visual.translator = nn.Linear(own, 96, device="meta")
+    visual.vit_merger = nn.Linear(own, own, device="meta")  # within the tower, as MiniCPM has one
+    assert "model.visual.translator.**" in models.describe(model).components["image_encoder"]
+    model.model.language_model.embed_tokens = nn.Embedding(8, 96, device="meta")
+    described = models.describe(model)
+    assert "model.visual.translator.**" in described.components["image_projector"]
+    assert "model.visual.vit_merger.**" in described.components["image_encoder"]
+
+
+def test_single_parameters_have_a_component(checkpoint):
+    model = models.empty(checkpoint("internvl"))
+    model.model.image_newline = nn.Parameter(torch.zeros(8, device="meta"))
+    model.model.vision_tower.class_pos_emb = nn.Parameter(torch.zeros(8, device="meta"))
+    model.model.vision_tower.connector = nn.Linear(8, 8, device="meta")
+    family = models.describe(model)
+    assert family.component_of("model") == family.component_of("model.vision_tower.connector") == "image_projector"
+    assert family.component_of("model.vision_tower") == "image_encoder"
+    namer = component_namer(family.components)
+    for name in ("model.language_model.layers.0.mlp.up_proj", "model.vision_tower.encoder.layer.0", "lm_head"):
+        assert namer(name) == family.component_of(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "2 parameters belong to no component, first 'extra.weight'"),
+        (lambda m: setattr(m.model, "video_tower", nn.Linear(2, 2)), "a second tower, model.video_tower"),
+        (lambda m: setattr(m.model, "vqmodel", nn.Linear(2, 2)), "parts that make images, model.vqmodel"),
+        (
+            lambda m: setattr(m.model, "eye", m.model._modules.pop("visual")),
+            "no vision tower",
+        ),
+        (lambda m: delattr(m.model.language_model, "layers"), "no list of blocks in model.language_model"),
+        (lambda m: setattr(m, "get_output_embeddings", lambda: None), "no output projection"),
+        (lambda m: setattr(m.config, "is_encoder_decoder", True), "it is an encoder and a decoder"),
+        (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no module of its own"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
+    model = models.empty(checkpoint("qwen3_vl"))
+    model.model.language_model.get_output_embeddings = lambda: None
+    change(model)
+    with pytest.raises(models.ModelError, match=rule):
         models.describe(model)
 
 

@@ -52,8 +52,10 @@ class NvilaPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def get_parameter(self, target: str) -> Any:
-        """Of weights that nobody reads, the buffer: transformers' loader of compressed tensors asks for every weight so."""
-        return self.get_parameter_or_buffer(target)
+        """Or the buffer of a weight that nobody reads: transformers' loader of compressed tensors asks for all so."""
+        module, _, name = target.rpartition(".")
+        kept = self.get_submodule(module)._buffers.get(name)
+        return super().get_parameter(target) if kept is None else kept
 
 
 class NvilaLiteModel(NvilaPreTrainedModel):
