@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from octavo import fp8
 from octavo.models.assembly import dtypes_of
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_companions, stock
+from octavo.models.folder import at, check_companions, stock
 from octavo.models.quantization import read_quantization
 from octavo.models.skeleton import auto_class, empty, read_config
 
@@ -56,8 +56,8 @@ def fresh(
     if dtype != torch.float32:
         _narrow(model, empty(config, dtype), dtype)
     model.config.name_or_path = model.name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
+        model.generation_config = GenerationConfig.from_pretrained(settings.parent, local_files_only=True)
     return model.to(device).eval()
 
 

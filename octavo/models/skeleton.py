@@ -23,7 +23,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_sizes, read_json, stock
+from octavo.models.folder import check_sizes, parts_of, read_json, stock
+from octavo.models.nvila.three import read_three
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: how architectures that give a conversation numbers end
@@ -50,6 +51,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 def stock_config(folder: Path) -> PreTrainedConfig:
     """The configuration of the stock model of a folder, however its weights are stored."""
+    if parts_of(folder):
+        with stock(f"{folder}/config.json cannot be used"):
+            return read_three(folder)
     if "auto_map" in read_json(folder / "config.json"):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "

@@ -17,7 +17,16 @@ from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from octavo.models import tiny
 from tests.generation.conftest import prompts_of, questions
 
-FAMILIES = {"qwen3_vl": 64, "qwen3": 64, "qwen3_moe": 64, "qwen3_vl_moe": 6, "qwen2_5_vl": 6, "internvl": 6, "nvila_lite": 6, "llama": 6}
+FAMILIES = {
+    "qwen3_vl": 64,
+    "qwen3": 64,
+    "qwen3_moe": 64,
+    "qwen3_vl_moe": 6,
+    "qwen2_5_vl": 6,
+    "internvl": 6,
+    "nvila_lite": 6,
+    "llama": 6,
+}
 assert {*FAMILIES, "mpt"} == set(tiny.FAMILIES)
 
 
