@@ -66,8 +66,29 @@ class Stock:
 
     @cached_property
     def disk(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> its names on disk, several where it is written in pieces."""
-        return {name: tuple(self.revert({name: t})) for name, t in self.weights.items()}
+        """Parameter -> its names on disk, several where it is written in pieces; those of a group are all written in
+        the same."""
+        found: dict[str, tuple[str, ...]] = {}
+        for group in self._groups():
+            found |= dict.fromkeys(group, tuple(self.revert({name: self.weights[name] for name in group})))
+        return {name: found[name] for name in self.weights}
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Parameters, and together those that transformers writes and reads as one (the experts of Ernie for text and
+        those for images, which are numbered on)."""
+        several = [move.target_patterns for move in self._converters if len(move.target_patterns) > 1]
+        groups, grouped = [], set()
+        for name in self.weights:
+            if name in grouped:
+                continue
+            group: tuple[str, ...] = (name,)
+            for patterns in several:
+                for own in (pattern for pattern in patterns if pattern in name):
+                    named = tuple(name.replace(own, pattern) for pattern in patterns)
+                    group = named if all(one in self.weights for one in named) else group
+            groups.append(group)
+            grouped |= set(group)
+        return groups
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,8 @@
-"""Shows what this machine can run, what it cannot, and the fix. Exit code 1 where something required is broken."""
+"""Shows what this machine can run, what it cannot, and the fix. Exit code 1 where something required is broken.
+
+octavo doctor --all          everything one by one
+octavo doctor --families     what each model of images and text that transformers has can do here; --all adds parts
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="list everything one by one, with the fix for what is optional and absent"
     )
+    parser.add_argument(
+        "--families", action="store_true", help="list the models of images and text of the installed transformers"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.families:
+        return families(args)
     from octavo import doctor
 
     say = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
@@ -27,6 +36,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(report, everything=args.all)
     return 0 if report.healthy else 1
+
+
+def families(args: argparse.Namespace) -> int:
+    """Which models of images and text train here, are planned alone, or are refused, and why."""
+    with arguments.importing():
+        from octavo.models import survey
+    found = list(survey.survey())
+    if args.json:
+        terminal.show_json([one.to_json() for one in found])
+        return 0
+    which = range(len(survey.COLUMNS)) if args.all else (0, len(survey.COLUMNS) - 1)
+    terminal.show_table([survey.COLUMNS[i] for i in which], [[one.cells[i] for i in which] for one in found])
+    print(f"\n{survey.summary(found)}")
+    return 0
 
 
 def show(report: Any, everything: bool) -> None:

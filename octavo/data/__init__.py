@@ -25,7 +25,7 @@ from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.counting import counts
 from octavo.data.documents import Document, DocumentEncoder
-from octavo.data.encode import IGNORE, Encoder, Sample
+from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.evalset import EvalSet
 from octavo.data.joined import Joined, join, joins
@@ -46,6 +46,7 @@ from octavo.data.pairs import (
 from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
 from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
+from octavo.data.sample import IGNORE, Sample
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.hub import is_name
 

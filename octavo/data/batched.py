@@ -7,7 +7,7 @@ generator, which says what it wants processed and is sent what became of it; :fu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,15 +16,16 @@ import numpy as np
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageFile, ImageProblem, load
+from octavo.data.inputs import check_lengths, further
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
 OPEN_PIXELS = 1 << 25  # of images that are decoded at once: 100 MB
 KNOWN_OUTPUTS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
-    "pixel_values", "image_grid_thw", "num_patches",
+    "pixel_values", "image_grid_thw", "num_patches", "text_replacement_offsets",
 }  # fmt: skip
-_BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids")
+_BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement_offsets")
 
 
 class Wanted(NamedTuple):
@@ -125,7 +126,8 @@ class Calls:
                 for row in rows:
                     self._answer([row], found)
             return
-        if unknown := sorted(set(outputs) - KNOWN_OUTPUTS):
+        names = further(self.processor)
+        if unknown := sorted(set(outputs) - KNOWN_OUTPUTS - set(names)):
             for row in rows:
                 found[row.number] = DataError(
                     f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass on to "
@@ -133,15 +135,30 @@ class Calls:
                 )
             return
         place = getattr(self.processor, "image_token_id", None)
-        for row, own in zip(rows, parted(outputs, [len(row.images) for row in rows], place), strict=True):
-            found[row.number] = own
+        try:
+            own = parted(outputs, [len(row.images) for row in rows], place, names)
+        except DataError as wrong:
+            own = [wrong] * len(rows)
+        for row, made in zip(rows, own, strict=True):
+            found[row.number] = self._trimmed(made)
+
+    def _trimmed(self, made: Outputs | Exception) -> Outputs | Exception:
+        """Without what a row's images are padded by to the size of its neighbours', where the processor pads."""
+        trim = getattr(self.processor, "trimmed", None)
+        if trim is None or isinstance(made, Exception) or "pixel_values" not in made:
+            return made
+        return {**made, **trim(made)}
 
     def _call(self, rows: Sequence[_Row]) -> Outputs:
         texts = [row.text for row in rows]
         if not self.multimodal:
             return self.tokens(texts)
-        images = [image for row in rows for image in row.images]
+        by_row = [row.images for row in rows]
+        apart = getattr(self.processor, "images_by_row", False)
+        images = by_row if apart and any(by_row) else [image for images in by_row for image in images]
         options = {"add_special_tokens": False} if self.bare(texts[0]) else {}
+        if getattr(self.processor, "tells_places", False):
+            options["return_text_replacement_offsets"] = True
         return dict(self.processor(text=texts, images=images or None, return_offsets_mapping=True, **options))
 
 
@@ -173,25 +190,43 @@ def refused(cause: Exception) -> Mismatch:
     return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
-def parted(outputs: Outputs, images: Sequence[int], place: int | None) -> list[Outputs]:
-    """What a processor made of several rows, row by row; row k has `images[k]` images. Where no grid says how many
-    rows of `pixel_values` an image has, each has as many tokens `place` as any other."""
+def parted(
+    outputs: Outputs, images: Sequence[int], place: int | None, names: Mapping[str, str] | None = None
+) -> list[Outputs]:
+    """What a processor made of several rows, row by row; row k has `images[k]` images. `names`: its further tensors, as
+    `inputs.further` has them.
+
+    An image has one row of `pixel_values` where there are as many as images, else as many as its grid says; where no
+    grid does, each row of pixels has as many tokens `place` as any other. Raises `DataError` where a tensor does not
+    count what it should.
+    """
+    names = names or {}
     count = len(outputs["input_ids"])
-    rows = [{key: outputs[key][number] for key in _BY_ROW if outputs.get(key) is not None} for number in range(count)]
+    by_token = [*_BY_ROW, *(name for name, per in names.items() if per == "token")]
+    rows = [{key: outputs[key][number] for key in by_token if outputs.get(key) is not None} for number in range(count)]
     if outputs.get("pixel_values") is None:
         return rows
     pixels, ends = np.asarray(outputs["pixel_values"]), np.cumsum([0, *images])
     grid = None if outputs.get("image_grid_thw") is None else np.asarray(outputs["image_grid_thw"])
-    if grid is not None:
+    if len(pixels) == ends[-1]:
+        shares = list(images)
+    elif grid is not None:
         shares = [grid[a:b].prod(axis=1).sum() for a, b in zip(ends, ends[1:], strict=False)]
     else:
         tokens = np.array([np.count_nonzero(np.asarray(row["input_ids"]) == place) for row in rows])
         shares = tokens * len(pixels) // tokens.sum()
     stops = np.cumsum([0, *shares])
+    check_lengths(outputs, names, {"image": int(ends[-1]), "pixels": len(pixels), "row": count})
+    counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {k: v for k, v in names.items() if v != "token"}
+    given = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
     for number, row in enumerate(rows):
         if images[number]:
-            own = pixels[stops[number] : stops[number + 1]]
-            row["pixel_values"] = own if count == 1 else own.copy()  # or a row that is kept would keep its neighbours'
-            if grid is not None:
-                row["image_grid_thw"] = grid[ends[number] : ends[number + 1]]
+            own = {
+                "image": slice(ends[number], ends[number + 1]),
+                "pixels": slice(stops[number], stops[number + 1]),
+                "row": slice(number, number + 1),
+            }
+            for name, values in given.items():
+                part = values[own[counted[name]]]
+                row[name] = part if count == 1 else part.copy()  # or a row that is kept would keep its neighbours'
     return rows

@@ -15,12 +15,12 @@ from octavo.data.conversations import Conversation, Text
 
 
 def beginning(
-    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path], int]
+    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int]
 ) -> Conversation:
     """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
 
-    `longest`: characters of the longest token. `image_tokens(path)` is asked of rows with several images, in order,
-    until there is no room; one image alone is bounded by its own limit.
+    `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in
+    order, until there is no room; one image alone is bounded by its own limit.
     """
     room, turns, seen = tokens * longest, [], 0
     several = len(conversation.images) > 1
@@ -31,7 +31,7 @@ def beginning(
                 part = Text(part.text[: room + 1])
                 room -= len(part.text)
             else:
-                room -= longest * (image_tokens(conversation.images[seen]) if several else 1)
+                room -= longest * (image_tokens(conversation.images[seen], False) if several else 1)
                 seen += 1
             parts.append(part)
             if room < 0:

@@ -3,15 +3,16 @@ joined in order over the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from octavo.data.encode import IGNORE, Sample
+from octavo.data.inputs import joined, joined_inputs
+from octavo.data.sample import IGNORE, Sample
 
 # Length of the row that stands for a micro-batch without samples: two tokens, so that one position predicts.
 EMPTY_LENGTH = 2
@@ -25,6 +26,7 @@ class Meta:
     One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
     tokens), `images`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths` (tokens
     without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no entries.
+    `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.inputs`).
     """
 
     files: tuple[str, ...] = ()
@@ -35,6 +37,7 @@ class Meta:
     patches: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     loss_tokens: tuple[int, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -77,7 +80,8 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     """A batch of B rows, T = the longest row.
 
     `input_ids`, `attention_mask`, `labels` [B, T] int64; where any row has an image also `pixel_values` (joined on the
-    first dimension), `image_grid_thw` and `mm_token_type_ids` where the processor gives them; `meta`. No samples
+    first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors where the processor gives them; `meta`.
+    No samples
     give one row of padding that is attended and has no labels: a forward that costs little and teaches nothing.
     """
     if not samples:
@@ -91,8 +95,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
         "labels": _padded([s.labels for s in samples], longest, IGNORE),
     }
     batch |= _images(samples)
-    if (kinds := _kinds(samples)) is not None:
-        batch["mm_token_type_ids"] = _padded(kinds, longest, 0)
+    batch |= {name: _padded(kinds, longest, 0) for name, kinds in _kinds(samples).items()}
     return {**batch, "meta": _meta(samples)}
 
 
@@ -121,25 +124,33 @@ def collate_pack(
     labels = row([s.labels for s in samples], IGNORE)
     labels[0, ends[:-1]] = IGNORE
     batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_images(samples)}
-    if (kinds := _kinds(samples)) is not None:
-        batch["mm_token_type_ids"] = row(kinds, 0)
+    batch |= {name: row(kinds, 0) for name, kinds in _kinds(samples).items()}
     return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _meta(samples)}
 
 
 def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     if not any(sample.images for sample in samples):
         return {}
-    found = {"pixel_values": _concatenated([s.pixel_values for s in samples])}
+    found = {"pixel_values": joined(s.pixel_values for s in samples if s.pixel_values is not None)}
     if any(s.image_grid_thw is not None for s in samples):
-        found["image_grid_thw"] = _concatenated([s.image_grid_thw for s in samples])
-    return found
+        found["image_grid_thw"] = joined(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
+    found |= joined_inputs([s.more for s in samples])
+    return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
-def _kinds(samples: Sequence[Sample]) -> list[np.ndarray] | None:
-    """What kind of token each is, where there are images and the processor says it."""
-    if not any(s.images for s in samples) or all(s.mm_token_type_ids is None for s in samples):
-        return None
-    return [np.zeros_like(s.input_ids) if s.mm_token_type_ids is None else s.mm_token_type_ids for s in samples]
+def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
+    """What kind of token each is, by the names under which the model takes it: where there are images and the processor
+    says it; 0 in samples without."""
+    if not any(s.images for s in samples):
+        return {}
+    given = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
+    for own, sample in zip(given, samples, strict=True):
+        own |= {name: one.values for name, one in sample.more.items() if one.per == "token"}
+    names = dict.fromkeys(name for own in given for name in own)
+    return {
+        name: [own.get(name, np.zeros_like(s.input_ids)) for own, s in zip(given, samples, strict=True)]
+        for name in names
+    }
 
 
 def _meta(samples: Sequence[Sample]) -> Meta:
@@ -152,6 +163,7 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
+        inputs={name: one.per for s in samples for name, one in s.more.items()},
     )
 
 
@@ -160,7 +172,3 @@ def _padded(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
     for number, row in enumerate(rows):
         out[number, : len(row)] = row
     return torch.from_numpy(out)
-
-
-def _concatenated(arrays: Sequence[np.ndarray | None]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([array for array in arrays if array is not None]))

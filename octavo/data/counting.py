@@ -20,13 +20,14 @@ import transformers
 
 from octavo.data import cache
 from octavo.data.batched import one_thread
-from octavo.data.encode import Encoder, Sample, Written
+from octavo.data.encode import Encoder, Written
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageProblem
 from octavo.data.joined import Joined
 from octavo.data.loader import Place, by_workers
 from octavo.data.mixture import Mixture
+from octavo.data.sample import Sample
 from octavo.data.sources import Source
 from octavo.data.template import TemplateProblem
 
@@ -45,7 +46,8 @@ def tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
             continue
         try:
             written = encoder.written(row)
-            grown = sum(encoder.image_tokens(image) - 1 for image in written.images)
+            alone = len(written.images) == 1
+            grown = sum(encoder.image_tokens(image, alone) - 1 for image in written.images)
         except (DataError, ImageProblem, Mismatch, TemplateProblem):
             continue
         texts.setdefault(written.special, []).append((number, written, grown))

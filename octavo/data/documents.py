@@ -41,10 +41,12 @@ from octavo.data.conversations import (
     shown,
     split,
 )
-from octavo.data.encode import IGNORE, Encoder, Sample, Written, spelling
+from octavo.data.encode import Encoder, Written, image_places
 from octavo.data.errors import BadSample, DataError
 from octavo.data.expansion import Mismatch
+from octavo.data.inputs import further
 from octavo.data.prompts import parse_answered
+from octavo.data.sample import IGNORE, Sample, spelling
 
 EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of one length"
 IMAGE_KEYS = ("image", "images")
@@ -135,9 +137,9 @@ class DocumentEncoder(Encoder):
             )
         self.place = processor.image_token if self.multimodal else ""
         self.unlearned = set(self.image_ids)
-        if self.opening_id is not None:
-            self.place = f"<|vision_start|>{self.place}<|vision_end|>"
-            self.unlearned |= {self.opening_id, self.tokenizer.convert_tokens_to_ids("<|vision_end|>")}
+        if self.around is not None:
+            self.place = self.place.join(self.around)
+            self.unlearned |= set(self.tokenizer.convert_tokens_to_ids(list(self.around)))
 
     def _check_template(self) -> None:
         """Documents need none."""
@@ -176,6 +178,8 @@ class DocumentEncoder(Encoder):
             outputs |= self._ended(outputs)
         labels = np.array(outputs["input_ids"], dtype=np.int64)
         labels[np.isin(labels, list(self.unlearned))] = IGNORE
+        for start, end in image_places(outputs):
+            labels[start:end] = IGNORE
         return self._sample(document, outputs, labels, (), control)
 
     def written(self, row: Any) -> Written:
@@ -202,5 +206,6 @@ class DocumentEncoder(Encoder):
         """What of a processor's outputs counts tokens, with the end token behind."""
         if outputs["input_ids"][-1] == self.end_id:
             return {}
-        more = {"input_ids": self.end_id, "mm_token_type_ids": 0}
+        kinds = [name for name, per in further(self.processor).items() if per == "token"]
+        more = {"input_ids": self.end_id, "mm_token_type_ids": 0, **dict.fromkeys(kinds, 0)}
         return {key: [*outputs[key], end] for key, end in more.items() if outputs.get(key) is not None}

@@ -5,71 +5,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from octavo.data import cutting
 from octavo.data.batched import Calls, Encoding, Wanted, refused, together
 from octavo.data.bound import beginning
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.expansion import Expansion, Mismatch, stretches
+from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stretches
 from octavo.data.images import ImageFile, ImageProblem, size
-from octavo.data.report import CONTROL
+from octavo.data.inputs import further, of_row
+from octavo.data.sample import IGNORE, Sample
 from octavo.data.template import Answers, TemplateProblem, check_tools, messages, rendered
 
-IGNORE = -100
 NOTHING_LEFT = "nothing to learn is left after the cut"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One encoded conversation of T tokens. NumPy arrays, so that workers send it without shared memory.
-
-    `input_ids` [T] int64 · `labels` [T] int64: the token itself where it is trained on, else -100 (not shifted:
-    the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
-    [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`: how many ·
-    `answers`: (start, end) in tokens of each assistant turn, end-of-turn token included · `length`: the tokens
-    before a cut · `control`: the control tokens that its text spells out.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    mm_token_type_ids: np.ndarray | None = None
-    pixel_values: np.ndarray | None = None
-    image_grid_thw: np.ndarray | None = None
-    images: int = 0
-    answers: tuple[tuple[int, int], ...] = ()
-    length: int = 0
-    control: tuple[str, ...] = ()
-    file: str = ""
-    row: int = -1
-    id: str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the arrays in bytes."""
-        arrays = (self.input_ids, self.labels, self.mm_token_type_ids, self.pixel_values, self.image_grid_thw)
-        return sum(array.nbytes for array in arrays if array is not None)
-
-    @property
-    def cut(self) -> bool:
-        """Whether tokens were cut off to fit `seq_length`."""
-        return self.length > len(self.input_ids)
-
-    @property
-    def notes(self) -> list[tuple[str, str]]:
-        """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
-        found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*found, *spelling(self.control)]
-
-
-def spelling(control: Sequence[str]) -> list[tuple[str, str]]:
-    """(action, reason) of a row whose text spells control tokens; none for none."""
-    spelt = ", ".join(map(repr, control))
-    return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
+MARKS = (
+    ("<|vision_start|>", "<|vision_end|>"),  # Qwen
+    ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
+    ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
+)
+"""Tokens that templates write around the place of an image."""
 
 
 class Written(NamedTuple):
@@ -129,8 +87,10 @@ class Encoder:
         self._is_image[list(self.image_ids)] = True
         vocabulary = self.tokenizer.get_vocab()
         self.longest = max(map(len, vocabulary))
-        # Qwen's templates write this mark themselves, before the placeholder; not every version's processor names it.
-        self.opening_id = vocabulary.get("<|vision_start|>") if self.multimodal else None
+        # Templates write these marks themselves, around the placeholder; not every version's processor names them.
+        there = (pair for pair in MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
+        self.around: tuple[str, str] | None = next(there, None)
+        self.opening_id = None if self.around is None else vocabulary[self.around[0]]
         added = self.tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         self.ends = tuple(sorted(control | {str(token) for token in added}))
@@ -188,9 +148,15 @@ class Encoder:
         if outputs is None:
             outputs = yield Wanted(text, conversation.images)
         ids = _array(outputs["input_ids"], np.int64)
-        starts, stops = _array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+        starts, stops = _offsets(outputs)
         image_mask = self._image_mask(ids)
-        shift = Expansion(text, self._image_token(), starts, stops, stretches(image_mask))
+        told = outputs.get("text_replacement_offsets")
+        if told is None:
+            shift = Expansion.of_runs(text, self._image_token(), starts, stops, stretches(image_mask))
+        else:
+            shift = Expansion([image.growth for image in replaced(told)], starts, stops)
+        for start, end in image_places(outputs):
+            image_mask[start:end] = True
         answers = [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
         if self.train_on_prompt:
@@ -243,6 +209,8 @@ class Encoder:
             answers=answers,
             length=len(ids),
             control=control,
+            more=of_row(outputs, further(self.processor)) if pixels is not None else {},
+            places=image_places(outputs),
             file=row.source,
             row=row.row,
             id=row.id,
@@ -287,10 +255,13 @@ class Encoder:
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
         return kept
 
-    def image_tokens(self, path: Any) -> int:
-        """How many tokens an image takes, by its header."""
+    def image_tokens(self, path: Any, alone: bool = True) -> int:
+        """How many tokens an image takes, by its header; `alone`: the only one of its row."""
         width, height = size(path, self.max_image_megapixels)
+        told = getattr(self.processor, "image_tokens", None)
         try:
+            if told is not None:
+                return told((height, width), alone)
             return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
         except Exception as cause:
             raise refused(cause) from cause
@@ -324,64 +295,21 @@ class Encoder:
         where = self._is_long(len(sample.input_ids))
         if self.on_long != "cut":
             self._refuse_long(sample, where)
-        short = self._cut(sample)
+        images = cutting.runs(
+            sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
+            getattr(self.processor, "start_image_token_id", None),
+        )  # fmt: skip
+        try:
+            short = cutting.cut(sample, self.seq_length, images, self.opening_id)
+        except Mismatch as cause:
+            raise LongSample(sample.file, sample.row, f"{where}; {cause}", sample.id) from cause
         if not (short.labels != IGNORE).any():
             raise LongSample(sample.file, sample.row, f"{where}; {NOTHING_LEFT}", sample.id)
         return short
 
-    def _cut(self, sample: Sample) -> Sample:
-        end, kept, pixels = self.seq_length, 0, 0
-        for run in self._image_runs(sample):
-            if run.stop > end:
-                end = min(end, run.start)
-                # The mark that opens the image goes too: models look for an image behind each.
-                if end and sample.input_ids[end - 1] == self.opening_id:
-                    end -= 1
-                break
-            kept, pixels = kept + 1, pixels + run.pixels
-        grid = sample.image_grid_thw
-        return replace(
-            sample,
-            input_ids=sample.input_ids[:end],
-            labels=sample.labels[:end],
-            mm_token_type_ids=None if sample.mm_token_type_ids is None else sample.mm_token_type_ids[:end],
-            pixel_values=sample.pixel_values[:pixels].copy() if sample.pixel_values is not None and kept else None,
-            image_grid_thw=grid[:kept] if grid is not None and kept else None,
-            images=kept,
-            answers=tuple(span for span in sample.answers if span[1] <= end),  # whole ones
-        )
-
     def _image_mask(self, ids: np.ndarray) -> np.ndarray:
         """Where tokens stand for an image: a look into a table, which np.isin is ten times slower than."""
         return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
-
-    def _image_runs(self, sample: Sample) -> list[_Run]:
-        """Where each image's tokens stand, and how many rows of `pixel_values` are its own."""
-        if sample.pixel_values is None:
-            return []
-        ids = sample.input_ids
-        image_mask = self._image_mask(ids)
-        # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
-        opens = np.flatnonzero(image_mask & (ids == getattr(self.processor, "start_image_token_id", None)))
-        runs = stretches(image_mask, opens)
-        if sample.image_grid_thw is None:
-            # Every tile of an image takes as many tokens.
-            tokens = np.array([np.sum(ids[start:stop] == self.processor.image_token_id) for start, stop in runs])
-            rows = tokens * len(sample.pixel_values) // tokens.sum()
-        else:
-            rows = sample.image_grid_thw.prod(axis=1)
-            if len(runs) != len(rows):  # ... where they do not, tokens are shared out by patches.
-                edges = np.cumsum([0, *(rows * int(image_mask.sum()) // rows.sum())])
-                where = np.flatnonzero(image_mask)
-                runs = [(int(where[a]), int(where[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
-        return [_Run(start, stop, int(count)) for (start, stop), count in zip(runs, rows, strict=True)]
-
-
-@dataclass(frozen=True)
-class _Run:
-    start: int
-    stop: int
-    pixels: int
 
 
 def _image_ids(processor: Any) -> frozenset[int]:
@@ -389,6 +317,20 @@ def _image_ids(processor: Any) -> frozenset[int]:
     ids = set(getattr(processor, "image_token_ids", None) or [])
     ids |= {getattr(processor, name, None) for name in ("image_token_id", "start_image_token_id", "end_image_token_id")}
     return frozenset(int(i) for i in ids if i is not None)
+
+
+def _offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token starts and ends, in characters of the text that was processed."""
+    starts, stops = _array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+    return starts, stops
+
+
+def image_places(outputs: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each image stand, where the processor tells which characters are its."""
+    if not (told := outputs.get("text_replacement_offsets")):
+        return ()
+    starts, stops = _offsets(outputs)
+    return tuple(covering(starts, stops, *image.new_span) for image in replaced(told))
 
 
 def _array(values: Any, dtype: Any) -> np.ndarray:

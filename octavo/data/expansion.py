@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,30 +16,61 @@ class Mismatch(ValueError):
 class Expansion:
     """Characters of the rendered text to tokens of the processed one, in which each placeholder has grown.
 
-    Token offsets count in the grown text. Runs of image tokens there and runs of placeholders in the rendered
-    text come in the same order; between them the texts are equal, so each run moves what follows by its growth.
+    Token offsets (`starts`, `stops`) count in the grown text. `growth`: (where a placeholder or a run of them ends in
+    the rendered text, by how many characters it has grown); between them the texts are equal, so each moves what
+    follows.
     """
 
-    def __init__(
-        self, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
-    ) -> None:
-        self.starts, self.stops = starts, stops
+    def __init__(self, growth: list[tuple[int, int]], starts: np.ndarray, stops: np.ndarray) -> None:
+        self.growth, self.starts, self.stops = growth, starts, stops
+
+    @classmethod
+    def of_runs(
+        cls, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
+    ) -> Expansion:
+        """Where placeholders grow into image tokens alone: runs of these (`grown`: their first and last token), and
+        runs of placeholders in the rendered text, come in the same order. Raises `Mismatch`."""
         before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
         if len(before) != len(grown):
             raise Mismatch(f"the processor made {len(grown)} groups of image tokens of {len(before)} placeholders")
-        self.growth = [
+        growth = [
             (end, int(stops[stop - 1] - starts[start]) - (end - begin))
             for (begin, end), (start, stop) in zip(before, grown, strict=True)
         ]
+        return cls(growth, starts, stops)
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """The tokens that hold any of the characters start to end of the rendered text."""
         first, last = self._moved(start), self._moved(end)
-        inside = np.flatnonzero((self.starts < last) & (self.stops > first) & (self.stops > self.starts))
-        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+        return covering(self.starts, self.stops, first, last)
 
     def _moved(self, position: int) -> int:
         return position + sum(more for end, more in self.growth if end <= position)
+
+
+def covering(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
+    """The tokens that hold any of the characters first to last; (0, 0) for none."""
+    inside = np.flatnonzero((starts < last) & (stops > first) & (stops > starts))
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+
+class Replaced(NamedTuple):
+    """What stands in for an image, as its processor tells: characters of its placeholder in the rendered text, and of
+    what that grew into in the grown one."""
+
+    span: tuple[int, int]
+    new_span: tuple[int, int]
+
+    @property
+    def growth(self) -> tuple[int, int]:
+        """As `Expansion` takes it."""
+        (start, end), (begin, stop) = self.span, self.new_span
+        return end, (stop - begin) - (end - start)
+
+
+def replaced(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
+    """`text_replacement_offsets` of one row."""
+    return [Replaced(tuple(one["span"]), tuple(one["new_span"])) for one in told]
 
 
 def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:

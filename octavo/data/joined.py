@@ -25,9 +25,9 @@ import tokenizers
 
 from octavo.data import cache
 from octavo.data.documents import Document, DocumentEncoder
-from octavo.data.encode import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError
 from octavo.data.order import shuffled
+from octavo.data.sample import IGNORE, Sample
 from octavo.data.sources import LOOKED_AT, Source
 
 FORM = 1  # of the file; rises when the same documents give another

@@ -39,11 +39,12 @@ from octavo.data.conversations import (
     naming,
     shown,
 )
-from octavo.data.encode import IGNORE, Encoder, Sample
+from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.images import ImageFile
 from octavo.data.loader import micro_batches
 from octavo.data.prompts import as_messages, asked
+from octavo.data.sample import IGNORE, Sample
 from octavo.data.tools import tools_of
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")

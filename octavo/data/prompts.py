@@ -34,9 +34,10 @@ from octavo.data.conversations import (
     read_turns,
     shown,
 )
-from octavo.data.encode import Encoder, Sample
+from octavo.data.encode import Encoder
 from octavo.data.errors import DataError
 from octavo.data.images import ImageFile, Picture
+from octavo.data.sample import Sample
 from octavo.data.tools import tools_of
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")

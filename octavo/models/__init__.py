@@ -17,10 +17,10 @@ from octavo.models.quantization import Quantization, read_quantization, to_confi
 from octavo.models.random import random_model
 from octavo.models.shapes import SHAPES, shape_model
 from octavo.models.skeleton import empty, read_config
-from octavo.models.tiles import pair, tile
 from octavo.models.tiny_configs import tiny_config
 from octavo.models.trained import why_not_trained
 from octavo.models.values import stream
+from octavo.models.vision import vision_of
 
 __all__ = [
     "Attend",
@@ -55,7 +55,6 @@ __all__ = [
     "load_processor",
     "load_split",
     "load_tokenizer",
-    "pair",
     "parameter_count",
     "pixels_by",
     "positions",
@@ -67,11 +66,11 @@ __all__ = [
     "split",
     "stays",
     "stream",
-    "tile",
     "tiny_config",
     "to_config",
     "use_attention",
     "use_kernel",
+    "vision_of",
     "why_not_packed",
     "why_not_paged",
     "why_not_trained",

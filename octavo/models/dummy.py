@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
-from octavo.models.tiles import smallest
+from octavo.models.vision import vision_of
 
 
 class _Join(torch.autograd.Function):
@@ -39,24 +39,11 @@ class _Join(torch.autograd.Function):
 
 
 def dummy_image_inputs(model: nn.Module, family: Family) -> dict[str, Tensor]:
-    """The smallest black image of a family, as its `get_image_features` takes it, on the tower's device.
-
-    Qwen: one token, `pixel_values` [merge^2, channels * temporal * patch^2] and `image_grid_thw` [1, 3].
-    InternVL, NVILA: one tile that becomes one token, `pixel_values` [1, channels, height, width].
-    """
+    """The smallest black image of a family, as its `get_image_features` takes it, on the tower's device."""
     if not family.has_vision:
         raise ModelError(f"{family.name} takes no images; only a vision-language model needs a dummy image.")
-    config = model.config.vision_config
     parameter = next(model.get_submodule(family.tower).parameters())
-    like = {"dtype": parameter.dtype, "device": parameter.device}
-    if not hasattr(config, "spatial_merge_size"):
-        return {"pixel_values": torch.zeros(1, config.num_channels, *smallest(model.config), **like)}
-    merge = config.spatial_merge_size
-    pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return {
-        "pixel_values": torch.zeros(merge * merge, pixels, **like),
-        "image_grid_thw": torch.tensor([[1, merge, merge]], device=parameter.device),
-    }
+    return vision_of(model.config).smallest(parameter.device, parameter.dtype)
 
 
 def attach_dummy_image(

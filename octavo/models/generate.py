@@ -102,7 +102,8 @@ def question(
     try:
         if places != len(images):  # transformers 5.17 does not tell
             raise ValueError(f"the text has {places} places for {len(images)} images")
-        return processor(text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False)
+        given = [list(images)] if images and getattr(processor, "images_by_row", False) else list(images)
+        return processor(text=[text], images=given or None, return_tensors="pt", add_special_tokens=False)
     except ValueError as cause:
         raise ModelError(
             f"the processor refuses the prompt or its images: {cause}. Give each image with --image, not by its "

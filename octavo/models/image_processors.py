@@ -9,6 +9,7 @@ a processor is loaded: a machine that only measures models needs no Pillow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,40 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.utils import is_torchvision_available
 
+from octavo.models import stock_processors as stocked
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
-from octavo.models.nvila.images import NvilaLiteImages
+from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.processor import NvilaProcessor
+from octavo.models.skeleton import stock_config
 
 if is_torchvision_available():
+    from transformers.models.ernie4_5_vl_moe.image_processing_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessor as ErnieImages,
+    )
+    from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor as Gemma3Images
+    from transformers.models.glm4v.image_processing_glm4v import Glm4vImageProcessor as Glm4vImages
     from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor as GotOcr2Images
+    from transformers.models.llava_onevision.image_processing_llava_onevision import (
+        LlavaOnevisionImageProcessor as LlavaOnevisionImages,
+    )
+    from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor as PixtralImages
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImages
+    from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor as SmolVLMImages
 else:
+    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessorPil as ErnieImages,
+    )
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil as Gemma3Images
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil as Glm4vImages
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil as GotOcr2Images
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil as LlavaOnevisionImages,
+    )
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil as PixtralImages
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Qwen2VLImages
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil as SmolVLMImages
 
 _MOST = 1 << 16  # tokens of a small image
 #: what the vision encoder of Qwen calls a size -> what its image processor does
@@ -75,8 +98,21 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
     "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImages),
     "internvl": (InternVLImageTextProcessor, GotOcr2Images),
-    "nvila_lite": (NvilaProcessor, NvilaLiteImages),
+    "qwen3_5": (Qwen3VLImageTextProcessor, Qwen2VLImages),
+    "qwen3_5_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
+    "mistral3": (stocked.PixtralImageTextProcessor, PixtralImages),
+    "llava_onevision": (stocked.LlavaOnevisionImageTextProcessor, LlavaOnevisionImages),
+    "smolvlm": (stocked.SmolVLMImageTextProcessor, SmolVLMImages),
+    "gemma3": (stocked.Gemma3ImageTextProcessor, Gemma3Images),
+    "glm4v": (stocked.Glm4vImageTextProcessor, Glm4vImages),
+    "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
+    "nvila": (NvilaProcessor, NvilaImages),
+    "nvila_lite": (NvilaProcessor, NvilaImages),
 }
+_BY_AREA = (Qwen2VLImages, Glm4vImages, ErnieImages)
+"""Whose sizes are areas, kept to whole tokens."""
+_BY_EDGE = (PixtralImages, SmolVLMImages)
+"""Whose size is the longest edge."""
 
 
 def check_made(folder: Path, raw: Mapping[str, Any], image_processor: Any, made: Mapping[str, Any]) -> None:
@@ -98,9 +134,10 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
     both sides state. Raises ModelError, naming both files."""
     image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
     stated: list[tuple[str, Any, str, Any]] = [
-        ("image_token_id", raw.get("image_token_id"), "tokenizer_config.json", processor.image_token_id)
+        (key, raw.get(key), "tokenizer_config.json", getattr(processor, "feature_id", processor.image_token_id))
+        for key in ("image_token_id", "image_token_index")
     ]
-    if isinstance(image, Qwen2VLImages):
+    if isinstance(image, _BY_AREA):
         video = folder / "video_preprocessor_config.json"
         more = read_json(video) if video.exists() else {}
         for theirs, ours in _SAME.items():
@@ -122,6 +159,37 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
             )
 
 
+def stated_options(folder: Path, processor_class: type) -> dict[str, Any]:
+    """What `processor_class` is told beside image processor and tokenizer: as config.json has it, which
+    processor_config.json must not contradict. Raises ModelError."""
+    if not issubclass(processor_class, stocked.Telling):
+        return {}
+    config = stock_config(folder)
+    with stock(f"{folder}/config.json: the options of its processor cannot be told"):
+        wanted = processor_class.options(config)
+    file = folder / "processor_config.json"
+    _require(folder, file.name, wanted, read_json(file) if file.exists() else {})
+    return wanted
+
+
+def check_image_options(folder: Path, processor_class: type, image_processor: Any) -> None:
+    """That images are cut as config.json says, where the model's own arithmetic repeats it. Raises ModelError."""
+    if issubclass(processor_class, stocked.Telling):
+        wanted = processor_class.image_options(stock_config(folder))
+        found = {key: getattr(image_processor, key, None) for key in wanted}
+        found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in found.items()}
+        _require(folder, "preprocessor_config.json", wanted, found)
+
+
+def _require(folder: Path, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if found.get(key, value) != value:
+            raise ModelError(
+                f"{folder}/{name} gives {key} {found[key]!r:.80}, and by config.json it is {value!r:.80}: the model "
+                "could not take its images. Copy both files from one model."
+            )
+
+
 def limit(image_processor: Any, given: dict[str, int]) -> None:
     """Bound the size of one image, as `load_processor` says. Raises ModelError for limits that cannot be."""
     if not given:
@@ -129,24 +197,55 @@ def limit(image_processor: Any, given: dict[str, int]) -> None:
     low, high = given.get("min_pixels"), given.get("max_pixels")
     if low is not None and high is not None and low > high:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
-    if isinstance(image_processor, Qwen2VLImages):
-        unit, what = (image_processor.patch_size * image_processor.merge_size) ** 2, "token"
+    if isinstance(image_processor, _BY_AREA):
+        unit, what, apply = (image_processor.patch_size * image_processor.merge_size) ** 2, "token", _limit_area
+    elif isinstance(image_processor, GotOcr2Images | NvilaImages):
+        unit, what, apply = image_processor.size["height"] * image_processor.size["width"], "tile", _limit_tiles
+    elif isinstance(image_processor, _BY_EDGE) and low is None:
+        unit, what, apply = _edge(image_processor) ** 2, "token or tile", _limit_edge
     else:
-        unit, what = image_processor.size["height"] * image_processor.size["width"], "tile"
+        raise ModelError(
+            f"{' and '.join(given)} cannot be kept by {type(image_processor).__name__}: this family makes its images "
+            f"{'larger by itself alone' if isinstance(image_processor, _BY_EDGE) else 'one of fixed sizes'}. Remove it."
+        )
     for key, value in given.items():
         if value < unit:
             raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
-    if isinstance(image_processor, Qwen2VLImages):
-        size = dict(image_processor.size)
-        if high is not None:
-            size |= {"longest_edge": high, "shortest_edge": min(size["shortest_edge"], high)}
-        if low is not None:
-            size |= {"shortest_edge": low, "longest_edge": max(size["longest_edge"], low)}
-        image_processor.size = type(image_processor.size)(**size)
-    else:
-        if high is not None:
-            image_processor.max_patches = high // unit
-            image_processor.min_patches = min(image_processor.min_patches, image_processor.max_patches)
-        if low is not None:
-            image_processor.min_patches = -(-low // unit)
-            image_processor.max_patches = max(image_processor.max_patches, image_processor.min_patches)
+    apply(image_processor, low, high, unit)
+
+
+def _limit_area(image_processor: Any, low: int | None, high: int | None, unit: int) -> None:
+    # An image of GLM is two equal frames, and its area that of both.
+    frames = image_processor.temporal_patch_size if isinstance(image_processor, Glm4vImages) else 1
+    size = dict(image_processor.size)
+    if high is not None:
+        high *= frames
+        size |= {"longest_edge": high, "shortest_edge": min(size["shortest_edge"], high)}
+    if low is not None:
+        low *= frames
+        size |= {"shortest_edge": low, "longest_edge": max(size["longest_edge"], low)}
+    image_processor.size = type(image_processor.size)(**size)
+
+
+def _limit_tiles(image_processor: Any, low: int | None, high: int | None, unit: int) -> None:
+    if high is not None:
+        image_processor.max_patches = high // unit
+        image_processor.min_patches = min(image_processor.min_patches, image_processor.max_patches)
+    if low is not None:
+        image_processor.min_patches = -(-low // unit)
+        image_processor.max_patches = max(image_processor.max_patches, image_processor.min_patches)
+
+
+def _edge(image_processor: Any) -> int:
+    """Pixels of a tile or patch, in each direction."""
+    if isinstance(image_processor, SmolVLMImages):
+        return image_processor.max_image_size["longest_edge"]
+    patch = image_processor.patch_size
+    return patch if isinstance(patch, int) else patch["height"]
+
+
+def _limit_edge(image_processor: Any, low: int | None, high: int | None, unit: int) -> None:
+    assert high is not None
+    side = _edge(image_processor)
+    longest = min(math.isqrt(high) // side * side, image_processor.size["longest_edge"])
+    image_processor.size = type(image_processor.size)(longest_edge=longest)

@@ -17,7 +17,7 @@ from octavo.models.chat import FILES, check_template, deadline, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import add_media
-from octavo.models.skeleton import read_config
+from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED
 
 
@@ -104,9 +104,11 @@ def load_processor(
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
+                             Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
 
-    Raises ModelError for a folder without processor files, limits below one token or tile, min above max, and limits
-    for a text-only model, and a chat template that does not end or refuses every conversation (`check_template`).
+    Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
+    token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
+    3), and a chat template that does not end or refuses every conversation (`check_template`).
     """
     processor = _load_processor(Path(path), max_pixels, min_pixels)
     check_template(processor, Path(path))
@@ -114,7 +116,7 @@ def load_processor(
 
 
 def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
-    raw = read_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
@@ -144,7 +146,6 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         if (file := at(folder, name)).exists():
             check_sizes(file)
-    nvila = read_config(folder) if processor_class is image_processors.NvilaProcessor else None
     with stock(f"{folder}: the image processor cannot be loaded"):
         image_processor = image_class.from_pretrained(images.parent, local_files_only=True)
         deviations = image_processor.image_std
@@ -152,18 +153,16 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
             raise ModelError(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
-    if nvila is not None:
-        image_processor.min_patches, image_processor.max_patches = nvila.min_tiles, nvila.max_tiles
+    image_processors.check_image_options(folder, processor_class, image_processor)
     image_processors.limit(image_processor, given)
     with stock(f"{folder}: the image processor cannot take an image"):
         made = image_processor(images=[Image.new("RGB", (64, 64))])
     image_processors.check_made(folder, raw, image_processor, made)
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
-        if nvila is not None:
-            return processor_class.of(folder, image_processor, tokenizer, template, nvila)
         internvl = processor_class is image_processors.InternVLImageTextProcessor
-        more = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        own = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        more = own | image_processors.stated_options(folder, processor_class)
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
     image_processors.check_agreement(folder, raw, processor)
     return processor

@@ -22,98 +22,45 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from octavo.models.nvila import NvilaLiteConfig
-
-SIZES = ("small", "mini")
-PATCH = 4  # pixels; two by two patches merge into one token of 8x8 pixels
-MAX_POSITIONS = 4096
-Ids = Mapping[str, int]
+from octavo.models import tiny_seeing as seeing
+from octavo.models.tiny_parts import MAX_POSITIONS, PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
 
 
-def _text(size: str, vocab: int, **more: Any) -> dict[str, Any]:
-    dims = {
-        "small": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4},
-        "mini": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    }[size]
-    return {
-        "vocab_size": vocab,
-        **dims,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": 0.06,
-        **more,
-    }
-
-
-def _rope(head_dim: int) -> dict[str, Any]:
-    half = head_dim // 2
-    section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
-    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
-
-
-def _qwen_vision(out: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": 64,
-        "num_heads": 4,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": out,
-        "initializer_range": 0.06,
-        **more,
-    }
-
-
-def _vision_ids(ids: Ids) -> dict[str, int]:
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-    }
-
-
-def _qwen3_parts(size: str, text: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
+def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
     """What a Qwen3-VL configuration is made of, dense or MoE."""
     depth, mlp, deepstack = (4, 256, [1, 2]) if size == "small" else (2, 128, [0])
     more = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
     return {
-        "text_config": {**text, "rope_parameters": {**_rope(32), "mrope_interleaved": True}},
-        "vision_config": _qwen_vision(text["hidden_size"], depth=depth, intermediate_size=mlp, **more),
+        "text_config": {**decoder, "rope_parameters": {**rope(32), "mrope_interleaved": True}},
+        "vision_config": qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, **more),
         "tie_word_embeddings": tied,
-        **_vision_ids(ids),
+        **vision_ids(ids),
     }
 
 
 def _qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return Qwen3VLConfig(**_qwen3_parts(size, _text(size, vocab, head_dim=32), True, ids))
-
-
-def _moe_text(size: str, vocab: int) -> dict[str, Any]:
-    text = _text(size, vocab, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
-    return {**text, "num_hidden_layers": 2}
+    return Qwen3VLConfig(**_qwen3_parts(size, text(size, vocab, head_dim=32), True, ids))
 
 
 def _qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = {**_moe_text(size, vocab), "tie_word_embeddings": False}
-    return Qwen3VLMoeConfig(**_qwen3_parts(size, text, False, ids))
+    decoder = {**moe(size, vocab), "tie_word_embeddings": False}
+    return Qwen3VLMoeConfig(**_qwen3_parts(size, decoder, False, ids))
 
 
 def _qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = _text(size, vocab)
-    text["rope_parameters"] = _rope(text["hidden_size"] // text["num_attention_heads"])
-    text["bos_token_id"], text["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
+    decoder = text(size, vocab)
+    decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
+    decoder["bos_token_id"], decoder["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
     more = {"depth": 3 if size == "small" else 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    vision = _qwen_vision(text["hidden_size"], intermediate_size=172, **more)  # ragged, as the published 3420 is
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_vision_ids(ids))
+    vision = qwen_vision(decoder["hidden_size"], intermediate_size=172, **more)  # ragged, as the published 3420 is
+    return Qwen2_5_VLConfig(text_config=decoder, vision_config=vision, tie_word_embeddings=True, **vision_ids(ids))
 
 
 INTERNVL_IMAGE = 16  # pixels a tile: 4x4 patches, pixel shuffle to 4 tokens
 
 
 def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = _text(size, vocab, model_type="qwen3", head_dim=32, tie_word_embeddings=True)
+    decoder = text(size, vocab, model_type="qwen3", head_dim=32, tie_word_embeddings=True)
     vision = {
         "hidden_size": 64,
         "num_hidden_layers": 3 if size == "small" else 2,
@@ -125,7 +72,7 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         "initializer_range": 0.06,
     }
     return InternVLConfig(
-        text_config=text,
+        text_config=decoder,
         vision_config=vision,
         image_token_id=ids["<IMG_CONTEXT>"],
         image_seq_length=4,
@@ -134,33 +81,9 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-NVILA_IMAGE = 16  # pixels a tile: 4x4 patches, 3x3 of which (padded) become one of 4 tokens
-
-
-def _nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged."""
-    text = _text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False)
-    vision = {
-        "hidden_size": 64,
-        "num_hidden_layers": 4 if size == "small" else 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 272 if size == "small" else 144,  # 16 * 17, 16 * 9
-        "image_size": NVILA_IMAGE,
-        "patch_size": PATCH,
-    }
-    return NvilaLiteConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<image>"],
-        video_token_id=ids["<vila/video>"],
-        newline_token_id=ids["Ċ"],
-        max_tiles=4,
-    )
-
-
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    text = _text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
-    return LlamaConfig(**text)
+    decoder = text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
+    return LlamaConfig(**decoder)
 
 
 def _mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
@@ -179,9 +102,18 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen2_5_vl": _qwen2_5_vl,
     "internvl": _internvl,
-    "nvila_lite": _nvila_lite,
-    "qwen3": lambda size, vocab, ids: Qwen3Config(**_text(size, vocab, head_dim=32, tie_word_embeddings=True)),
-    "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**_moe_text(size, vocab), tie_word_embeddings=True),
+    "mistral3": seeing.mistral3,
+    "llava_onevision": seeing.llava_onevision,
+    "smolvlm": seeing.smolvlm,
+    "gemma3": seeing.gemma3,
+    "glm4v": seeing.glm4v,
+    "qwen3_5": seeing.qwen3_5,
+    "qwen3_5_moe": seeing.qwen3_5_moe,
+    "ernie4_5_vl_moe": seeing.ernie4_5_vl_moe,
+    "nvila": seeing.nvila,
+    "nvila_lite": seeing.nvila_lite,
+    "qwen3": lambda size, vocab, ids: Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True)),
+    "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True),
     "llama": _llama,
     "mpt": _mpt,
 }

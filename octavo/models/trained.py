@@ -15,13 +15,15 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
 from octavo.models.skeleton import is_vision_config
 
-TRAINED = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
+TRAINED = (
+    *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3_5", "qwen3_5_moe"),
+    *("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe", "nvila", "nvila_lite"),
+)
 """`model_type` of the families whose images become batches here, and that train."""
 
 _TWO_WAYS = "tokens of an image attend to those behind them ({}), and batches of Octavo are causal"
 _PREFIX = "a prompt attends both ways (token_type_ids), and batches of Octavo are causal"
 WAITS = {
-    "gemma3": _TWO_WAYS.format("token_type_ids"),
     "shieldgemma2": _TWO_WAYS.format("token_type_ids"),
     "gemma4": _TWO_WAYS.format("mm_token_type_ids, in sliding layers"),
     "gemma4_unified": _TWO_WAYS.format("mm_token_type_ids"),

@@ -75,6 +75,11 @@ class Images:
                 f"the images of {family.name} cannot be dealt to the ranks of a context: its model has no "
                 "get_image_features. Set parallel.context: 1"
             )
+        if getattr(model.config, "s2_scales", ()):
+            raise WorldError(
+                f"the images of {family.name} cannot be dealt to the ranks of a context: they have several scales. Set "
+                "parallel.context: 1"
+            )
         self.model, self.family, self.context = model, family, context
         self._now: Deal | None = None
         owner.get_image_features = self._features  # type: ignore[assignment]

@@ -128,18 +128,15 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         message += f", {answer} of them (rl.max_new_tokens) a completion"
     counts = {"foundation": rows * row, "lm_head": rows * (answer or row)}
     image = 0
-    vision = getattr(config, "vision_config", None)
-    if "image_encoder" in components and vision is not None:
-        pixels = cfg.data.max_pixels or _PIXELS
-        if hasattr(vision, "spatial_merge_size"):
-            merge = vision.spatial_merge_size**2
-            image = min(pixels // vision.patch_size**2 // merge, row - answer - 2) * merge
-            out = image // merge
+    if "image_encoder" in components and getattr(config, "vision_config", None) is not None:
+        vision, room = models.vision_of(config), row - answer - 2
+        pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
+        if vision.kind == "tiles":
+            tiles = max(1, min(pixels // vision.cells, room // (vision.length + vision.ends + 1)))
+            image, out = vision.seen(tiles)
         else:
-            height, width = models.pair(vision.image_size)
-            tile = models.tile(config)
-            tiles = max(1, min(pixels // (height * width), (row - answer - 2) // (tile.places + 1)))
-            image, out = tiles * tile.patches, tiles * tile.projector
+            out = min(pixels // vision.merge**2, room)
+            image = out * vision.merge**2
         if cfg.data.packing and out > 0:
             each = max(1, row // (out + 2))  # as many as there is room for
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
@@ -176,14 +173,9 @@ def _head_dim(text: Any) -> int:
 
 def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
     """(patches through the tower, tokens out of the projector, images) of a batch with images."""
-    vision = config.vision_config
-    if "image_grid_thw" in batch:
-        grids = batch["image_grid_thw"]
-        patches = int(grids.prod(-1).sum())
-        return patches, patches // vision.spatial_merge_size**2, len(grids)
-    pixels = batch["pixel_values"]
-    tile = models.tile(config, (pixels.shape[-2], pixels.shape[-1]))
-    return len(pixels) * tile.patches, len(pixels) * tile.projector, len(pixels)
+    vision = models.vision_of(config)
+    patches = vision.patches(batch)
+    return sum(patches), sum(map(vision.features, patches)), len(patches)
 
 
 def _mean(values: list[int]) -> int:

@@ -390,6 +390,24 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     assert [check["status"] for check in found["checks"]] == [OK, ABSENT, FAIL]
 
 
+def test_doctor_lists_families(monkeypatch, capsys):
+    from octavo.models import survey
+
+    two = [
+        survey.Surveyed("a_vl", survey.TRAINS, "", "model.visual", ("model.visual.merger",), "model.text", ("x.y",), 7),
+        survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
+    ]
+    monkeypatch.setattr(survey, "survey", lambda: iter(two))
+    assert main(["doctor", "--families"]) == 0
+    out = capsys.readouterr().out
+    assert "refused: no vision tower" in out and "model.visual" not in out
+    assert out.rstrip().endswith(": trains 1, planned only 0, refused 1, not built 0.")
+    assert main(["doctor", "--families", "--all"]) == 0
+    assert "model.visual.merger" in capsys.readouterr().out
+    assert main(["doctor", "--families", "--json"]) == 0
+    assert [one["here"] for one in json.loads(capsys.readouterr().out)] == ["trains", "refused"]
+
+
 def test_json_is_json_even_where_a_loss_is_not_finite(capsys):
     terminal.show_json({"loss": float("nan"), "all": (1, float("inf")), "at": Path("a")})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1, None], "at": "a"}

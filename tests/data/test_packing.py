@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from octavo.data import BadSample, DataError, DocumentEncoder, Encoder, Mixture, PackLoader, collate_pack, counting
-from octavo.data.encode import Sample
 from octavo.data.images import load, size
 from octavo.data.packing import cost, deal, pack, waste
+from octavo.data.sample import Sample
 
 LENGTHS = st.lists(st.integers(1, 64), max_size=60)
 

@@ -15,7 +15,7 @@ from octavo import adapters, fp8, models
 from octavo.config import LoraSection
 from octavo.fp8.measuring import invariant
 from octavo.models import tiny
-from octavo.models.tiny_configs import PATCH
+from octavo.models.tiny_parts import PATCH
 
 TEMPERATURE = 0.7
 

@@ -11,7 +11,14 @@ from octavo import models
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
 
-TOWERS = {"qwen3_vl": (2, 2), "qwen3_vl_moe": (2, 2), "qwen2_5_vl": (2, 2), "internvl": (2, 2), "nvila_lite": (2, 2)}
+TOWERS = {
+    "qwen3_vl": (2, 2),
+    "qwen3_vl_moe": (2, 2),
+    "qwen2_5_vl": (2, 2),
+    "internvl": (2, 2),
+    "nvila": (2, 2),
+    "nvila_lite": (2, 2),
+}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -88,7 +95,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     if "qwen" in family:
         encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
         projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
-    if family == "nvila_lite":
+    if family.startswith("nvila"):
         projector, blocks = ["mm_projector"], "vision_tower.encoder.layers"
     assert list(described.components) == list(models.COMPONENTS)
     assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]

@@ -20,7 +20,7 @@ from octavo.checkpoint.export import export
 from octavo.checkpoint.verify import verify
 from octavo.models import nvila
 from octavo.models.folder import PARTS
-from octavo.models.nvila.images import NvilaLiteImages
+from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.projector import Downsample, Projector
 from octavo.models.nvila.three import MEDIA
 from octavo.models.nvila.tower import Tower
@@ -105,9 +105,9 @@ def test_another_projector_or_tower_is_refused_by_name() -> None:
 
 
 def test_tiles_are_row_by_row_and_the_whole_image_comes_last() -> None:
-    images = NvilaLiteImages(size={"height": 8, "width": 8}, max_patches=6)
+    images = NvilaImages(size={"height": 8, "width": 8}, max_patches=6)
     made = images(images=[colours(2, 3, 8)])
-    assert made["num_patches"] == [7] == [images.tiles(16, 24)]
+    assert made["grids"] == [(7, 1, 1)] == [images.grid(16, 24)]
     greys = [float(np.mean(tile)) for tile in made["pixel_values"]]
     wanted = [(10 * n / 255 - 0.5) / 0.5 for n in range(6)]
     assert np.allclose(greys[:6], wanted, atol=1e-6) and abs(greys[6] - np.mean(wanted)) < 0.01
@@ -120,7 +120,7 @@ HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20)
 @pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
 def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
     """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
-    assert NvilaLiteImages(size={"height": 8, "width": 8}).tiles(*size) == tiles
+    assert NvilaImages(size={"height": 8, "width": 8}).grid(*size) == (tiles, 1, 1)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def test_text_and_answers(checkpoint, family):
     prompt = processor.apply_chat_template(conversation(False)[:1], tokenize=False, add_generation_prompt=True)
     whole = processor.apply_chat_template(conversation(False)[:2], tokenize=False)
     assert whole.startswith(prompt) and whole.rstrip().endswith(processor.tokenizer.eos_token)
-    assert len(processor.tokenizer(" 3", add_special_tokens=False)["input_ids"]) == 1
+    # transformers splits words of Qwen3.5 by a rule of its own, whatever tokenizer.json says: a digit stands alone
+    digit = "3" if family.startswith("qwen3_5") else " 3"
+    assert len(processor.tokenizer(digit, add_special_tokens=False)["input_ids"]) == 1
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

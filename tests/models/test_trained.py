@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, SmolVLMConfig
+from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, ShieldGemma2Config, SmolVLMConfig
 
 from octavo import models
 from octavo.models import image_processors, trained
@@ -26,7 +26,8 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma3Config, "tokens of an image attend to those behind them"),
+        (Gemma3Config, "its forward takes token_type_ids, which batches of Octavo do not have"),
+        (ShieldGemma2Config, "tokens of an image attend to those behind them"),
         (Mistral3Config, "its forward takes image_sizes, which batches of Octavo do not have"),
         (SmolVLMConfig, "its forward takes pixel_attention_mask"),
         (Glm4vConfig, "its image processor and the cuts of its images are not known"),

@@ -26,12 +26,12 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "parts"), [("nvila_lite", False), ("nvila_lite", True)])
+@pytest.mark.parametrize(("family", "parts"), [("nvila_lite", False), ("nvila_lite", True), ("nvila", False)])
 def test_twenty_steps(make, tmp_path, family: str, parts: bool) -> None:
     folder = tiny.write(family, tmp_path / "one", size="mini")
     if parts:
         folder = split(folder, tmp_path / "three")
-    cfg = make(f"model.path={folder}", "train.steps=20", "run.hf=true", "fp8.activations=fp8", "data.max_pixels=1024")
+    cfg = make(f"model.path={folder}", "train.steps=20", "run.hf=true", "fp8.activations=fp8", "data.max_pixels=1536")
     train.run(cfg)
     run = tmp_path / "run"
     proof = json.loads((run / "proof.json").read_text())

@@ -8,7 +8,7 @@ The names of the fields are those of the one-folder checkpoints; what these leav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, SiglipVisionConfig
@@ -26,15 +26,18 @@ class NvilaLiteConfig(PreTrainedConfig):
     projector_type               one of `PROJECTORS`
     image_token_id, video_token_id   stand for media; they may lie outside the table of embeddings
     newline_token_id             the token whose embedding ends a tile
-    newlines                     how many of them end each tile: the one of the encoder, and one that the prompt writes
+    newlines                     how many of them end each tile: the one of the encoder, and one that the prompt writes;
+                                 with `s2_scales` each image
     min_tiles, max_tiles         of an image, the thumbnail not counted; max_tiles 1: each image is one tile
+    s2_scales                    sides in pixels of the squares that an image is seen as, the last one cut to its aspect
+                                 (dynamic S2); none: tiles
 
-    Raises ValueError for another projector.
+    Raises ValueError for another projector, and for scales that are no squares of tiles.
     """
 
     model_type = "nvila_lite"
     sub_configs = {"text_config": AutoConfig, "vision_config": SiglipVisionConfig}
-    _projector, _newlines = "mlp_downsample_3x3_fix", 2
+    _projector, _newlines, _scales = "mlp_downsample_3x3_fix", 2, ()
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class NvilaLiteConfig(PreTrainedConfig):
         newlines: int | None = None,
         min_tiles: int = 1,
         max_tiles: int = 12,
+        s2_scales: Sequence[int] | None = None,
         tie_word_embeddings: bool = False,
         **more: Any,
     ) -> None:
@@ -61,6 +65,10 @@ class NvilaLiteConfig(PreTrainedConfig):
         self.newline_token_id = newline_token_id
         self.newlines = self._newlines if newlines is None else newlines
         self.min_tiles, self.max_tiles = min_tiles, max_tiles
+        self.s2_scales = tuple(self._scales if s2_scales is None else s2_scales)
+        side = self.vision_config.image_size
+        if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
+            raise ValueError(f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, from one on")
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
     @property
@@ -71,11 +79,21 @@ class NvilaLiteConfig(PreTrainedConfig):
     @property
     def projector_input(self) -> int:
         """Channels of a patch as the projector gets it."""
-        return int(self.vision_config.hidden_size)
+        return int(self.vision_config.hidden_size) * max(1, len(self.s2_scales))
 
     def tile_tokens(self, rows: int, columns: int) -> int:
         """Tokens out of the projector for a tile of rows x columns patches."""
         return -(-rows // self.merge) * -(-columns // self.merge)
+
+
+class NvilaConfig(NvilaLiteConfig):
+    """NVILA: 2 x 2 patches to a token, and images at three scales, whose features stand side by side."""
+
+    model_type = "nvila"
+    _projector, _newlines, _scales = "mlp_downsample_2x2_fix", 1, (448, 896, 1344)
+
+    def __init__(self, **fields: Any) -> None:  # transformers makes one of the annotations of a class that has none
+        super().__init__(**fields)
 
 
 def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:

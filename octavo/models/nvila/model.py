@@ -20,8 +20,9 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
 from transformers.utils import torch_compilable_check
 
-from octavo.models.nvila.configuration import NvilaLiteConfig
+from octavo.models.nvila.configuration import NvilaConfig, NvilaLiteConfig
 from octavo.models.nvila.projector import Projector
+from octavo.models.nvila.scales import blocks_of, cut_of, seen_of, stitched
 from octavo.models.nvila.tower import Tower
 
 RENAMINGS = (
@@ -79,12 +80,26 @@ class NvilaLiteModel(NvilaPreTrainedModel):
     def get_decoder(self) -> PreTrainedModel:
         return self.language_model
 
-    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """`pooler_output` [tiles, tokens, H]: what stands for each tile [3, height, width] in the text, the embeddings
-        of the line breaks that end it included."""
-        patches = self.vision_tower(pixel_values.to(self.vision_tower.dtype))
-        made = self.mm_projector(patches)
-        return BaseModelOutputWithPooling(last_hidden_state=patches, pooler_output=self.ended(made))
+    def get_image_features(
+        self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: Any
+    ) -> BaseModelOutputWithPooling:
+        """`pooler_output`: what stands for images in the text, the embeddings of the line breaks that end it included.
+        Of tiles [n, 3, height, width] as [n, tokens, H]; of several scales a [tokens, H] for each image, by its grid
+        (:class:`octavo.models.nvila.images.NvilaImages`)."""
+        pixels = pixel_values.to(self.vision_tower.dtype)
+        if not self.config.s2_scales:
+            patches = self.vision_tower(pixels)
+            return BaseModelOutputWithPooling(patches, self.ended(self.mm_projector(patches)))
+        if image_grid_thw is None:
+            raise ValueError("images at several scales come with image_grid_thw, which says how they are cut")
+        side = self.config.vision_config.image_size
+        squares = [(scale // side) ** 2 for scale in self.config.s2_scales[:-1]]
+        cuts = [cut_of(grid, squares) for grid in image_grid_thw.tolist()]
+        patches = self.vision_tower(pixels[torch.tensor(seen_of(cuts), device=pixels.device)])
+        blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
+        made = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
+        images = [stitched(one, cut.rows, cut.columns) for one, cut in zip(made, cuts, strict=True)]
+        return BaseModelOutputWithPooling(patches, tuple(self.ended(image[None])[0] for image in images))
 
     def ended(self, features: Tensor) -> Tensor:
         """Features [n, tokens, H] with the embeddings of line breaks behind them, [n, tokens + newlines, H]."""
@@ -110,6 +125,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
         **more: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
@@ -119,7 +135,8 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         if input_ids is not None:
             inputs_embeds, places = self.embedded(input_ids)
             if pixel_values is not None:
-                features = self.image_features(pixel_values, more)
+                found = self.get_image_features(pixel_values, image_grid_thw).pooler_output
+                features = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
                 torch_compilable_check(
                     places.sum() == len(features),
                     f"images make {len(features)} features, and the text has another number of places for them",
@@ -132,11 +149,6 @@ class NvilaLiteModel(NvilaPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **more,
         )
-
-    def image_features(self, pixel_values: Tensor, more: dict[str, Any]) -> Tensor:
-        """What takes the places of images, [places, H]; takes what belongs to images out of `more`."""
-        features: Tensor = self.get_image_features(pixel_values).pooler_output
-        return features.flatten(0, 1)
 
 
 @dataclass
@@ -186,6 +198,7 @@ class NvilaLiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         **more: Any,
@@ -197,6 +210,7 @@ class NvilaLiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            image_grid_thw=image_grid_thw,
             **more,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -205,3 +219,16 @@ class NvilaLiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **more)
         return NvilaOutput(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
+
+
+class NvilaModel(NvilaLiteModel):
+    """Tower, projector and decoder of NVILA."""
+
+    config_class = NvilaConfig
+
+
+class NvilaForConditionalGeneration(NvilaLiteForConditionalGeneration):
+    """NVILA with its output projection: text and images at several scales in, logits out."""
+
+    config_class = NvilaConfig
+    base_class = NvilaModel

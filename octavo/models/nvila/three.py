@@ -16,11 +16,12 @@ from typing import Any
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import PARTS, check_sizes, read_json
-from octavo.models.nvila.configuration import NvilaLiteConfig
+from octavo.models.nvila.configuration import NvilaConfig, NvilaLiteConfig
 
 SENTINEL, IMAGE, VIDEO = MEDIA = ("<vila/sentinel>", "<image>", "<vila/video>")
-#: how images are cut -> line breaks at the end of each tile
-_CUTS = {"dynamic": 2, "resize": 1}
+#: how images are cut -> line breaks at the end of each tile, with several scales of each image
+_CUTS = {"dynamic": 2, "dynamic_s2": 1, "resize": 1}
+_SCALES = "448,896,1344"
 
 
 def read_three(folder: Path) -> NvilaLiteConfig:
@@ -42,7 +43,9 @@ def read_three(folder: Path) -> NvilaLiteConfig:
     if cut == "resize" and "image_encoder" not in top:  # VILA 1.5 came before the encoders that end an image
         newlines = 0
     image = _image_token(folder, text)
-    return NvilaLiteConfig(
+    stated = str(top.get("s2_scales") or _SCALES) if cut == "dynamic_s2" else ""
+    scales = tuple(int(scale) for scale in stated.split(",") if scale)
+    return (NvilaConfig if scales else NvilaLiteConfig)(
         text_config=text,
         vision_config=vision,
         projector_type=raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type")),
@@ -51,6 +54,7 @@ def read_three(folder: Path) -> NvilaLiteConfig:
         newlines=newlines,
         min_tiles=top.get("min_tiles") or 1,
         max_tiles=1 if cut == "resize" else top.get("max_tiles") or 12,
+        s2_scales=scales,
         tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
         name_or_path=str(folder),
     )

@@ -399,11 +399,11 @@ def _images(
         shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
         more = {"image_grid_thw": grid}
     else:  # tiles of one size
-        height, width = models.pair(vision.image_size)
-        tile = models.tile(config)
-        each = max(1, round(patches / tile.patches / rows))
-        length = tile.places
-        shape, more = (each * rows, vision.num_channels, height, width), {}
+        tiles = models.vision_of(config)
+        each = max(1, round(patches / (tiles.cells + tiles.own) / rows))
+        length = tiles.length + tiles.ends
+        shape = (each * rows, tiles.channels, *tiles.tile)
+        more = {"image_grid_thw": torch.ones(each * rows, 3, dtype=torch.int64)} if tiles.scales else {}
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "

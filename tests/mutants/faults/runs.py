@@ -78,7 +78,7 @@ area(
         "data/test_encode.py",
     ),
     (
-        "cut-keeps-half-answers", "data/encode.py",
+        "cut-keeps-half-answers", "data/cutting.py",
         "if span[1] <= end)", "if span[0] < end)",
         "an answer that was cut counts as a whole one",
         "data/test_encode.py",

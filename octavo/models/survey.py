@@ -1,0 +1,110 @@
+"""Every model of images and text that the installed transformers has: described, planned or refused, and why.
+
+A model is built as its configuration class makes it by default, on the meta device; what a released folder holds is
+described from that folder. `octavo doctor --families` prints the table, and docs/families.md holds it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import transformers
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
+
+from octavo.models.errors import ModelError
+from octavo.models.families import Family, describe
+from octavo.models.folder import quiet, stock
+from octavo.models.skeleton import empty
+from octavo.models.structure import Undescribed
+from octavo.models.trained import why_not_trained
+
+TRAINS, PLANNED, REFUSED, UNBUILT = "trains", "planned only", "refused", "not built"
+HERE = (TRAINS, PLANNED, REFUSED, UNBUILT)
+COLUMNS = ("model type", "tower", "projector", "decoder", "blocks", "image token", "here")
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One family: what it does here (:data:`TRAINS` and the like), why no more, and the names of its parts, which one
+    that is not described lacks. ``image_token`` is that of the default configuration."""
+
+    model_type: str
+    here: str
+    why: str = ""
+    tower: str = ""
+    projector: tuple[str, ...] = ()
+    decoder: str = ""
+    blocks: tuple[str, ...] = ()
+    image_token: int | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands under :data:`COLUMNS`."""
+        token = "" if self.image_token is None else str(self.image_token)
+        names = (", ".join(self.projector), self.decoder, ", ".join(self.blocks))
+        return (self.model_type, self.tower, *names, token, self.here + (f": {self.why}" if self.why else ""))
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def survey() -> Iterator[Surveyed]:
+    """The families in the order of their names, those that Octavo registers with transformers among them. A few
+    seconds in all: most of them for importing their code."""
+    classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    for model_type in sorted(classes):
+        with quiet():
+            yield look_at(classes[model_type])
+
+
+def summary(found: Sequence[Surveyed]) -> str:
+    """How many of them are what, as a sentence."""
+    counts = Counter(one.here for one in found)
+    parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
+    return f"{len(found)} families of images and text in transformers {transformers.__version__}: {parts}."
+
+
+def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
+    """One family, by its default configuration."""
+    name = config_class.model_type
+    try:
+        config = whole(config_class)
+        family = describe(empty(config))
+    except Undescribed as error:
+        return Surveyed(name, REFUSED, error.why)
+    except ModelError as error:
+        if error.__cause__ is not None:  # transformers' own
+            return Surveyed(name, UNBUILT, _short(error.__cause__))
+        return Surveyed(name, REFUSED, str(error).removeprefix(f"model_type {name!r} is ").rstrip("."))
+    why = why_not_trained(config)
+    if not family.has_vision:
+        return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
+    return Surveyed(name, TRAINS if why is None else PLANNED, why or "", *_parts(family))
+
+
+def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """The default configuration with all of its parts, also those that it leaves out by default, as Gemma 4's tower.
+    Raises ModelError where the class has no default."""
+    with stock(f"no default configuration of {config_class.__name__}"):
+        config = config_class()
+        left = {
+            name: part()
+            for name, part in config.sub_configs.items()
+            if getattr(config, name, None) is None and issubclass(part, PreTrainedConfig)
+        }
+        return config_class(**left) if left else config
+
+
+def _parts(family: Family) -> tuple[str, tuple[str, ...], str, tuple[str, ...], int | None]:
+    projector = tuple(glob.removesuffix(".**") for glob in family.components.get("image_projector", ()))
+    blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
+    return family.tower, projector, family.language_model, blocks, family.image_token_id
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence of an error of transformers, or what of it fits a line."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(text, 90, placeholder=' ...')}"

@@ -1,0 +1,85 @@
+"""The processor entries of small checkpoints: those that a stock AutoProcessor reads, which names stock classes (it
+needs torchvision and the video entry; Octavo reads the rest)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.models.tiny_parts import PATCH
+from octavo.models.tiny_seeing import TILE, TILES, TOKENS
+
+_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_convert_rgb": True}
+_SQUARE = {"height": TILE, "width": TILE}
+_CELL = (2 * PATCH) ** 2  # pixels a token
+_PATCHES = {"patch_size": PATCH, "merge_size": 2, "size": {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}}
+_PAIRS = {**_PATCHES, "temporal_patch_size": 2}  # of frames; an image is one of two equal ones
+
+#: family -> (processor, its own entries, image processor, its entries, video processor or None)
+_CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = {
+    "qwen3_vl": ("Qwen3VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen3VLVideoProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
+    "internvl": (
+        "InternVLProcessor", {"image_seq_length": TOKENS},
+        "GotOcr2ImageProcessor", {"size": _SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
+        "InternVLVideoProcessor",
+    ),
+    "mistral3": (
+        "PixtralProcessor", {"patch_size": PATCH, "spatial_merge_size": 2},
+        "PixtralImageProcessor", {"size": {"longest_edge": 8 * TILE}, "patch_size": PATCH}, None,
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        {"num_image_tokens": 4 * TOKENS, "vision_feature_select_strategy": "full",
+         "vision_aspect_ratio": "anyres_max_9"},
+        "LlavaOnevisionImageProcessor", {"size": _SQUARE, "image_grid_pinpoints": TILES},
+        "LlavaOnevisionVideoProcessor",
+    ),
+    "smolvlm": (
+        "SmolVLMProcessor", {"image_seq_len": TOKENS},
+        "SmolVLMImageProcessor",
+        {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longest_edge": TILE}, "do_image_splitting": True},
+        "SmolVLMVideoProcessor",
+    ),
+    "gemma3": (
+        "Gemma3Processor", {"image_seq_length": TOKENS},
+        "Gemma3ImageProcessor", {"size": _SQUARE, "do_pan_and_scan": False}, None,
+    ),
+    "glm4v": (
+        "Glm4vProcessor", {},
+        "Glm4vImageProcessor", {**_PAIRS, "size": {"shortest_edge": 2 * _CELL, "longest_edge": 2 * 256 * _CELL}},
+        "Glm4vVideoProcessor",
+    ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoeProcessor", {}, "Ernie4_5_VLMoeImageProcessor", {**_PATCHES, "temporal_patch_size": 1},
+        "Ernie4_5_VLMoeVideoProcessor",
+    ),
+}  # fmt: skip
+_LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl"}
+
+
+def write_processor(family: str, directory: Path) -> None:
+    """Write them beside a tokenizer, which gets the processor's name; nothing for a family that sees nothing."""
+    if family in ("nvila", "nvila_lite"):  # as published: the tower's own processor, and no other
+        more = {"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "rescale_factor": 1 / 255}
+        _dump(directory / "preprocessor_config.json", {**_HALF, **more, "resample": 3})
+        return
+    found = _CLASSES.get(_LIKE.get(family, family))
+    if found is None:
+        return
+    name, own, image_class, image, video_class = found
+    common = {**_HALF, "processor_class": name}
+    _dump(directory / "preprocessor_config.json", {**image, **common, "image_processor_type": image_class})
+    if video_class is not None:
+        frames = {"size": image["size"]} if "crop_to_patches" in image or "patch_size" not in image else image
+        video = {**frames, **common, "video_processor_type": video_class}
+        _dump(directory / "video_preprocessor_config.json", video)
+    _dump(directory / "processor_config.json", {"processor_class": name, **own})
+    file = directory / "tokenizer_config.json"
+    _dump(file, {**json.loads(file.read_text()), "processor_class": name})
+
+
+def _dump(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,57 @@
+"""Every model of images and text that transformers has is described, or refused by a rule."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AyaVisionConfig,
+    Florence2Config,
+    Gemma3Config,
+    Glm4vConfig,
+)
+
+from octavo.models import survey
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+LEAST = {"5.23.0": {"described": 61, "not built": 12}}
+"""Of a version that was looked at: how many must be described, and how many at most cannot be built."""
+
+
+def test_some_families():
+    gemma, glm = survey.look_at(Gemma3Config), survey.look_at(Glm4vConfig)
+    assert {gemma.here, glm.here} <= {survey.TRAINS, survey.PLANNED}
+    assert gemma.projector == ("model.multi_modal_projector",) and gemma.decoder == "model.language_model"
+    assert glm.projector == ("model.visual.merger", "model.visual.downsample")
+    assert glm.blocks == ("model.visual.blocks", "model.language_model.layers") and glm.image_token == 151343
+    assert survey.look_at(Florence2Config).cells[-1].startswith("refused: it is an encoder and a decoder")
+    broken = survey.look_at(AyaVisionConfig)
+    assert broken.here == survey.UNBUILT and broken.why.startswith("ValueError: embed_dim must be divisible")
+
+
+@pytest.mark.long
+def test_every_family_of_this_version():
+    found = list(survey.survey())
+    assert {one.model_type for one in found} == {c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    for one in found:
+        assert one.here in survey.HERE
+        described = one.here in (survey.TRAINS, survey.PLANNED)
+        assert described == bool(one.decoder and one.blocks)
+        assert one.why or one.here == survey.TRAINS, one.model_type
+        assert len(one.why) < 200, one.why
+    counts = {
+        "described": sum(one.here in (survey.TRAINS, survey.PLANNED) for one in found),
+        **{here: sum(one.here == here for one in found) for here in (survey.REFUSED, survey.UNBUILT)},
+    }
+    print(f"\ntransformers {transformers.__version__}: {counts}")
+    if (least := LEAST.get(transformers.__version__)) is not None:
+        assert counts["described"] >= least["described"] and counts["not built"] <= least["not built"]
+    written = re.search(r"The table is of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
+    if written[1] == transformers.__version__:
+        made = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](found)
+        assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it anew"

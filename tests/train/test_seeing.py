@@ -1,0 +1,47 @@
+"""Every family that sees learns from handwriting in FP8, and stock transformers reads what it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from octavo import fp8, models, train
+from octavo.models import tiny
+from octavo.models.trained import TRAINED
+from tests.models.conftest import batch
+
+from .conftest import Make
+
+STEPS = 20
+
+
+class Logits(train.Callback):
+    """What the trained model makes of a question about an image, in high precision."""
+
+    def end(self, run: train.Run, result: train.Result) -> None:
+        self.inputs = batch(models.load_processor(run.cfg.model.path), image=True)
+        run.model.eval()
+        with fp8.high_precision(run.model), torch.no_grad():
+            self.found = run.model(**self.inputs).logits
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", TRAINED)
+def test_it_trains_and_stock_transformers_gives_its_logits(family, make: Make, tmp_path):
+    tiny.write(family, tmp_path / "tiny", size="mini")
+    cfg = make(
+        f"model.path={tmp_path / 'tiny'}", f"train.steps={STEPS}", "train.seq_length=256", "data.eval=[]", "run.hf=true"
+    )
+    seen = Logits()
+    result = train.run(cfg, callbacks=[seen])
+    losses = list(result.losses().values())
+    assert len(losses) == STEPS and sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    proof = json.loads((result.dir / "proof.json").read_text())
+    assert proof["share"] > 0.99 and not proof["missing"] and not proof["pending"]
+    assert {"image_encoder", "foundation", "lm_head"} <= set(proof["components"])
+    stock = AutoModelForImageTextToText.from_pretrained(result.dir / "hf").eval()
+    with torch.no_grad():
+        assert torch.equal(stock(**seen.inputs).logits, seen.found)
