@@ -139,7 +139,7 @@ def test_cuts_at_every_length(folder, models, family):
         if sample.images == 0:
             assert sample.pixel_values is None and sample.image_grid_thw is None and placeholders == 0
         elif family in TILES:
-            tile = getattr(processor, "image_seq_length", None) or processor.tile_places
+            tile = processor.image_seq_length if family == "internvl" else processor.tile_tokens + processor.newlines
             assert placeholders == len(sample.pixel_values) * tile
         else:
             assert len(sample.image_grid_thw) == sample.images

@@ -71,7 +71,7 @@ def in_fp8(model):
     return fp8.apply(model, fp8.plan(model, "rowwise"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila", "nvila_lite", "qwen3_moe"])
 @pytest.mark.parametrize("convert", [None, in_fp8], ids=["high", "fp8"])
 def test_log_probabilities_and_entropies_are_those_of_the_models_forward(made, family, convert):
     model, processor = made(family)

@@ -10,7 +10,7 @@ import torch
 from octavo import models
 from tests.models.conftest import batch
 
-VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila", "nvila_lite")
 
 
 def step(model, inputs):

@@ -20,7 +20,7 @@ from tests.models.conftest import batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
 KINDS = tuple(fp8.FROZEN)
-VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila_lite")
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "nvila", "nvila_lite")
 
 
 def streamed(folder: Path, dtype=torch.float32):

@@ -18,7 +18,7 @@ PUBLISHED = {
     "qwen3_vl_235b_a22b": 235.67,
     "qwen2_5_vl_7b": 8.29,
     "internvl3_5_8b": 8.53,
-    "nvila_8b": 8.05,
+    "nvila_8b": 8.07,
     "qwen3_1_7b": 1.72,
     "qwen3_8b": 8.19,
     "qwen3_14b": 14.77,
