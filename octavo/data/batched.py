@@ -208,6 +208,7 @@ def parted(
         return rows
     pixels, ends = np.asarray(outputs["pixel_values"]), np.cumsum([0, *images])
     grid = None if outputs.get("image_grid_thw") is None else np.asarray(outputs["image_grid_thw"])
+    check_lengths(outputs, names, {"image": int(ends[-1]), "pixels": len(pixels), "row": count})
     if len(pixels) == ends[-1]:
         shares = list(images)
     elif grid is not None:
@@ -216,7 +217,6 @@ def parted(
         tokens = np.array([np.count_nonzero(np.asarray(row["input_ids"]) == place) for row in rows])
         shares = tokens * len(pixels) // tokens.sum()
     stops = np.cumsum([0, *shares])
-    check_lengths(outputs, names, {"image": int(ends[-1]), "pixels": len(pixels), "row": count})
     counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {k: v for k, v in names.items() if v != "token"}
     given = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
     for number, row in enumerate(rows):

@@ -13,6 +13,14 @@ from octavo.data.expansion import Mismatch, stretches
 from octavo.data.sample import Sample
 
 
+def lone(images: int) -> str:
+    """Why a row of several images is not cut to one, by a family that counts the images of a row."""
+    return (
+        f"one of its {images} images would be left, and this family makes tiles of the only image of a row and of no "
+        "other"
+    )
+
+
 class Run(NamedTuple):
     """Where an image's tokens stand, and how many rows of `pixel_values` are its own."""
 
@@ -58,10 +66,7 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
         kept, pixels = kept + 1, pixels + run.pixels
     more = inputs.cut(sample.more, end, kept, pixels)
     if kept == 1 < sample.images and any(one.per == "row" for one in more.values()):
-        raise Mismatch(
-            f"one of its {sample.images} images would be left, and this family makes tiles of the only image of a row "
-            "and of no other"
-        )
+        raise Mismatch(lone(sample.images))
     kinds, values, grid = sample.mm_token_type_ids, sample.pixel_values, sample.image_grid_thw
     return replace(
         sample,

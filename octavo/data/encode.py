@@ -251,6 +251,9 @@ class Encoder:
         where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
         if self.on_long != "cut":
             self._refuse_long(conversation, where)
+        if len(kept.images) == 1 < len(conversation.images) and "row" in further(self.processor).values():
+            why = cutting.lone(len(conversation.images))
+            raise LongSample(conversation.source, conversation.row, f"{where}; {why}", conversation.id)
         if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
         return kept

@@ -48,6 +48,13 @@ def of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, In
     }
 
 
+def of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
+    """The further tensors among what a processor made of one row as a batch, [1, T] where they count tokens."""
+    names = further(processor)
+    there = {name: batch[name][0] if names[name] == "token" else batch[name] for name in names if name in batch}
+    return of_row(there, names)
+
+
 def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: Mapping[str, int]) -> None:
     """That tensors count what their processor says. Raises DataError, naming the first that does not."""
     for name, per in names.items():
@@ -63,6 +70,14 @@ def cut(inputs: Inputs, tokens: int, images: int, pixels: int) -> dict[str, Inpu
     ends = {"token": tokens, "image": images, "pixels": pixels, "row": 1}
     kept = {name: one for name, one in inputs.items() if images or one.per == "token"}
     return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in kept.items()}
+
+
+def answered(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
+    """A row's tensors where behind its first `start` tokens stand so many others, of text."""
+    return {
+        name: Input(per, np.pad(values[:start], (0, tokens))) if per == "token" else Input(per, values)
+        for name, (per, values) in inputs.items()
+    }
 
 
 def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:

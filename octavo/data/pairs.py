@@ -42,6 +42,7 @@ from octavo.data.conversations import (
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.images import ImageFile
+from octavo.data.inputs import answered
 from octavo.data.loader import micro_batches
 from octavo.data.prompts import as_messages, asked
 from octavo.data.sample import IGNORE, Sample
@@ -265,8 +266,9 @@ def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
     if sample.mm_token_type_ids is not None:
         kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:most]
     return replace(
-        sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=()
-    )
+        sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=(),
+        more=answered(sample.more, start, len(ids) - start),
+    )  # fmt: skip
 
 
 def _answer_start(sample: Sample) -> int:

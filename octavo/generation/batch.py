@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import models
+from octavo.data.inputs import joined, joined_inputs
 from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
 from octavo.generation.errors import GenerationError
@@ -117,10 +118,15 @@ class Batch:
             group.logits = row
 
     def _images(self, groups: list[Group]) -> dict[str, Tensor]:
-        found = {}
+        """What the model takes of the images of prompts in one row."""
+        prompts, found = [group.prompt for group in groups], {}
         for name in ("pixel_values", "image_grid_thw"):
-            if parts := [x for group in groups if (x := getattr(group.prompt, name)) is not None]:
-                found[name] = self._device(np.concatenate(parts))
+            if parts := [x for prompt in prompts if (x := getattr(prompt, name)) is not None]:
+                found[name] = self._device(joined(parts))
+        found |= {name: self._device(x) for name, x in joined_inputs([prompt.more for prompt in prompts]).items()}
+        for name in {name: None for prompt in prompts for name, one in prompt.more.items() if one.per == "token"}:
+            kinds = [p.more[name].values if name in p.more else np.zeros_like(p.input_ids) for p in prompts]
+            found[name] = self._device(np.concatenate(kinds))[None]
         if "pixel_values" in found:
             found["pixel_values"] = found["pixel_values"].to(self.caller.dtype)
         return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from octavo import models
+from octavo.data.inputs import of_processor
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
@@ -32,7 +33,7 @@ def prompt_of(
     kinds = batch.get("mm_token_type_ids")
     return Prompt(
         batch["input_ids"][0], number, batch.get("pixel_values"), batch.get("image_grid_thw"),
-        None if kinds is None else kinds[0], len(images),
+        None if kinds is None else kinds[0], len(images), more=of_processor(processor, batch) if images else {},
     )  # fmt: skip
 
 

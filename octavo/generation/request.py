@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.data.inputs import Input
 from octavo.generation.errors import GenerationError
 
 WORD = 1 << 32
@@ -62,7 +64,8 @@ class Prompt:
 
     `input_ids` [P] int64 · `number`: its identity for randomness, e.g. the row's position in the data stream ·
     `pixel_values` float32 or None · `image_grid_thw` [images, 3] int64 or None · `mm_token_type_ids` [P] int64 or None
-    `name`: what errors call it, such as its file and row (else its place in the list)
+    `more`: further tensors, by their names · `name`: what errors call it, such as its file and row (else its place in
+    the list)
     """
 
     input_ids: np.ndarray
@@ -72,6 +75,7 @@ class Prompt:
     mm_token_type_ids: np.ndarray | None = None
     images: int = 0
     name: str = ""
+    more: Mapping[str, Input] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 1 or not len(self.input_ids):

@@ -25,6 +25,7 @@ from octavo.models.errors import ModelError
 from octavo.models.families import Family
 from octavo.models.paged import axes, positions
 from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
+from octavo.models.trained import TWO_WAYS
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
@@ -40,6 +41,11 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
+    if config.model_type in TWO_WAYS:
+        return (
+            f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "
+            "samples of a pack is causal"
+        )
     text = config.get_text_config()
     kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
     if states := sorted({kind for kind in kinds if kind in _RECURRENT}):

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
+from octavo.models.trained import TWO_WAYS
 
 NAME = "octavo_paged"
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -46,6 +47,11 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache is
     not for: layers that are no plain attention over all earlier tokens, and positions of a sequence that depend on the
     longest one beside it."""
+    if config.model_type in TWO_WAYS:
+        raise ModelError(
+            f"tokens of an image see those behind them in model_type {config.model_type!r}, and the generation engine "
+            "is causal. Ask it with transformers' own generate."
+        )
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention"}):

@@ -84,23 +84,30 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     ids = tokenizer.get_vocab()
     vocab = -(-len(ids) // 64) * 64
     config = CONFIGS[family](size, vocab, ids)
-    config.eos_token_id = ids[tokens.eos]
-    config.pad_token_id = ids[tokens.pad]
-    config.bos_token_id = ids[tokens.bos] if tokens.bos else None
-    text_config = config.get_text_config()
-    text_config.eos_token_id, text_config.pad_token_id = config.eos_token_id, config.pad_token_id
-    text_config.bos_token_id = config.bos_token_id
+    first = None if tokens.bos is None else ids[tokens.bos]
+    with quiet():  # SmolVLM's says that its pad_token_id is its decoder's business
+        for part in (config, config.get_text_config()):
+            part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
     auto = AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)
+        _fill_projection(model)
     model.generation_config = GenerationConfig(
-        eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=config.bos_token_id
+        eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=first
     )
     with quiet():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     write_processor(family, directory)
+
+
+def _fill_projection(model: torch.nn.Module) -> None:
+    """Gemma 3's projection begins at zero in transformers: nothing of an image would come through, and no gradient
+    would reach the tower."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mm_input_projection_weight"):
+            torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
 
 
 def _require_same(made: Path, target: Path, family: str) -> None:

@@ -57,6 +57,8 @@ _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | Non
         "Ernie4_5_VLMoeVideoProcessor",
     ),
 }  # fmt: skip
+#: what videos have otherwise than images: pairs of frames, and no times drawn on them, which wants a font
+_OF_VIDEOS = {"ernie4_5_vl_moe": {"temporal_patch_size": 2, "draw_on_frames": False}}
 _LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl"}
 
 
@@ -74,7 +76,7 @@ def write_processor(family: str, directory: Path) -> None:
     _dump(directory / "preprocessor_config.json", {**image, **common, "image_processor_type": image_class})
     if video_class is not None:
         frames = {"size": image["size"]} if "crop_to_patches" in image or "patch_size" not in image else image
-        video = {**frames, **common, "video_processor_type": video_class}
+        video = {**frames, **_OF_VIDEOS.get(family, {}), **common, "video_processor_type": video_class}
         _dump(directory / "video_preprocessor_config.json", video)
     _dump(directory / "processor_config.json", {"processor_class": name, **own})
     file = directory / "tokenizer_config.json"

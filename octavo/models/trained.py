@@ -22,6 +22,8 @@ TRAINED = (
 """`model_type` of the families whose images become batches here, and that train."""
 
 _TWO_WAYS = "tokens of an image attend to those behind them ({}), and batches of Octavo are causal"
+TWO_WAYS = ("gemma3",)
+"""Those of :data:`TRAINED` whose images attend to themselves both ways: in rows of one sample alone, not in packs."""
 _PREFIX = "a prompt attends both ways (token_type_ids), and batches of Octavo are causal"
 WAITS = {
     "shieldgemma2": _TWO_WAYS.format("token_type_ids"),

@@ -98,9 +98,9 @@ class Vision:
             pixels = torch.zeros(merge * merge, self.channels * tall * wide, **like)
             return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]], device=device)}
         if self.kind == "whole":
-            size = torch.tensor([[merge * tall, merge * wide]], device=device)
-            return {"pixel_values": torch.zeros(1, self.channels, merge * tall, merge * wide, **like),
-                    "image_sizes": size}  # fmt: skip
+            size = (merge * tall, 2 * merge * wide)  # two features: of one, Mistral 3 takes the width for the number
+            return {"pixel_values": torch.zeros(1, self.channels, *size, **like),
+                    "image_sizes": torch.tensor([size], device=device)}  # fmt: skip
         if self.scales:
             black = torch.zeros(1, self.channels, *self.least, **like)
             return {"pixel_values": black, "image_grid_thw": torch.ones(1, 3, dtype=torch.int64, device=device)}

@@ -75,10 +75,10 @@ class Images:
                 f"the images of {family.name} cannot be dealt to the ranks of a context: its model has no "
                 "get_image_features. Set parallel.context: 1"
             )
-        if getattr(model.config, "s2_scales", ()):
+        if models.vision_of(model.config).sized:
             raise WorldError(
-                f"the images of {family.name} cannot be dealt to the ranks of a context: they have several scales. Set "
-                "parallel.context: 1"
+                f"the images of {family.name} cannot be dealt to the ranks of a context: how many a row has says what "
+                "becomes of each. Set parallel.context: 1"
             )
         self.model, self.family, self.context = model, family, context
         self._now: Deal | None = None
@@ -97,11 +97,13 @@ class Images:
             return {}
         if not self._now.own:
             return {name: x.cpu() for name, x in models.dummy_image_inputs(self.model, self.family).items()}
-        grid = batch.get("image_grid_thw")
+        grid, own = batch.get("image_grid_thw"), list(self._now.own)
         of = [1] * len(batch["pixel_values"]) if grid is None else grid.prod(-1).tolist()
         ends = [0, *accumulate(of)]
-        pixels = torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in self._now.own])
-        return {"pixel_values": pixels, **({} if grid is None else {"image_grid_thw": grid[list(self._now.own)]})}
+        found = {"pixel_values": torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in own])}
+        if grid is not None:
+            found["image_grid_thw"] = grid[own]
+        return found | {name: batch[name][own] for name in _of_images(batch)}
 
     def end(self) -> None:
         """The forward is over: images of others (held-out rows) are the model's own business."""
@@ -110,14 +112,10 @@ class Images:
     def _deal(self, batch: Mapping[str, Any]) -> Deal | None:
         if "pixel_values" not in batch:
             return None
-        ids, grid = batch["input_ids"][0], batch.get("image_grid_thw")
+        ids, vision = batch["input_ids"][0], models.vision_of(self.model.config)
         places = (ids == self.family.image_token_id).nonzero().flatten()
-        if grid is None:  # tiles of one size
-            tiles = len(batch["pixel_values"])
-            patches, tokens = [1] * tiles, [len(places) // tiles] * tiles
-        else:
-            patches = grid.prod(-1).tolist()
-            tokens = [n // self.model.config.vision_config.spatial_merge_size**2 for n in patches]
+        patches = vision.patches(batch)
+        tokens = [vision.features(count) + vision.ends for count in patches]
         if sum(tokens) != len(places):
             raise WorldError(f"a row has {len(places)} placeholders of images whose features are {sum(tokens)}")
         part = self.context.part(len(ids))
@@ -143,6 +141,11 @@ class Images:
         if rest:
             output.deepstack_features = [(layer,) for layer in rest]
         return output
+
+
+def _of_images(batch: Mapping[str, Any]) -> list[str]:
+    """Further tensors of a row's images, or of their tiles, of which each is an image here."""
+    return [name for name, per in batch["meta"].inputs.items() if per in ("image", "pixels")]
 
 
 def _joined(features: Any) -> Tensor:

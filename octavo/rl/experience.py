@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
+from octavo.data.inputs import answered
 from octavo.generation import Completion, Prompt
 
 
@@ -107,7 +108,7 @@ def prompt_of(sample: data.PromptSample) -> Prompt:
     """What the engine is asked."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images, f"{sample.file}, row {sample.row}",
+        sample.images, f"{sample.file}, row {sample.row}", sample.more,
     )  # fmt: skip
 
 
@@ -151,6 +152,7 @@ def whole(prompt: data.PromptSample, completion: Completion) -> data.Sample:
         images=prompt.images,
         answers=((count, count + more),),
         length=count + more,
+        more=answered(prompt.more, count, more),
         file=prompt.file,
         row=prompt.row,
         id=prompt.id,

@@ -76,7 +76,7 @@ def build(
     first = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first})})
     check_possible(cfg, world)
-    check_family(cfg)
+    check_family(cfg, world)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
     processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
@@ -222,13 +222,19 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
         )
 
 
-def check_family(cfg: Config) -> None:
-    """Refuse a model that is planned here and not trained, before anything of it is read but its configuration."""
+def check_family(cfg: Config, world: parallel.World) -> None:
+    """Refuse a model that is planned here and not trained, or not on several ranks, before anything of it is read but
+    its configuration."""
     config = models.read_config(cfg.model.path)
     if (why := models.why_not_trained(config)) is not None:
         raise TrainError(
             f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
             "lists what trains"
+        )
+    if world.size > 1 and config.model_type == "ernie4_5_vl_moe":
+        raise TrainError(
+            "ernie4_5_vl_moe trains on one rank: its experts for images have no gradient where a micro-batch has no "
+            "image, and ranks that have one would wait for the others. Start it without torchrun"
         )
 
 

@@ -118,7 +118,8 @@ class Forward:
         """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
         if self.context is None or "boundaries" not in batch:
             return batch
-        part, images = self.part(batch), ("pixel_values", "image_grid_thw")
+        of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
+        part, images = self.part(batch), {"pixel_values", "image_grid_thw"} | of_images
         own = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
         return own if self.dealt is None else {**own, **self.dealt.begin(batch)}
 

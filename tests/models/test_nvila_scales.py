@@ -107,3 +107,14 @@ def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
     assert models.load_processor(folder).image_processor.scales == (16, 32)
     with pytest.raises(ValueError, match="the scales .448, 896. are not multiples of a tile, 16 pixels"):
         nvila.NvilaConfig(vision_config={"image_size": 16}, s2_scales=[448, 896])
+
+
+@pytest.mark.parametrize("family", ["nvila", "nvila_lite"])
+def test_ranks_that_share_images_count_their_places(checkpoint, family) -> None:
+    """What deals the images of a row to ranks: the features of each image, or tile, with the line breaks behind."""
+    processor, config = models.load_processor(checkpoint(family)), models.read_config(checkpoint(family))
+    images = [some_image(0, (60, 32)), some_image(1, (16, 16))]
+    made = processor(text=["<image>and<image>"], images=images, return_tensors="pt")
+    vision = models.vision_of(config)
+    places = sum(vision.features(patches) + vision.ends for patches in vision.patches(made))
+    assert places == int((made["input_ids"] == processor.image_token_id).sum())

@@ -9,6 +9,7 @@ from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config,
 
 from octavo import models
 from octavo.models import image_processors, trained
+from octavo.parallel import World
 from octavo.train.build import check_family
 from octavo.train.errors import TrainError
 
@@ -44,4 +45,11 @@ def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(trained.WAITS, "gemma3", "of this reason")
     monkeypatch.setattr(trained, "TRAINED", ())
     with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
-        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))
+        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")), World())
+
+
+def test_experts_that_a_rank_may_not_reach_stay_on_one(checkpoint):
+    cfg = SimpleNamespace(model=SimpleNamespace(path=checkpoint("ernie4_5_vl_moe")))
+    check_family(cfg, World())
+    with pytest.raises(TrainError, match="ernie4_5_vl_moe trains on one rank: its experts for images"):
+        check_family(cfg, SimpleNamespace(size=2))

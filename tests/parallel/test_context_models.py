@@ -12,13 +12,14 @@ import torch
 
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
+from octavo.data.inputs import Input, joined
 from octavo.models import tiny
 from octavo.parallel import Images, World, context_of
 from octavo.parallel.images import deal, dealt
 from octavo.train.forward import Forward
 from tests import ranks
 
-FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3_vl_moe")
+FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "mistral3")
 FP8 = "qwen3_fp8"
 BALANCE = 0.1
 
@@ -26,7 +27,7 @@ BALANCE = 0.1
 def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after: int, seed: int) -> Sample:
     """A text with images of so many tokens high and wide in it, 3 tokens between them."""
     random = np.random.default_rng(seed)
-    vision, ids, pixels, grid = getattr(config, "vision_config", None), [], [], []
+    vision, ids, pixels, grid, sizes = getattr(config, "vision_config", None), [], [], [], []
     for high, wide in images if vision is not None else ():
         ids += [*random.integers(5, 40, 3), *[config.image_token_id] * (high * wide)]
         if hasattr(vision, "spatial_merge_size"):
@@ -34,13 +35,18 @@ def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after:
             grid.append((1, high * merge, wide * merge))
             width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             pixels.append(random.normal(size=(high * wide * merge**2, width)))
+        elif vision.model_type == "pixtral":
+            cell = config.spatial_merge_size * vision.patch_size
+            sizes.append((high * cell, wide * cell))
+            pixels.append(random.normal(size=(1, vision.num_channels, *sizes[-1])))
         else:  # tiles of 4 tokens
             tile = (vision.num_channels, *vision.image_size)
             pixels.append(random.normal(size=(high * wide // 4, *tile)))
     ids = np.array([*random.integers(5, 40, before), *ids, *random.integers(5, 40, after)])
     return Sample(
         ids, ids, (ids == getattr(config, "image_token_id", -1)).astype(np.int64) if pixels else None,
-        np.concatenate(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None, len(pixels),
+        joined(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None, len(pixels),
+        more={"image_sizes": Input("image", np.array(sizes))} if sizes else {},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from octavo import data, fp8
 from octavo.data.conversations import PLACEHOLDER
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as opened
+from octavo.data.inputs import of_processor
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
 from octavo.models.skeleton import SCORING
 from octavo.models.trained import TRAINED
@@ -108,7 +109,7 @@ class RewardModel:
             return f"has {len(ids)} tokens, and the reward model takes {self.most}"
         return data.Sample(
             ids, np.full_like(ids, data.IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
-            arrays.get("image_grid_thw"), len(files),
+            arrays.get("image_grid_thw"), len(files), more=of_processor(self.processor, arrays) if files else {},
         )  # fmt: skip
 
     @torch.no_grad()

@@ -1,0 +1,193 @@
+"""Further tensors of images: made for several rows at once, cut, padded and packed as their models take them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import models as library
+from octavo.data import Encoder, LongSample, collate, collate_pack
+from octavo.data.batched import Calls, Wanted, parted
+from octavo.data.counting import tokens
+from octavo.data.errors import DataError
+from octavo.data.inputs import Input, check_lengths, cut, joined
+from octavo.models import tiny
+from tests.data.test_batched import same
+
+FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
+TOLERANCE = 2e-6  # of logits: sums of another order
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """family -> (its mini model, its processor)."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            path = tiny.write(family, tmp_path_factory.mktemp("inputs") / family, size="mini")
+            made[family] = library.load(path).eval(), library.load_processor(path)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def source(folder):
+    """An image, three of three sizes in two turns, none, and a wide one behind words."""
+    names = [folder.image(f"{n}.png", size) for n, size in enumerate([(16, 16), (40, 24), (9, 33), (70, 20)])]
+    return folder.read(
+        [
+            folder.llava("<image>First?", "3", image=names[0]),
+            folder.llava("<image><image>a", "3", "and\n<image>\nso?", "a b", image=names[1:]),
+            folder.llava("Hello", "you"),
+            folder.llava("x <image> y", "3", image=names[3]),
+        ]
+    )
+
+
+def logits(model, batch):
+    meta = batch.pop("meta")
+    batch = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits, meta
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source, family):
+    _, processor = loaded(family)
+    encoder = Encoder(processor, 512)
+    alone = [encoder.encode(source[row]) for row in range(4)]
+    assert all(map(same, encoder.encode_all([source[row] for row in range(4)]), alone))
+    assert tokens(encoder, [source[row] for row in range(4)]) == [len(sample.input_ids) for sample in alone]
+    said = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
+    assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in said] == ["3", "a b"]
+    for sample in alone:
+        assert len(sample.places) == sample.images
+        marked = np.zeros(len(sample.input_ids), bool)
+        for start, stop in sample.places:
+            marked[start:stop] = True
+        inside = encoder._image_mask(sample.input_ids)
+        assert (marked >= inside).all() and (sample.labels[marked] == -100).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_rows_have_the_logits_of_rows_alone(loaded, source, family):
+    model, processor = loaded(family)
+    samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
+    together, meta = logits(model, collate(samples, 0))
+    assert meta.has_image and set(meta.inputs) == set(getattr(processor, "inputs", {}))
+    for row, sample in enumerate(samples):
+        own, _ = logits(model, collate([sample], 0))
+        count = len(sample.input_ids)
+        assert float((together[row, :count] - own[0]).abs().max()) <= TOLERANCE, row
+
+
+def test_images_of_gemma_see_themselves_both_ways(loaded, source):
+    """Without kinds of tokens its stock model says nothing, and looks back alone."""
+    model, processor = loaded("gemma3")
+    sample = Encoder(processor, 512).encode(source[0])
+    batch = collate([sample], 0)
+    assert torch.equal(batch["token_type_ids"], (batch["input_ids"] == processor.feature_id).long())
+    assert batch["token_type_ids"].sum() == 4
+    both, _ = logits(model, dict(batch))
+    batch.pop("token_type_ids")
+    back, _ = logits(model, batch)
+    assert float((both - back).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, family):
+    model, processor = loaded(family)
+    whole = Encoder(processor, 512).encode(source[1])
+    seen = set()
+    for length in range(8, len(whole.input_ids)):
+        try:
+            sample = Encoder(processor, length, on_long="cut", train_on_prompt=True).encode(source[1])
+        except LongSample as dropped:
+            assert "nothing to learn is left" in str(dropped) or "images would be left" in str(dropped)
+            continue
+        count = len(sample.input_ids)
+        assert count <= length and (sample.input_ids == whole.input_ids[:count]).all()
+        assert all(stop <= count for _, stop in sample.places) and len(sample.places) == sample.images
+        assert all(len(one.values) == count for one in sample.more.values() if one.per == "token")
+        marks = [mark for mark in ("<|begin_of_image|>", "<|IMAGE_START|>") if mark in processor.tokenizer.get_vocab()]
+        assert sample.input_ids[-1] not in processor.tokenizer.convert_tokens_to_ids(marks)
+        if sample.images not in seen:
+            logits(model, collate([sample], 0))  # it counts placeholders and features, and refuses
+            seen.add(sample.images)
+    assert seen >= ({0, 2} if family == "llava_onevision" else {0, 1, 2})
+
+
+def test_a_lone_image_that_was_one_of_several_is_dropped_by_name(loaded, source):
+    processor = loaded("llava_onevision")[1]
+    sample = Encoder(processor, 512).encode(source[1])
+    room = sample.places[1][0] + 3
+    with pytest.raises(LongSample, match=r"one of its \d images would be left, and this family"):
+        Encoder(processor, room, on_long="cut", train_on_prompt=True).encode(source[1])
+
+
+def test_tensors_of_kinds_cover_rows_without_images_in_a_pack(loaded, source):
+    samples = Encoder(loaded("ernie4_5_vl_moe")[1], 512).encode_all([source[row] for row in (2, 0)])
+    batch = collate_pack(samples, 0, 128)
+    assert batch["moe_mm_token_type_ids"].shape == batch["input_ids"].shape
+    first = len(samples[0].input_ids)
+    assert not batch["moe_mm_token_type_ids"][0, :first].any()
+    assert batch["moe_mm_token_type_ids"].sum() == 6 and batch["mm_token_type_ids"].sum() == 4  # marks and image
+
+
+def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
+    processor = loaded("mistral3")[1]
+
+    def call(outputs):
+        processor.inputs = {"image_sizes": "image"}
+        made = {"input_ids": [[1, 2]], "offset_mapping": [[(0, 1), (1, 2)]], "pixel_values": np.zeros((2, 3, 8, 8))}
+        calls = Calls(
+            SimpleNamespace(
+                tokenizer=processor.tokenizer, image_processor=1, image_token="[IMG]", inputs=processor.inputs
+            ),
+            100.0,
+        )
+        calls._call = lambda rows: made | outputs
+        row = source[1]
+        found = calls([Wanted("[IMG][IMG][IMG]", row.images)])[0]
+        assert isinstance(found, DataError)
+        return str(found)
+
+    assert "returns target_sizes, which Octavo does not pass on to the model" in call({"target_sizes": [1]})
+    assert "gives image_sizes of 2 for 3 (image), so that images would take each other's" in call(
+        {"image_sizes": np.zeros((2, 2))}
+    )
+    check_lengths({"image_sizes": [1, 2]}, {"image_sizes": "image"}, {"image": 2})
+
+
+def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
+    outputs = {
+        "input_ids": [[5, 5, 5], [5]],
+        "pixel_values": np.arange(2.0).reshape(2, 1),
+        "image_sizes": np.array([[1, 3], [1, 1]]),
+    }
+    first, second = parted(outputs, [1, 1], 5, {"image_sizes": "image"})
+    assert first["pixel_values"].tolist() == [[0.0]] and second["image_sizes"].tolist() == [[1, 1]]
+
+
+def test_arrays_of_other_sizes_are_filled_up_with_zeros():
+    found = joined([np.ones((1, 2, 3)), np.full((2, 3, 1), 2.0)])
+    assert found.shape == (3, 3, 3) and found[0].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert found[2].tolist() == [[2, 0, 0]] * 3
+    assert joined([np.ones((1, 2)), np.zeros((1, 2))]).tolist() == [[1, 1], [0, 0]]
+
+
+def test_cut_keeps_what_is_left_of_each():
+    inputs = {
+        "kinds": Input("token", np.arange(9)),
+        "image_sizes": Input("image", np.arange(6).reshape(3, 2)),
+        "mask": Input("pixels", np.arange(5)),
+        "many": Input("row", np.array([3])),
+    }
+    found = cut(inputs, 4, 2, 3)
+    assert [len(found[name].values) for name in inputs] == [4, 2, 3, 1]
+    assert set(cut(inputs, 4, 0, 0)) == {"kinds"}
