@@ -31,6 +31,7 @@ class Vision:
     length   features of a tile; `ends`: places of line breaks behind them in the text
     scales   tiles of each of several scales as a square: the tower sees an image at all, and an image of fewer tiles
              than the last has at one (NVILA)
+    most     tiles of an image, where the configuration says it
     axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of LLaVA-OneVision,
              which is also told the sizes of images, and how many each row has (`sized`)
     """
@@ -45,6 +46,7 @@ class Vision:
     length: int = 0
     ends: int = 0
     scales: tuple[int, ...] = ()
+    most: int = 1 << 16
     axes: int = 4
     sized: bool = False
 
@@ -141,7 +143,9 @@ def vision_of(config: PreTrainedConfig) -> Vision:
         least = (config.merge * patch[0], config.merge * patch[1])
         length, side = config.tile_tokens(rows, columns), config.vision_config.image_size
         squares = tuple((scale // side) ** 2 for scale in config.s2_scales)
-        return Vision("tiles", patch, channels, 1, tile, least, 0, length, ends=config.newlines, scales=squares)
+        most = config.max_tiles + (not squares and config.max_tiles > 1)  # the whole image is a tile more
+        own = {"ends": config.newlines, "scales": squares, "most": most}
+        return Vision("tiles", patch, channels, 1, tile, least, 0, length, **own)
     raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
 
 

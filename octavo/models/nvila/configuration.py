@@ -15,6 +15,11 @@ from transformers import AutoConfig, PreTrainedConfig, SiglipVisionConfig
 
 #: projector -> side of the block of patches that becomes one token
 PROJECTORS = {"mlp_downsample": 2, "mlp_downsample_2x2_fix": 2, "mlp_downsample_3x3_fix": 3}
+_PUBLISHED = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 448, "patch_size": 14,
+}  # fmt: skip
+"""The tower of both, which is taken where none is given."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
 
 
@@ -106,7 +111,7 @@ def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfi
 def _vision(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
     if isinstance(given, PreTrainedConfig):
         return given
-    fields = {"vision_use_head": False, **(given or {})}
+    fields = {"vision_use_head": False, **(_PUBLISHED if given is None else given)}
     kind = fields.pop("model_type", SiglipVisionConfig.model_type)
     if kind != SiglipVisionConfig.model_type:
         raise ValueError(f"the tower is a {kind!r}, and Octavo's NVILA has a {SiglipVisionConfig.model_type!r} alone")

@@ -400,10 +400,15 @@ def _images(
         more = {"image_grid_thw": grid}
     else:  # tiles of one size
         tiles = models.vision_of(config)
-        each = max(1, round(patches / (tiles.cells + tiles.own) / rows))
-        length = tiles.length + tiles.ends
-        shape = (each * rows, tiles.channels, *tiles.tile)
-        more = {"image_grid_thw": torch.ones(each * rows, 3, dtype=torch.int64)} if tiles.scales else {}
+        of_one = tiles.cells + tiles.own if not tiles.scales else max(tiles.cells, image)
+        each = max(1, round(patches / of_one / rows))
+        frames, count, more = 1, 1, {}
+        if tiles.scales:  # images as large as they are on average
+            count = tiles.features(round(image / tiles.cells) * tiles.cells) // tiles.length or 1
+            frames += -(-tiles.smaller // count) if of_one > tiles.cells * tiles.smaller else 0
+            more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+        length = count * tiles.length + tiles.ends
+        shape = (each * rows * frames * count, tiles.channels, *tiles.tile)
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "

@@ -89,7 +89,7 @@ def test_a_run_counts_what_was_predicted(make, overrides) -> None:
         ("train.recompute={foundation: full}",),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_vl_moe", "internvl", "nvila_lite"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_vl_moe", "internvl", "nvila", "nvila_lite"])
 def test_other_models(make, tmp_path, family: str, overrides) -> None:
     """Qwen3-VL's first layers, to whose output the tower's features are added, keep the sum instead; two layers are too
     few for one to stand for both where that is all a layer keeps."""
