@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
@@ -18,6 +19,10 @@ import pytest
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 # A change is judged by what it does, not by which example was drawn this time.
 settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")

@@ -29,7 +29,8 @@ and positions must be known to the collation.
 
 The table is of transformers {version}, from default configurations on the meta device; `octavo doctor --families` makes
 it for the installed version. Names are those of `named_modules`, as rules, `freeze` and plans use them; `model` as a
-projector stands for single parameters of that module. The image token is the default configuration's.
+projector stands for single parameters of that module. What stands beside the tower takes sound (`audio_encoder`). The
+image token is the default configuration's.
 
 {summary}
 

@@ -2,7 +2,7 @@
 
 A pattern is one of
 
-    a component   foundation, image_encoder, image_projector: all its linear layers and experts
+    a component   foundation, image_encoder, image_projector, audio_encoder: all its linear layers and experts
     a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.policy.globs`); a module means all
     in it a suffix      "q_proj", "self_attn.q_proj": what PEFT calls a target module
 

@@ -8,11 +8,13 @@ octavo generate runs/first --image cat.png --prompt "What is this?"
 octavo generate ./Qwen3-VL-2B-Instruct-FP8 --prompt "Hello" --recipe off          the codes, dequantized
 octavo generate runs/first --prompt "Hello" --prompt "Who?" --samples 4 --temperature 1 --top-p 0.9 --seed 7
 octavo generate runs/lora/adapter --load-in-fp8 rowwise --prompt "Hello"
+octavo generate ./Qwen3.5-4B --prompt "Hello" --template-arg enable_thinking=false
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=f"with each question; {more}")
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
+    parser.add_argument(
+        "--template-arg", metavar="NAME=VALUE", action="append", default=[], type=_variable,
+        help=f"of the chat template, as enable_thinking=false; of a run beside its data.template_args; {more}",
+    )  # fmt: skip
     choice = parser.add_argument_group("how answers are sampled")
     choice.add_argument(
         "--samples", type=arguments.positive, default=1, metavar="N", help="answers a question; default 1"
@@ -52,6 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="keys and values: as computed, or in FP8")
     add_target_options(parser)
     arguments.add_json(parser)
+
+
+def _variable(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON has it, else a text."""
+    name, given, value = text.partition("=")
+    if not given or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") -> None:
@@ -125,11 +142,14 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import fp8, generation, models
     from octavo.data import images
+    from octavo.models import chat
     from octavo.train.forward import autocasts
 
     model, processor, notes = found.open(
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
     )
+    if args.template_arg:
+        chat.give(processor, {**processor.template_args, **dict(args.template_arg)}, found.base)
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [images.load(file, megapixels) for file in args.image]

@@ -74,10 +74,14 @@ def launch(words: Sequence[str], count: int) -> int:
             stack.callback(process.kill)
         with _forwarding(ranks):
             code, ended = _end(ranks)
+        said: dict[tuple[int, str], list[int]] = {}  # what all of them refuse is told once
         for rank, error in enumerate(errors, 1):
             error.seek(0)
             if ranks[rank].returncode and (text := error.read().strip()):
-                print(f"rank {rank}, exit code {ranks[rank].returncode}:\n{text}", file=sys.stderr)
+                said.setdefault((ranks[rank].returncode, text), []).append(rank)
+        for (ended_by, text), those in said.items():
+            who = f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
+            print(f"{who}, exit code {ended_by}:\n{text}", file=sys.stderr)
         for rank in (rank for rank, process in enumerate(ranks) if process.returncode == -9):
             if rank not in ended:
                 print(f"rank {rank} was killed by another hand. Where no person and no scheduler did it, host memory "

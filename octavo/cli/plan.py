@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
             "(fp8.plan=null)"
         )
 
-    from octavo import fp8
+    from octavo import fp8, models
     from octavo.cli import plan_cost, plan_memory
     from octavo.train import base, planning, summary
     from octavo.train.memory_plan import Card
@@ -112,6 +112,8 @@ def _run(args: argparse.Namespace) -> int:
         tokens = count()
     own = None if tokens is None else tokens.shared(cfg.parallel.context)  # of a rank's forward, which is measured
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, own, measurements)
+    if (why := models.why_not_trained(model.config)) is not None:
+        return _of_layers_alone(args, plan, family, notes, why)
     steps, reference = _of_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention(cfg, model)))
     if args.fit is not None:
@@ -143,6 +145,29 @@ def _run(args: argparse.Namespace) -> int:
         fp8.save_plan(plan, args.save)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
+
+
+def _of_layers_alone(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
+    """The plan of a model that is not trained here: its layers are known, and what a step of it keeps is not."""
+    from octavo import fp8
+    from octavo.train import summary
+
+    known = f"model_type {family.name!r} is planned here and not trained: {why}"
+    if args.card is not None or args.fit is not None or args.cluster is not None or args.ranks > 1:
+        raise arguments.UsageError(f"{known}. Its memory and time are not predicted: leave {_BEYOND} out")
+    notes = (*notes, f"{known}; its memory is not predicted")
+    if args.json:
+        terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes)})
+    else:
+        print("\n".join([*summary.verdict(plan), ""]))
+        show(plan, notes, everything=args.all, why=args.why)
+    if args.save is not None:
+        fp8.save_plan(plan, args.save)
+        terminal.note(f"wrote {args.save}")
+    return 0
+
+
+_BEYOND = "--card, --fit, --cluster and --ranks"
 
 
 def _can_be_written(path: Path, given: str) -> None:
@@ -219,6 +244,8 @@ def _config(args: argparse.Namespace) -> Any:
     if args.file is not None:  # its settings, on this model
         return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
+    if any(re.fullmatch(r"context=(?!1$)\d+", pair) for pair in args.parallel):  # which is for packs
+        settings += ["data.packing=true", "train.micro_batch=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])
 
 
@@ -255,7 +282,6 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
-    from octavo import models
     from octavo.models import shapes
     from octavo.train import base, build, planning, tokens
 
@@ -268,8 +294,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
-        return tokens.count(build.data_settings(cfg), processor, family, model.config)
+        return tokens.count(build.data_settings(cfg), base.processor_of(cfg), family, model.config)
 
     return model, family, count
 
@@ -316,6 +341,9 @@ AXES = ("replicate", "shard", "context", "ulysses", "expert")
 def _axes(text: str) -> list[str]:
     """An argparse type: ``axis=N,axis=N``."""
     out = [pair.strip() for pair in text.split(",")]
+    names = [pair.partition("=")[0] for pair in out]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise argparse.ArgumentTypeError(f"expected each axis once, found {twice} twice")
     for pair in out:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:

@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     cfg = arguments.need_files(cfg, args.file)
 
     if args.nproc != 1 and (count := launch.how_many(args.nproc)) > 1:
+        with arguments.importing():
+            from octavo.parallel import Layout
+        Layout.of(count, **cfg.parallel.axes)  # which each rank would refuse
         return launch.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl

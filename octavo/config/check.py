@@ -163,7 +163,7 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
     expected = {
         "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
         "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": mapping,
-        "finite_number": "a finite number",
+        "dict_type": "a mapping", "finite_number": "a finite number",
     }.get(kind)  # fmt: skip
     if expected:
         return f"expected {expected}, found {named(value)}", _type_fix(kind, value, path)

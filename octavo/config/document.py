@@ -68,8 +68,9 @@ def scalar(text: str) -> Any:
     return text
 
 
-def read_text(text: str, source: str) -> Document:
-    """Reads one YAML mapping. Never raises for bad text: what is wrong lies in ``.problems``."""
+def read_text(text: str, source: str, fix: str | None = None) -> Document:
+    """Reads one YAML mapping. Never raises for bad text: what is wrong lies in ``.problems``. ``fix``: what to do where
+    the file holds no mapping; None speaks of a run's configuration."""
     reader = _Reader(source)
     document = reader.document
     if len(text) > MOST_CHARACTERS:
@@ -86,12 +87,12 @@ def read_text(text: str, source: str) -> Document:
     except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
-        fix = "give at least `model`, `data` and `train`, or `extends: other.yaml`"
-        return _broken(document, source, None, "the file is empty", fix)
+        instead = fix or "give at least `model`, `data` and `train`, or `extends: other.yaml`"
+        return _broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
         found = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
-        fix = "write a mapping: `model:`, `data:`, `train:` at the left margin"
-        return _broken(document, source, node.start_mark.line + 1, found, fix)
+        instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
+        return _broken(document, source, node.start_mark.line + 1, found, instead)
     document.value = value
     return document
 

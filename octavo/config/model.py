@@ -25,6 +25,7 @@ class LoadInFp8Section(Section):
     foundation: Frozen = Field(default=None, description="Linear layers and experts of the language model.")
     image_encoder: Frozen = Field(default=None, description="Linear layers of the vision tower.")
     image_projector: Frozen = Field(default=None, description="Linear layers of the projector (merger).")
+    audio_encoder: Frozen = Field(default=None, description="Linear layers of the audio tower.")
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -44,8 +45,9 @@ _OR_KIND = BeforeValidator(
 
 
 Kernel = Literal[
-    "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen"
-]
+    "auto", "sdpa", "cudnn", "flash", "efficient", "math", "eager", "flash_attention_2", "flash_attention_3", "varlen",
+    "flex",
+]  # fmt: skip
 
 
 class AttentionSection(Section):
@@ -59,7 +61,8 @@ class AttentionSection(Section):
     foundation: Kernel = Field(
         default="sdpa",
         description="Of the language model. varlen: torch's flash attention for all samples of a pack in one call, "
-        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits).",
+        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits). flex: torch's flex attention for all "
+        "samples of a pack, compiled (data.packing; CUDA).",
     )
 
     @property
@@ -69,7 +72,9 @@ class AttentionSection(Section):
 
 
 def _for_all(value: Any) -> Any:
-    """One word says it of every component."""
+    """One word says it of every component that it is for."""
+    if value == "flex":
+        return {"foundation": value}
     known = isinstance(value, str) and value in get_args(Kernel)
     return dict.fromkeys(AttentionSection.model_fields, value) if known else value
 
@@ -104,15 +109,15 @@ class ModelSection(Section):
     )
     freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(),
-        description="What is not trained: image_encoder, image_projector, foundation, lm_head, or globs over module "
-        'names ("**.layers.0.**"). Each must match something.',
+        description="What is not trained: image_encoder, image_projector, audio_encoder, foundation, lm_head, or globs "
+        'over module names ("**.layers.0.**"). Each must match something.',
     )
     attention: Annotated[AttentionSection, _OR_KERNEL] = Field(
         default_factory=AttentionSection,
         description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
         "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
-        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack). "
-        "One word, or one for image_encoder and foundation each. One that cannot run here is refused.",
+        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack); "
+        "flex (for packs). A word, or one for image_encoder and foundation each. One that cannot run here is refused.",
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,

@@ -27,10 +27,14 @@ def rules(config: Sections) -> Iterator[Finding]:
     if "varlen" in config.model.attention.kernels.values() and train.precision == "fp32":
         found = "varlen computes in 16 bits, and train.precision is fp32"
         yield finding("model.attention", found, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
+    if config.model.attention.image_encoder == "flex":
+        found, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
+        yield finding("model.attention.image_encoder", found, fix)
     if not data.packing:
-        if kernel == "varlen":
-            found = "varlen is for rows of several samples, and rows of a batch are padded"
-            fix = "use `{image_encoder: varlen}`, or set data.packing: true"
+        if kernel in ("varlen", "flex"):
+            found = f"{kernel} is for rows of several samples, and rows of a batch are padded"
+            instead = "`{image_encoder: varlen}`" if kernel == "varlen" else "sdpa"
+            fix = f"use {instead}, or set data.packing: true"
             yield finding("model.attention", found, fix, "data.packing")
         if data.window != DataSection.model_fields["window"].default:
             yield finding("data.window", "has no effect without packing", "remove it, or set packing: true",

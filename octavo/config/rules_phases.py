@@ -35,6 +35,9 @@ def rules(config: Sections) -> Iterator[Finding]:
             yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
     if phase in BEYOND_SFT:
         yield from _beside(config)
+    if config.data.mask_reasoning and (config.data.train_on_prompt or phase == "pretrain"):
+        by = "train.phase" if phase == "pretrain" else "data.train_on_prompt"
+        yield finding("data.mask_reasoning", "loss falls on all text, reasoning too", "remove one of them", by)
     if not config.data.join and phase != "pretrain":
         yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
     for where in ("train", "eval"):

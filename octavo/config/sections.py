@@ -99,6 +99,9 @@ class Fp8Section(Section):
     wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
     image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
     image_projector: Component | None = Field(default=None, description="Settings of the projector (merger) alone.")
+    audio_encoder: Component | None = Field(
+        default=None, description="Settings of the audio tower alone, with what leads from it into the language model."
+    )
     foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
     lm_head: Head | None = Field(
         default=None,
@@ -147,8 +150,8 @@ class LoraSection(Section):
     targets: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
-        description="What gets adapters: foundation, image_encoder, image_projector (all their linear layers and "
-        'experts), or globs over module names ("**.q_proj"). Each must match something.',
+        description="What gets adapters: foundation, image_encoder, image_projector, audio_encoder (all their linear "
+        'layers and experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
     exclude: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(), description="Components or globs over module names that get none, though a target names them."
@@ -276,6 +279,17 @@ class DataSection(Section):
         "OCTAVO_CACHE, or octavo in the user's cache folder.",
     )
     system: Text | None = Field(default=None, description="System message put before conversations that have none.")
+    template_args: dict[Text, Any] | None = Field(
+        default=None,
+        description="Variables of the chat template (enable_thinking, preserve_thinking, add_vision_id, ...), given "
+        "to it wherever it writes a conversation. One that it does not read is an error.",
+    )
+    mask_empty_think: bool = Field(
+        default=True, description="No loss on an empty block of thinking before an answer, which templates write."
+    )
+    mask_reasoning: bool = Field(
+        default=False, description="No loss on reasoning nor on the marks around it: it is context of the answer."
+    )
 
 
 Recompute = Literal["none", "selective", "full"]

@@ -80,11 +80,13 @@ def workers_of(cfg: Config) -> int:
 
 
 def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int = 0) -> E:  # type: ignore[assignment]
-    """The encoder that a configuration asks for. Pixel limits belong to the processor (`models.load_processor`)."""
+    """The encoder that a configuration asks for. Pixel limits and variables of the chat template belong to the
+    processor (`models.load_processor`)."""
     data = cfg.data
     return kind(
         processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
         system=data.system, max_image_megapixels=data.max_image_megapixels, reserve=reserve,
+        mask_empty_think=data.mask_empty_think, mask_reasoning=data.mask_reasoning,
     )  # fmt: skip
 
 

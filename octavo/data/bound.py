@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.data.conversations import Conversation, Text
+from octavo.data.conversations import Conversation, Text, Turn
 
 
 def beginning(
@@ -42,3 +42,15 @@ def beginning(
     if room >= 0 and len(turns) <= tokens:
         return conversation
     return replace(conversation, turns=tuple(turns), images=conversation.images[:seen])
+
+
+def with_short_reasoning(conversation: Conversation, most: int) -> Conversation:
+    """The conversation with at most `most` + 1 characters of reasoning a turn: a longer one fits nowhere, whatever
+    follows. How much all turns have says nothing: templates leave out that of earlier ones."""
+    if all(len(turn.reasoning or "") <= most for turn in conversation.turns):
+        return conversation
+
+    def short(turn: Turn) -> Turn:
+        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: most + 1])
+
+    return replace(conversation, turns=tuple(map(short, conversation.turns)))

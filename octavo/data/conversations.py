@@ -7,8 +7,9 @@
   (`{"type": "text", "text"}`, `{"type": "image", "image"|"path"|"url"}`).
 - `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?: [[question, answer], ...], "images"?}`.
 
-The first three may hold `system`, a text, where no turn has that role. An image is named by its file, or is there
-itself as {"bytes", "path"}. All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
+The first three may hold `system`, a text, where no turn has that role, and what an assistant thinks beside what it
+says, as `reasoning_content` of its turn (or `reasoning`, `thinking`). An image is named by its file, or is there itself
+as {"bytes", "path"}. All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from octavo.data.tools import Call, calls_of, tools_of
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
 PLACEHOLDER = "<image>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thinks, in a turn
 FORMATS = ("llava", "sharegpt", "messages", "alpaca")
 ROLES = {
     "llava": {"human": "user", "gpt": "assistant", "system": "system"},
@@ -60,12 +62,15 @@ class ImageRef:
 @dataclass(frozen=True)
 class Turn:
     """What one side says. `role` is system, user, assistant or tool; `parts` are texts and images in reading order;
-    `calls`: of tools, by an assistant; `name`: of the tool that answers, where the row says it."""
+    `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers, where the
+    row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart."""
 
     role: str
     parts: tuple[Text | ImageRef, ...]
     calls: tuple[Call, ...] = ()
     name: str | None = None
+    reasoning: str | None = None
+    call: str | None = None
 
     @property
     def text(self) -> str:
@@ -174,11 +179,13 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
         if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
+        role = _role(turn["from"], format, number)
+        reasoning = reasoning_of(turn, role, number)
         if turn["from"] == "function_call" and format == "sharegpt":
-            turns.append(Turn("assistant", (), calls_of(turn["value"], f"turn {number}")))
+            turns.append(Turn(role, (), calls_of(turn["value"], f"turn {number}"), reasoning=reasoning))
             continue
         seen += turn["value"].count(PLACEHOLDER)
-        turns.append(Turn(_role(turn["from"], format, number), split(turn["value"], left)))
+        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning))
     match_count(seen, len(names))
     return turns, names
 
@@ -198,9 +205,9 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
         role, content = _role(turn["role"], "messages", number), turn.get("content")
-        name = turn.get("name")
-        if (calls and role != "assistant") or not isinstance(name, str | None):
-            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and a name is text")
+        name, call = turn.get("name"), turn.get("tool_call_id")
+        if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
+            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and names and ids are text")
         if content is None and calls:
             content = []
         if isinstance(content, str):
@@ -221,7 +228,9 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             else:
                 parts.append(ImageRef(len(names)))
                 names.append(image)
-        turns.append(Turn(role, tuple(parts), calls, name if role == "tool" else None))
+        reasoning = reasoning_of(turn, role, number)
+        name, call = (name, call) if role == "tool" else (None, None)
+        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call))
     if listed is not None or seen:
         match_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
@@ -230,6 +239,22 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             'parts: {"type": "image", "image": FILE}'
         )
     return turns, names
+
+
+def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
+    """What a turn has as its reasoning; blank is none. Raises `RowProblem`."""
+    given = {key: turn[key] for key in REASONING if turn.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected text")
+    found = {value for value in given.values() if value.strip()}
+    if len(found) > 1:
+        raise RowProblem(f"turn {number} has reasoning of its own in {' and '.join(given)}; keep one of them")
+    if found and role != "assistant":
+        raise RowProblem(
+            f"turn {number}, of the {role}, has {next(iter(given))}; only an assistant's turn has reasoning"
+        )
+    return next(iter(found), None)
 
 
 def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
@@ -331,7 +356,7 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
-        if half_character(turn.text):
+        if half_character(turn.text + (turn.reasoning or "")):
             raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")

@@ -31,7 +31,7 @@ from octavo.data.sample import Sample
 from octavo.data.sources import Source
 from octavo.data.template import TemplateProblem
 
-FORM = 1  # of the file; rises when the same rows give other numbers
+FORM = 2  # of the file; rises when the same rows give other numbers
 LEFT = -1  # tokens of a row that is left out: it stays so, or the packs of a run that goes on would be others
 PIECE = 50  # rows that are counted in one call
 
@@ -139,6 +139,7 @@ def _print_of(encoder: Encoder) -> str:
     templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
     pixels = getattr(processor, "image_processor", None)
     own = [type(encoder).__name__, encoder.seq_length, encoder.on_long, encoder.system, encoder.max_image_megapixels]
+    own += [dict(getattr(processor, "template_args", {}))]
     of_image = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
     versions = [transformers.__version__, tokenizers.__version__]
     return json.dumps([*own, templates, tokenizer.backend_tokenizer.to_str(), of_image, *versions], default=str)

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from octavo.data import cutting
+from octavo.data.answers import Answers
 from octavo.data.batched import Calls, Encoding, Wanted, refused, together
-from octavo.data.bound import beginning
+from octavo.data.bound import beginning, with_short_reasoning
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stretches
 from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
-from octavo.data.template import Answers, TemplateProblem, check_tools, messages, rendered
+from octavo.data.template import TemplateProblem, check_tools, messages, rendered
+from octavo.data.thinking import Thinking
 
 NOTHING_LEFT = "nothing to learn is left after the cut"
 MARKS = (
@@ -43,8 +45,9 @@ class Written(NamedTuple):
 class Encoder:
     """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
 
-    A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn
-    token; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
+    A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn token, but
+    for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for all reasoning; with
+    `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
     left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
     fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
     (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
@@ -64,6 +67,8 @@ class Encoder:
         system: str | None = None,
         max_image_megapixels: float = 100.0,
         reserve: int = 0,
+        mask_empty_think: bool = True,
+        mask_reasoning: bool = False,
     ) -> None:
         if on_long not in ("drop", "cut", "error"):
             raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
@@ -95,6 +100,7 @@ class Encoder:
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         self.ends = tuple(sorted(control | {str(token) for token in added}))
         self.answers = Answers(self.ends)
+        self.thinking = Thinking(self._render, self.multimodal, mask_empty_think, mask_reasoning)
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
         self.marks = self._marks() if self.multimodal else frozenset()
 
@@ -144,7 +150,7 @@ class Encoder:
         conversation, control, turns, render, text = self._rendered(conversation, given)
         outputs = None if conversation.images else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
-        spans = [] if given is None else self.answers.spans(text, turns, render, reach, given)
+        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, given)
         if outputs is None:
             outputs = yield Wanted(text, conversation.images)
         ids = _array(outputs["input_ids"], np.int64)
@@ -164,10 +170,18 @@ class Encoder:
         for start, end in answers:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
-        sample = self._sample(conversation, outputs, labels, tuple(answers), control)
+        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost)
         if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from")
         return sample
+
+    def _learned(
+        self, text: str, turns: Any, render: Any, reach: int | None, given: int
+    ) -> tuple[list[tuple[int, int]], int]:
+        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`)."""
+        self.thinking.check(text, turns)
+        spans = self.answers.spans(text, turns, render, reach, given)
+        return self.thinking.learned(text, spans, turns, given)
 
     def written(self, row: Any) -> Written:
         """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
@@ -182,7 +196,7 @@ class Encoder:
         the text that they are)."""
         if conversation.images and not self.multimodal:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        conversation = self._bounded(conversation)
+        conversation = self._bounded(self.thinking.taken(conversation))
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
@@ -193,7 +207,7 @@ class Encoder:
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
-        control: tuple[str, ...],
+        control: tuple[str, ...], lost: int = 0,
     ) -> Sample:  # fmt: skip
         """A row as the processor made it numbers."""
         ids = _array(outputs["input_ids"], np.int64)
@@ -209,6 +223,7 @@ class Encoder:
             answers=answers,
             length=len(ids),
             control=control,
+            lost=lost,
             more=of_row(outputs, further(self.processor)) if pixels is not None else {},
             places=image_places(outputs),
             file=row.source,
@@ -234,6 +249,7 @@ class Encoder:
     def _control(self, conversation: Conversation) -> tuple[str, ...]:
         """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
+        texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
         called = [turn.calls for turn in conversation.turns if turn.calls]
         texts += [json.dumps(found, ensure_ascii=False) for found in (*called, conversation.tools) if found]
         for mark in sorted(self.marks):
@@ -243,6 +259,7 @@ class Encoder:
 
     def _bounded(self, conversation: Conversation) -> Conversation:
         """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
+        conversation = with_short_reasoning(conversation, self.seq_length * self.longest)
         kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens)
         if kept is conversation:
             return conversation

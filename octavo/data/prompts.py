@@ -20,6 +20,7 @@ from typing import Any
 from octavo.data.batched import Encoding
 from octavo.data.conversations import (
     PLACEHOLDER,
+    REASONING,
     ROLES,
     Conversation,
     ImageRef,
@@ -32,6 +33,7 @@ from octavo.data.conversations import (
     naming,
     parse,
     read_turns,
+    reasoning_of,
     shown,
 )
 from octavo.data.encode import Encoder
@@ -51,11 +53,12 @@ ANSWERS = "a text, a number, or a list of them"
 class PromptRow:
     """A row that is asked. `answer`: the reference, several where any of them is right, or None; `columns`: further
     keys of the row, as JSON has them (of bytes only how many), and `prompt` (words of the last turn), `messages` (all
-    turns: role, content) and `images` (files)."""
+    turns: role, content) and `images` (files); `reasoning`: what is thought before the answer, where a row says it."""
 
     conversation: Conversation
     answer: str | list[str] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,16 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         else:
             raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
         fields = raw if isinstance(raw, dict) else {}
-        answer = _reference(_said(fields.get("completion")) if fields.get("answer") is None else fields["answer"])
+        reasoning = None
+        if fields.get("answer") is None:
+            content, reasoning = _said(fields.get("completion"))
+            answer = _reference(content)
+        else:
+            answer = _reference(fields["answer"])
         whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
         prompt, said = _parted(turns, answer is not None or whole)
         if answer is None and said is not None:
-            answer = said.text
+            answer, reasoning = said.text, said.reasoning
         if "completions" in fields:
             raise RowProblem(
                 "has a key 'completions', the name by which rewards are given what was generated; rename it"
@@ -118,7 +126,7 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
         conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw))
-        return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]})
+        return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]}, reasoning)
 
 
 def _without_bytes(value: Any) -> Any:
@@ -157,7 +165,7 @@ def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images:
                 "has a prompt and no answer to learn from or to be held against; give it one, or remove it"
             )
     asked = found.conversation
-    return replace(asked, turns=(*asked.turns, Turn("assistant", (Text(answer),))))
+    return replace(asked, turns=(*asked.turns, Turn("assistant", (Text(answer),), reasoning=found.reasoning)))
 
 
 def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
@@ -183,9 +191,10 @@ def as_messages(value: Any, role: str) -> list[Any]:
 def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
     if "role" in turn:
         return turn
+    more = {key: turn[key] for key in REASONING if key in turn}
     if turn["from"] == "function_call":
-        return {"role": "assistant", "content": None, "tool_calls": turn["value"]}
-    return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"]}
+        return {"role": "assistant", "content": None, "tool_calls": turn["value"], **more}
+    return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"], **more}
 
 
 def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
@@ -234,12 +243,12 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     return prompt, said
 
 
-def _said(completion: Any) -> Any:
-    """The words of a completion: a text, or the one turn of the assistant that it is."""
+def _said(completion: Any) -> tuple[Any, str | None]:
+    """The words of a completion, and its reasoning: a text, or the one turn of the assistant that it is."""
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
-        return turns[0].get("content")
-    return completion
+        return turns[0].get("content"), reasoning_of(turns[0], "assistant", 1)
+    return completion, None
 
 
 def _reference(answer: Any) -> str | list[str] | None:

@@ -11,7 +11,19 @@ from typing import Any
 from octavo.data.errors import DataError
 from octavo.reading import kind_of
 
-CONTROL = "with control tokens"  # rows whose words spell some; they are trained on as they are
+# Rows that are worth a word, and are trained on as they are:
+CONTROL = "with control tokens"  # whose words spell some
+LEFT_OUT = "with reasoning left out"  # of which the chat template does not write all
+NOTED = (CONTROL, LEFT_OUT)
+
+
+def left_out(answers: int) -> list[tuple[str, str]]:
+    """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
+    why = (
+        f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
+        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
+    )
+    return [(LEFT_OUT, why)] if answers else []
 
 
 class SkipReport:
@@ -19,7 +31,7 @@ class SkipReport:
 
     Several processes (ranks, a resumed run) may share one file: under a lock each first reads what the others wrote,
     so no row is listed twice for the same reason. `path=None` counts only. `counts` maps action (skipped, dropped, cut,
-    with control tokens) to rows that this process met, `first` to the first of them.
+    and those `NOTED`) to rows that this process met, `first` to the first of them.
     """
 
     def __init__(self, path: str | Path | None) -> None:

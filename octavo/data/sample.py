@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.data.inputs import Inputs
-from octavo.data.report import CONTROL
+from octavo.data.report import CONTROL, left_out
 
 IGNORE = -100
 
@@ -20,10 +20,11 @@ class Sample:
     `input_ids` [T] int64 · `labels` [T] int64: the token itself where it is trained on, else -100 (not shifted:
     the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
     [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`: how many ·
-    `answers`: (start, end) in tokens of each assistant turn, end-of-turn token included · `length`: the tokens
-    before a cut · `control`: the control tokens that its text spells out · `more`: further tensors for the model, by
-    their names (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what stands for each image, marks and
-    text around it included, where the processor tells.
+    `answers`: (start, end) in tokens of what is learned of each assistant turn, end-of-turn token included · `length`:
+    the tokens before a cut · `control`: the control tokens that its text spells out · `lost`: how many answers are
+    not learned, since the template left their reasoning out · `more`: further tensors for the model, by their names
+    (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what stands for each image, marks and text around
+    it included, where the processor tells.
     """
 
     input_ids: np.ndarray
@@ -35,6 +36,7 @@ class Sample:
     answers: tuple[tuple[int, int], ...] = ()
     length: int = 0
     control: tuple[str, ...] = ()
+    lost: int = 0
     more: Inputs = field(default_factory=dict)
     places: tuple[tuple[int, int], ...] = ()
     file: str = ""
@@ -57,7 +59,7 @@ class Sample:
     def notes(self) -> list[tuple[str, str]]:
         """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
         found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*found, *spelling(self.control)]
+        return [*found, *spelling(self.control), *left_out(self.lost)]
 
 
 def spelling(control: Sequence[str]) -> list[tuple[str, str]]:

@@ -7,7 +7,8 @@
                   {"role": "tool", "name": "weather", "content": "dry"},
                   {"role": "assistant", "content": "No."}]}
 
-`tools`, a call's `arguments` and all calls may be written as text of JSON, as tables without a type for them do. In
+A call may have an `id`, and what comes back its `tool_call_id`; some templates ask for them. `tools`, a call's
+`arguments` and all calls may be written as text of JSON, as tables without a type for them do. In
 ShareGPT turns they are `function_call` (JSON of one call or several) and `observation`.
 """
 
@@ -19,7 +20,7 @@ from octavo.data.errors import RowProblem, shown
 from octavo.reading import Unreadable, parse_json
 
 Call = dict[str, Any]
-"""{"type": "function", "function": {"name": text, "arguments": object}}"""
+"""{"type": "function", "function": {"name": text, "arguments": object}}, and "id" where the row has one"""
 
 
 def tools_of(raw: Any) -> tuple[dict[str, Any], ...]:
@@ -47,7 +48,11 @@ def _call(given: Any, where: str) -> Call:
     arguments = _json(inner.get("arguments", {}), f"arguments of {where}") if isinstance(inner, dict) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise RowProblem(f"{where} has the call {shown(given)}; expected a function's name and its arguments")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    identity = given.get("id")
+    if not isinstance(identity, str | None):
+        raise RowProblem(f"{where} has a call with the id {shown(identity)}; expected text")
+    found = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return found if identity is None else {**found, "id": identity}
 
 
 def _json(value: Any, where: str) -> Any:

@@ -7,7 +7,7 @@ from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
-from octavo.models.fresh import fresh
+from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.loading import load, load_split, parameter_count, split
 from octavo.models.packed import Packed, why_not_packed
@@ -27,6 +27,7 @@ __all__ = [
     "COMPONENTS",
     "CacheShape",
     "Deferred",
+    "Drawn",
     "SHAPES",
     "VALUE_HEAD",
     "WITHOUT_HEAD",
@@ -42,6 +43,7 @@ __all__ = [
     "cache_shape",
     "defer",
     "describe",
+    "draw",
     "dummy_image_inputs",
     "empty",
     "freeze",

@@ -345,10 +345,15 @@ def finish(model: PreTrainedModel, folder: Path, found: Sources) -> PreTrainedMo
     before or after it."""
     made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
     model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
+    model._weight_conversions = found.rules  # type: ignore[assignment]
+    return settle(model, folder)
+
+
+def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Buffers, generation settings, eval mode."""
     _make_buffers(model)
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
         raise ModelError(_unmade(folder, left))
-    model._weight_conversions = found.rules  # type: ignore[assignment]
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
         model.generation_config = GenerationConfig.from_pretrained(settings.parent, local_files_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,13 +48,14 @@ PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2":
 padding there."""
 
 VARLEN = "varlen"
+FLEX = "flex"  # torch's flex attention for all samples of a pack, as transformers calls it
 IMAGES = "octavo_flash_images"  # towers make one call for all images where the name says flash
 _kernels: dict[str, str | None] = {}  # of what was registered here, by its name
 
 
 def by(kernel: str | None) -> AbstractContextManager[Any]:
     """Inside, torch computes attention by this kernel, and what that cannot by the next in :data:`KERNELS`."""
-    if kernel is None:
+    if kernel not in KERNELS:
         return nullcontext()
     others = [] if kernel == "math" else [backend for name, backend in KERNELS.items() if name != kernel]
     return sdpa_kernel([KERNELS[kernel], *others], set_priority=True)
@@ -106,7 +108,7 @@ def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, Pre
 
 
 def _registered(attention: Attention | None, kernel: str | None) -> str:
-    number = [] if kernel is None else [str(list(KERNELS).index(kernel))]  # a name with "flash" is transformers' own
+    number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]  # names with "flash" are transformers' own
     name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
     _kernels[name] = kernel
     ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
@@ -156,7 +158,7 @@ def kernels_here() -> tuple[str, ...]:
 
 def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None) -> None:
     """Let every part of a model, or those of a component, compute attention by a kernel of torch, by a package, or
-    ``eager``; ``varlen`` is for the vision tower, and for packs, which take it by themselves.
+    ``eager``; ``varlen`` is for the vision tower, and for packs, which take it by themselves, ``flex`` for packs alone.
 
     Raises ModelError as :func:`use_attention`, for what the component cannot take, and what transformers raises where a
     package is not there."""
@@ -164,6 +166,8 @@ def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None
         raise ModelError(f"{type(model).__name__} has no {component}")
     if kernel in KERNELS:
         use_attention(model, kernel=kernel, component=component)
+    elif kernel == FLEX:
+        use_attention(model, kernel=FLEX, component="foundation")
     elif kernel == STOCK:
         _set(model, {id(part.config): STOCK for _, part in _parts(model, component)})
     elif kernel == VARLEN:
@@ -208,6 +212,9 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
             )
         edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
         return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
+    if kernel == FLEX:
+        row = segments.Segments.of((0, q.shape[2]), q.device)
+        return _flex(SimpleNamespace(training=True), row, q, k, v, None).transpose(1, 2)
     if kernel in PACKAGES:
         if not PACKAGES[kernel]():
             raise RuntimeError(f"the package of {kernel} is not installed, or not for this machine")
@@ -216,6 +223,12 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
         return out.transpose(1, 2)
     with sdpa_kernel(KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _flex(module: Any, row: segments.Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """[1, T, H, D] of the queries and keys that a packed row's spans have here, by one call of flex attention."""
+    out: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](module, q, k, v, row.blocks, scaling=scale)[0]
+    return out
 
 
 def _called_as_transformers_does(
@@ -257,8 +270,10 @@ def _called_as_transformers_does(
                 if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
                     raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
                                      "is not computed sample by sample. Set data.packing: false")  # fmt: skip
+                row = attention_mask
+                flex = partial(_flex, module, row, scale=scaling) if kernel == FLEX else None
                 return segments.attend(
-                    attention_mask, query, key, value, scaling, dropout, sample, kernel is None, module
+                    row, query, key, value, scaling, dropout, sample, kernel is None, module, flex
                 ), None
             if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
                 return plain(query, key, value, attention_mask, is_causal)

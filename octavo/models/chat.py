@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -17,9 +18,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
+from jinja2 import meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from octavo import reading
@@ -39,6 +43,9 @@ FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 _TURNS = (("user", "What is this?"), ("assistant", "A word."))
 _CONVERSATIONS = (_TURNS[:1], _TURNS, (("system", "Be brief."), *_TURNS, _TURNS[0]), _TURNS * 10)
 _tried: set[str] = set()
+_PLAIN = ({"role", "content"}, {"role", "content", "reasoning_content", "thinking"})
+#: variables of a template that come from the conversation and the tokenizer
+_GIVEN = re.compile("(messages|tools|documents|add_generation_prompt|continue_final_message|.*_tokens?)$")
 
 
 def check_template(processor: Any, folder: Path) -> None:
@@ -48,7 +55,7 @@ def check_template(processor: Any, folder: Path) -> None:
     or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
     """
     template = processor.chat_template
-    kind = f"{type(processor).__name__} {template!r}"
+    kind = f"{type(processor).__name__} {template!r} {getattr(processor, 'template_args', {})!r}"
     if not template or kind in _tried:
         return
     if why := _trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
@@ -156,25 +163,29 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
 
 
-def written(owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any]) -> str | None:
-    """A conversation by the template of `owner`, a processor or tokenizer, without what transformers does around it:
-    of a few words that costs thrice what the template does, and finding the answers of a row takes two renderings for
-    each. None where it might do something: for anything but roles, texts and places of images.
+def written(
+    owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], more: Mapping[str, Any]
+) -> str | None:
+    """A conversation by the template of `owner`, a processor or tokenizer, and the variables `more`, without what
+    transformers does around it: of a few words that costs thrice what the template does, and finding the answers of a
+    row takes two renderings for each. None where it might do something: for anything but roles, texts, reasoning under
+    both its names and places of images.
     """
     plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
     if not plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
         return None
     for message in conversation:
-        if type(message) is not dict or message.keys() != {"role", "content"} or type(message["role"]) is not str:
+        if type(message) is not dict or message.keys() not in _PLAIN or type(message["role"]) is not str:
+            return None
+        if type(message.get("thinking", "")) is not str or message.get("reasoning_content") != message.get("thinking"):
             return None
         content = message["content"]
         if type(content) is not str and not (type(content) is list and all(map(_plain, content))):
             return None
     template = _compile_jinja_template(owner.chat_template)
     asked = options.get("add_generation_prompt", False)
-    return template.render(
-        messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **tokenizer.special_tokens_map
-    )
+    named = {**tokenizer.special_tokens_map, **more}
+    return template.render(messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **named)
 
 
 def _plain(part: Any) -> bool:
@@ -185,9 +196,37 @@ def _plain(part: Any) -> bool:
 
 
 class WithDeadline:
-    """Mixed into processors: their `apply_chat_template` under a deadline."""
+    """Mixed into processors: their `apply_chat_template` under a deadline. `template_args`: variables of the template
+    that every rendering is given."""
+
+    template_args: Mapping[str, Any] = MappingProxyType({})
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        more = self.template_args
         with deadline():
-            text = None if args else written(self, self.tokenizer, conversation, kwargs)  # type: ignore[attr-defined]
-            return super().apply_chat_template(conversation, *args, **kwargs) if text is None else text  # type: ignore[misc]
+            text = None if args else written(self, self.tokenizer, conversation, kwargs, more)  # type: ignore[attr-defined]
+            if text is not None:
+                return text
+            return super().apply_chat_template(conversation, *args, **{**more, **kwargs})  # type: ignore[misc]
+
+
+def variables(template: str) -> set[str]:
+    """What a template that was tried reads, and nobody but its caller gives it."""
+    parsed = _compile_jinja_template(template).environment.parse(template)
+    return {name for name in meta.find_undeclared_variables(parsed) if not _GIVEN.match(name)}
+
+
+def give(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
+    """Give a processor's chat template variables, and try it with them (`check_template`). Raises ModelError for one
+    that it does not read: jinja passes over such in silence."""
+    refused = f"{folder}: the chat template has no place for the variable %s (data.template_args)"
+    if own := [name for name in args if _GIVEN.match(name)]:
+        raise ModelError(f"{refused % own[0]}, which Octavo sets itself. Remove it.")
+    processor.template_args = dict(args)
+    check_template(processor, folder)
+    template = processor.chat_template
+    known = variables(template) if args and type(template) is str else set()
+    for name in (name for name in args if name not in known):
+        close = get_close_matches(name, known, 1, 0.7)
+        fix = f"Did you mean {close[0]}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
+        raise ModelError(f"{refused % reading.printable(name)}, which it does not read. {fix}")

@@ -8,7 +8,7 @@ rank holds on the way is its shard and a piece of one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,16 +110,18 @@ def defer(
         _drop_equal(prepared)
     stream.dtype_of = _settled(model, stream.dtype_of, split)
     for name in names:
-        _place_empty(model, name, stream.dtype_of(name), casts.get(name))
+        place_empty(model, name, stream.dtype_of(name), casts.get(name))
     if split:
         stream.dtype_of = lambda name: torch.float32
     finish(model, folder, prepared.found)
-    _move_buffers(model, on)
-    homes = {}
-    for name in names:
-        path_, _, leaf = name.rpartition(".")
-        homes[name] = model.get_submodule(path_), leaf
-    return Deferred(model, prepared, homes, split, say)
+    move_buffers(model, on)
+    return Deferred(model, prepared, homes_of(model, names), split, say)
+
+
+def homes_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Parameter -> the module that holds it, and its name there."""
+    found = ((name, name.rpartition(".")) for name in names)
+    return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in found}
 
 
 def _settled(
@@ -130,7 +132,7 @@ def _settled(
     return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
 
 
-def _place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
+def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
     """A parameter on the meta device in the dtype, or with the codes, that it will have."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
@@ -168,7 +170,7 @@ def _drop_equal(prepared: Prepared) -> None:
             module._parameters[leaf] = nn.Parameter(shared.detach(), requires_grad=shared.requires_grad)
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

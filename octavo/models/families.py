@@ -1,9 +1,10 @@
 """What a Hugging Face model is made of: families, their components and their repeating blocks.
 
-A family maps `named_modules` names to the four components that the configuration speaks of:
+A family maps `named_modules` names to the components that the configuration speaks of:
 
     image_encoder    the vision tower without what maps into the language model's width
     image_projector  that map: merger, DeepStack mergers, multi_modal_projector
+    audio_encoder    the audio tower, with what leads from it into the language model
     foundation       the language model: embeddings, decoder blocks, final norm
     lm_head          the output projection (tied or not)
 
@@ -25,7 +26,7 @@ from octavo.models.errors import ModelError
 from octavo.models.skeleton import empty, is_vision_config
 from octavo.models.structure import VALUE_HEAD, Undescribed, image_token, parts_of_text, parts_of_vision
 
-COMPONENTS = ("image_encoder", "image_projector", "foundation", "lm_head")
+COMPONENTS = ("image_encoder", "image_projector", "audio_encoder", "foundation", "lm_head")
 WITHOUT_HEAD = COMPONENTS[:-1]
 
 

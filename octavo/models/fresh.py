@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo import fp8
-from octavo.models.assembly import dtypes_of
+from octavo.models.assembly import dtypes_of, settle
+from octavo.models.deferred import Place, Window, homes_of, move_buffers, place_empty
+from octavo.models.drawing import parts
 from octavo.models.errors import ModelError
-from octavo.models.folder import at, check_companions, stock
+from octavo.models.families import describe
+from octavo.models.folder import check_companions, stock
 from octavo.models.quantization import read_quantization
-from octavo.models.skeleton import auto_class, empty, read_config
+from octavo.models.skeleton import empty, read_config
 
 #: what configurations call the standard deviation of normal weights; the first that is there is the one that counts
 SPREADS = ("initializer_range", "init_std")
@@ -36,6 +41,65 @@ def fresh(
     In eval mode, as `load` gives a model; the generator of the process is left as it was. Raises ModelError where the
     configuration is of FP8 weights, has no standard deviation to be changed, or the family leaves weights undrawn.
     """
+    drawn = draw(path, dtype, device, seed, std)
+    made: dict[int, nn.Parameter] = {}
+
+    def place(name: str, module: nn.Module, leaf: str, values: Tensor, low: Tensor | None) -> None:
+        former = module._parameters[leaf]
+        assert former is not None
+        made[id(former)] = nn.Parameter(values, requires_grad=former.requires_grad)
+
+    drawn.fill(lambda module, leaf: (0, module.get_parameter(leaf).shape[0]), place, lambda amax: amax)
+    for module in drawn.model.modules():  # tied ones too
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = made[id(parameter)]
+    return drawn.model
+
+
+@dataclass
+class Drawn:
+    """A model of which every parameter is on the meta device, and what draws it. The model may be changed (classes,
+    sharding) as long as each parameter stays in its module under its name."""
+
+    model: PreTrainedModel
+    homes: Mapping[str, tuple[nn.Module, str]]
+    device: torch.device
+    seed: int
+    split: bool
+
+    def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
+        """Draw all numbers, a block at a time, and hand the rows that `window` asks for to `place`; 0, the bytes that
+        were read. With `split`, as BF16 and their lower halves (int16). Raises ModelError for what the family leaves
+        undrawn."""
+        source = empty(copy.deepcopy(self.model.config), torch.float32)
+        blocks = [name for name, _ in describe(source).layers(source)]
+        for name, value in parts(source, blocks, self.seed):
+            if name not in self.homes:  # tied to another
+                continue
+            module, leaf = self.homes[name]
+            first, last = window(module, leaf)
+            own = value[first:last]
+            low = None
+            if self.split:
+                own, low = fp8.arithmetic.split_master(own)
+                low = low.to(self.device)
+            parameter = module._parameters[leaf]
+            assert parameter is not None
+            place(name, module, leaf, own.to(self.device, parameter.dtype, copy=True), low)
+        return 0
+
+
+def draw(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    std: float | None = None,
+    split: bool = False,
+) -> Drawn:
+    """The model that `fresh` gives, before its weights are drawn; with `split` in BF16, beside lower halves. Raises
+    ModelError for all that can be known by then."""
     folder = Path(path)
     config = read_config(folder)
     check_companions(folder)
@@ -46,19 +110,19 @@ def fresh(
         )
     if std is not None:
         _spread(folder, config, std)
-    with stock(f"{folder}: no {config.model_type!r} can be initialised"), _drawing(seed):
-        model = auto_class(config).from_config(config, dtype=torch.float32)
-    if undrawn := fp8.not_finite(model.named_parameters()):
-        raise ModelError(
-            f"{folder}: transformers draws no values for {len(undrawn)} weights of {config.model_type!r}, first "
-            f"{undrawn[0]}. Begin with a checkpoint."
-        )
-    if dtype != torch.float32:
-        _narrow(model, empty(config, dtype), dtype)
-    model.config.name_or_path = model.name_or_path = str(folder)
-    if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
-        model.generation_config = GenerationConfig.from_pretrained(settings.parent, local_files_only=True)
-    return model.to(device).eval()
+    dtype = torch.bfloat16 if split else dtype
+    with stock(f"{folder}: no {config.model_type!r} can be initialised"):
+        model = empty(config, dtype)
+    dtype_of = dtypes_of(model, dtype)
+    homes = homes_of(model, [name for name, _ in model.named_parameters()])
+    for name in homes:
+        place_empty(model, name, dtype if split else dtype_of(name), None)
+    model.tie_weights()
+    for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+        part.dtype = dtype
+    on = torch.device(device)
+    move_buffers(settle(model, folder), on)
+    return Drawn(model, homes, on, seed, split)
 
 
 def _spread(folder: Path, config: PreTrainedConfig, std: float) -> None:
@@ -71,31 +135,3 @@ def _spread(folder: Path, config: PreTrainedConfig, std: float) -> None:
         )
     for part, name in places:
         setattr(part, name, std)
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Numbers of a seed's, on the CPU; memory that nobody fills is NaN."""
-    former = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(former[0], warn_only=former[1])
-            torch.utils.deterministic.fill_uninitialized_memory = fills
-
-
-def _narrow(model: PreTrainedModel, stock: PreTrainedModel, dtype: torch.dtype) -> None:
-    """In the dtypes of the `stock` model of `dtype`, tensor by tensor."""
-    dtype_of, buffers = dtypes_of(stock, dtype), dict(stock.named_buffers())
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name))
-    for name, buffer in model.named_buffers():
-        if name in buffers:
-            buffer.data = buffer.data.to(buffers[name].dtype)
-    for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
-        part.dtype = dtype

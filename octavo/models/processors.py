@@ -6,14 +6,15 @@ takes the same calls and refuses images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
-from octavo.models.chat import FILES, check_template, deadline, written
+from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import add_media
@@ -29,6 +30,7 @@ class TextProcessor:
 
     image_processor = None
     image_token = None
+    template_args: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
@@ -46,10 +48,12 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template, under a deadline."""
+        """The tokenizer's chat template with the variables `template_args`, under a deadline."""
         with deadline():
-            text = written(self.tokenizer, self.tokenizer, conversation, kwargs)
-            return self.tokenizer.apply_chat_template(conversation, **kwargs) if text is None else text
+            text = written(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
+            if text is not None:
+                return text
+            return self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
@@ -97,7 +101,10 @@ def pixels_by(processor: ProcessorMixin | TextProcessor) -> str | None:
 
 
 def load_processor(
-    path: str | Path, max_pixels: int | None = None, min_pixels: int | None = None
+    path: str | Path,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> ProcessorMixin | TextProcessor:
     """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives, without
     videos; where torchvision is missing, with Pillow in its place (`pixels_by` says which).
@@ -106,12 +113,15 @@ def load_processor(
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
                              Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
 
+    template_args            variables of the chat template, for each of its renderings
+
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
-    3), and a chat template that does not end or refuses every conversation (`check_template`).
+    3), a chat template that does not end or refuses every conversation (`check_template`), and variables that it does
+    not read (`chat.give`).
     """
     processor = _load_processor(Path(path), max_pixels, min_pixels)
-    check_template(processor, Path(path))
+    give(processor, template_args or {}, Path(path))
     return processor
 
 

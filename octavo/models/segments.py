@@ -6,7 +6,7 @@ a block that is recomputed in backward sees those of its own micro-batch, howeve
 ask for no causal mask, and attend as they always do.
 
 Attention runs sample by sample, causal: on CUDA by one call of torch's ``varlen_attn`` (flash attention) in 16 bits,
-elsewhere by a call for each sample.
+elsewhere by a call for each sample; or where it is asked for by one call of flex attention, which is told the blocks.
 
 A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` brings queries, keys and
 values together, and the queries of a span see what precedes them in their sample.
@@ -18,12 +18,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
 from octavo.models.errors import ModelError
@@ -82,6 +84,23 @@ class Segments:
         cu_keys = cu_queries if keys == queries else cu_keys.to(device)
         return cls(tuple(edges), spans, cu_queries, cu_keys, (max(queries), max(keys)), share)
 
+    @cached_property
+    def blocks(self) -> BlockMask:
+        """Which blocks of 128 queries and keys of these spans see each other, for flex attention."""
+        begin = self.spans[0].start
+        device = self.cu_queries.device
+        counts = [span.last - span.first for span in self.spans]
+        # The first key that each query sees, and the last: itself.
+        first = torch.tensor([span.start - begin for span in self.spans]).repeat_interleave(torch.tensor(counts))
+        own = torch.arange(sum(counts)) + (self.spans[0].first - begin)
+        first, own = first.to(device), own.to(device)
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (first[query] <= key) & (key <= own[query])
+
+        keys = self.spans[-1].last - begin
+        return create_block_mask(sees, None, None, len(own), keys, device=str(device))
+
     @property
     def tokens(self) -> int:
         """Of the row that this rank has."""
@@ -119,12 +138,14 @@ def masks(**asked: Any) -> Any:
 def attend(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float,
     one: Callable[[Tensor, Tensor, Tensor], Tensor], at_once: bool = True, layer: object = None,
+    whole: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D]; of a shared row
     those of this rank's tokens.
 
     ``one`` computes a sample, as [1, H, t, D], of which the last queries may be all that it gets; ``at_once``: whether
-    flash attention may do all at once. Raises ModelError where the tokens are not those of the segments.
+    flash attention may do all at once; ``whole``: does so in its place, as [1, T, H, D]. Raises ModelError where the
+    tokens are not those of the segments.
     """
     now = under_way.get()
     if now is not None and now.segments is segments:
@@ -138,6 +159,8 @@ def attend(
     def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         begin, first, _ = segments.spans[0]
         last = segments.spans[-1].last
+        if whole is not None:
+            return whole(q, k[:, :, begin:last], v[:, :, begin:last])
         if at_once and takes_varlen(q, v, dropout):
             ends, keys = (segments.cu_queries, segments.longest[0]), (segments.cu_keys, segments.longest[1])
             return varlen(q, k[:, :, begin:last], v[:, :, begin:last], *ends, scale, True, keys)[None]

@@ -6,6 +6,7 @@
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
                decoder differ in width, because their last linear layer puts out the decoder's
+    audio      what of those is named for sound, its way into the decoder included
     blocks     the outermost lists of modules in tower and decoder
 
 What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
@@ -104,17 +105,22 @@ def parts_of_vision(model: PreTrainedModel) -> Parts:
     head = names[id(found)]
     mapping = _mapping(model, tower, decoder)
     rest = covering(model, base, {decoder, tower, head, VALUE_HEAD})
+    audio = tuple(glob for glob in rest if any(word in glob for word in _AUDIO))
+    rest = tuple(glob for glob in rest if glob not in audio)
     _refuse(model, rest)
     components = {
         "image_encoder": covering(model, tower, mapping),
         "image_projector": (*(f"{name}.**" for name in mapping), *rest),
+        "audio_encoder": audio,
         "foundation": covering(model, decoder, {head}),
         "lm_head": (head,),
     }
-    lists = [block_lists(model, tower, mapping), block_lists(model, decoder)]
-    if not all(lists):
-        raise Undescribed(model, f"no list of blocks in {decoder if lists[0] else tower}")
-    return Parts({name: globs for name, globs in components.items() if globs}, (*lists[0], *lists[1]), decoder, tower)
+    seen, read = block_lists(model, tower, mapping), block_lists(model, decoder)
+    if not (seen and read):
+        raise Undescribed(model, f"no list of blocks in {decoder if seen else tower}")
+    heard = [name for glob in audio for name in block_lists(model, glob.removesuffix(".**"))]
+    there = {name: globs for name, globs in components.items() if globs}
+    return Parts(there, (*seen, *heard, *read), decoder, tower)
 
 
 def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
@@ -170,8 +176,6 @@ def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
-        if any(word in last for word in _AUDIO):
-            raise Undescribed(model, f"{name} takes sound, and Octavo has no component for that")
         if (what := next((what for word, what in _OTHERS.items() if word in last), None)) is not None:
             raise Undescribed(model, f"{what}, {name}, which is neither encoder nor projector")
 

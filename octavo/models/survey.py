@@ -35,6 +35,7 @@ class Surveyed:
     here: str
     why: str = ""
     tower: str = ""
+    audio: tuple[str, ...] = ()
     projector: tuple[str, ...] = ()
     decoder: str = ""
     blocks: tuple[str, ...] = ()
@@ -44,8 +45,9 @@ class Surveyed:
     def cells(self) -> tuple[str, ...]:
         """What stands under :data:`COLUMNS`."""
         token = "" if self.image_token is None else str(self.image_token)
-        names = (", ".join(self.projector), self.decoder, ", ".join(self.blocks))
-        return (self.model_type, self.tower, *names, token, self.here + (f": {self.why}" if self.why else ""))
+        towers = ", ".join(filter(None, (self.tower, *self.audio)))
+        names = (towers, ", ".join(self.projector), self.decoder, ", ".join(self.blocks))
+        return (self.model_type, *names, token, self.here + (f": {self.why}" if self.why else ""))
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -98,10 +100,14 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class(**left) if left else config
 
 
-def _parts(family: Family) -> tuple[str, tuple[str, ...], str, tuple[str, ...], int | None]:
-    projector = tuple(glob.removesuffix(".**") for glob in family.components.get("image_projector", ()))
+def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
+    """The fields of :class:`Surveyed` from ``tower`` on."""
+    audio, projector = (
+        tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
+        for name in ("audio_encoder", "image_projector")
+    )
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
-    return family.tower, projector, family.language_model, blocks, family.image_token_id
+    return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
 
 
 def _short(error: BaseException) -> str:

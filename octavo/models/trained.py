@@ -59,4 +59,6 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     ]
     if more:
         return f"its forward takes {', '.join(more[:3])}, which batches of Octavo do not have"
+    if sound := next((name for name in taken if name.startswith(_SOUND)), None):
+        return f"it takes sounds ({sound}), which rows of Octavo do not have"
     return "its image processor and the cuts of its images are not known to Octavo"

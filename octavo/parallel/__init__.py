@@ -1,8 +1,9 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
-from octavo.parallel.coded import send_codes
+from octavo.parallel.coded import SENDS_NO_CODES, send_codes
 from octavo.parallel.context import Context, context_of, ulysses_of
 from octavo.parallel.errors import WorldError
+from octavo.parallel.experts import check_experts
 from octavo.parallel.fill import fill
 from octavo.parallel.images import Images
 from octavo.parallel.layout import Layout
@@ -11,6 +12,7 @@ from octavo.parallel.wire import Counted, by_collective
 from octavo.parallel.world import WAITS, World, setup
 
 __all__ = [
+    "SENDS_NO_CODES",
     "WAITS",
     "Context",
     "Counted",
@@ -19,6 +21,7 @@ __all__ = [
     "World",
     "WorldError",
     "by_collective",
+    "check_experts",
     "context_of",
     "fill",
     "send_codes",

@@ -16,6 +16,11 @@ from octavo.parallel.world import World
 
 # What a module of attention may consist of, for its output to be the input of o_proj as it is.
 _KNOWN = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+SENDS_NO_CODES = (
+    "train.exchange is fp8, and no layer casts what ranks exchange row by row with powers of two: that needs a recipe "
+    "such as blockwise or mxfp8, in all three GEMMs of o_proj (with heads of whole blocks) or of experts. Set "
+    "train.exchange: stored"
+)
 
 
 def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
@@ -35,9 +40,5 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
                 module.__dict__[CODING] = coding
                 outputs += 1
     if not outputs and not experts and (world.layout.context > 1 or world.layout.expert > 1):
-        raise WorldError(
-            "train.exchange is fp8, and no layer casts what ranks exchange row by row with powers of two: that needs "
-            "a recipe such as blockwise or mxfp8, in all three GEMMs of o_proj (with heads of whole blocks) or of "
-            "experts. Set train.exchange: stored"
-        )
+        raise WorldError(SENDS_NO_CODES)
     return outputs, experts

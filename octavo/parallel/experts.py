@@ -11,6 +11,8 @@ the sum over the ranks that have it, of the rows that came to them from all othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -18,35 +20,53 @@ from torch.distributed.tensor import DTensor, Shard
 from octavo.fp8 import is_frozen, moe
 from octavo.fp8.weights import part_of
 from octavo.parallel.errors import WorldError
+from octavo.parallel.layout import Layout
 from octavo.parallel.world import World
 
 
 def deal(model: nn.Module, world: World) -> list[nn.Module]:
     """Deal the experts of all layers to the ranks of ``world.experts``, in place; the modules that hold them.
 
-    All ranks hold the same weights, or none. Raises WorldError for a model without experts, for experts that are not
-    known to give the same when rows are laid out by expert, and where their number is no multiple of the ranks that
-    share them.
+    All ranks hold the same weights, or none. Raises WorldError as :func:`check_experts`, and for experts that are not
+    known to give the same when rows are laid out by expert.
     """
-    found = {name: module for name, module in model.named_modules() if moe.is_experts(module)}
-    if not found:
-        raise WorldError(
-            f"parallel.expert: {world.layout.expert} was asked for, but {type(model).__name__} has no experts that are "
-            "stacked in one parameter (gate_up_proj, down_proj). Set parallel.expert: 1"
-        )
+    found = check_experts(model, world.layout, lambda name, module: getattr(module, "scaled_late", None))
     for name, module in found.items():
-        if why := _why_not(module, world):
-            raise WorldError(
-                f"parallel.expert: {world.layout.expert} was asked for, but {name} cannot be dealt to ranks: {why}"
-            )
+        if not isinstance(module, moe.Experts) and (why := _gives_other(module)):
+            raise _refused(world.layout, name, f"{why}. Set parallel.expert: 1")
     for module in found.values():
         _deal(module, world.experts)
     return list(found.values())
 
 
-def _why_not(module: nn.Module, world: World) -> str | None:
-    """Why these experts cannot be dealt out, with what to do about it; None if they can."""
-    experts, over = module._parameters["gate_up_proj"].shape[0], world.layout.sharded  # type: ignore[union-attr]
+def check_experts(
+    model: nn.Module, layout: Layout, late: Callable[[str, nn.Module], str | None]
+) -> dict[str, nn.Module]:
+    """The modules of experts of a model, which may be on the meta device, by their names. ``late``: the name of the
+    delayed recipe of a module, or None.
+
+    Raises WorldError for a model without experts, and where they cannot be dealt to ranks, with what to do about it.
+    """
+    found = {name: module for name, module in model.named_modules() if moe.is_experts(module)}
+    if not found:
+        raise WorldError(
+            f"parallel.expert: {layout.expert} was asked for, but {type(model).__name__} has no experts that are "
+            "stacked in one parameter (gate_up_proj, down_proj). Set parallel.expert: 1"
+        )
+    for name, module in found.items():
+        if why := _why_not(module, layout.sharded, late(name, module)):
+            raise _refused(layout, name, why)
+    return found
+
+
+def _refused(layout: Layout, name: str, why: str) -> WorldError:
+    return WorldError(f"parallel.expert: {layout.expert} was asked for, but {name} cannot be dealt to ranks: {why}")
+
+
+def _why_not(module: nn.Module, over: int, late: str | None) -> str | None:
+    """Why these experts cannot be dealt out where so many ranks share them, with what to do about it; None if they
+    can."""
+    experts = module._parameters["gate_up_proj"].shape[0]  # type: ignore[union-attr]
     own = {f"{name}{more}" for name in moe.PROJECTIONS for more in ("", "_bias")}
     if other := sorted(name for name, _ in module.named_parameters() if name not in own):
         return f"its parameter {other[0]} belongs to no expert alone. Set parallel.expert: 1"
@@ -57,12 +77,16 @@ def _why_not(module: nn.Module, world: World) -> str | None:
         )
     if any(is_frozen(parameter) for parameter in module.parameters()):
         return "its weights are frozen in FP8, which are gathered as codes. Set parallel.expert: 1"
-    if isinstance(module, moe.Experts):
-        delayed = module.scaled_late
-        return None if delayed is None else f"{delayed} keeps a history of each expert. Use another fp8.recipe for it"
+    if late is not None:
+        return f"{late} keeps a history of each expert. Use another fp8.recipe for it"
+    if not isinstance(module, moe.Experts) and (why := moe.why_not(module)) is not None:
+        return f"{why}. Set parallel.expert: 1"
+    return None
+
+
+def _gives_other(module: nn.Module) -> str | None:
     meta = any(p.is_meta for p in module.parameters())
-    why = moe.why_not(module) or (moe.stand_in_matches(module) if meta else moe.matches_stock(module))
-    return None if why is None else f"{why}. Set parallel.expert: 1"
+    return moe.stand_in_matches(module) if meta else moe.matches_stock(module)
 
 
 def _deal(module: nn.Module, mesh: DeviceMesh | None) -> None:

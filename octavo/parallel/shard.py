@@ -14,6 +14,7 @@ What is particular here:
   BF16: half the bytes of fp32, and a forward that computes as a BF16 model does. Shards stay as they are, with what is
   added up in them and saved; FP8 weights send their codes as ever, and BF16 gradients.
 - Experts that are dealt to ranks are a group of their own in each block (:mod:`octavo.parallel.experts`).
+- Two blocks are whole at a time: the one that computes and the next.
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
 tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
@@ -22,6 +23,8 @@ tower therefore always runs; `models.attach_dummy_image` sees to it on ranks wit
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -84,7 +87,18 @@ def shard(
             # not mind.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _fetch_ahead([name for name, _ in blocks], dict(blocks))
     return model
+
+
+def _fetch_ahead(names: list[str], blocks: Mapping[str, nn.Module]) -> None:
+    """As a block's forward begins, the next one of its list is asked for: weights are on their way while it computes,
+    also where the host then waits for the device (to know how many rows go to each rank's experts, or where images
+    end) and could not ask in time. In backward FSDP2 does so by itself."""
+    for name, after in pairwise(names):
+        block = blocks[name]
+        if name.rpartition(".")[0] == after.rpartition(".")[0] and isinstance(block, FSDPModule):
+            block.set_modules_to_forward_prefetch([m for m in blocks[after].modules() if isinstance(m, FSDPModule)])
 
 
 def _check_unshared(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:

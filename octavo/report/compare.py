@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import atomic, reading
-from octavo.config import RECIPES, Config, Fp8Section, load_config, override
+from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, load_config, override
 from octavo.config.model import FITTING
 from octavo.config.phases import BEYOND_SFT
 from octavo.report import claims, outcomes
@@ -281,7 +281,7 @@ def own_recipe(cfg: Config) -> str:
         return "by-plan"
     if fp8.recipe != "off":
         return fp8.recipe
-    parts = [fp8.image_encoder, fp8.image_projector, fp8.foundation, fp8.lm_head, *fp8.rules]
+    parts = [*(getattr(fp8, name) for name in COMPONENTS), fp8.lm_head, *fp8.rules]
     return "by-component" if any(p and p.recipe not in (None, "off") for p in parts) else "off"
 
 

@@ -1,8 +1,9 @@
 """The model of a run: loaded, frozen, its layers in FP8, with adapters and a critic where there are any.
 
 One process reads weights first. Several ranks do all of it to a model without values, which is sharded and then filled,
-each rank reading the rows of its shards (`models.defer`, `parallel.fill`). Where values are needed before, every rank
-has the whole model until it is sharded: random weights, which come from one generator, and DoRA, which measures rows.
+each rank reading the rows of its shards (`models.defer`, `parallel.fill`), or drawing all numbers, which come from one
+generator, and keeping those (`models.draw`). DoRA measures rows before: there every rank has the whole model until it
+is sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def assemble_model(
     family: models.Family,
     say: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
-) -> tuple[nn.Module, Lows, models.Deferred | None]:
+) -> tuple[nn.Module, Lows, models.Deferred | models.Drawn | None]:
     """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned, with adapters under `lora`
     and the critic of PPO. Beside it the lower halves of fp32 weights where the optimizer keeps them; and what fills the
     model once it is sharded, if it has no values yet.
@@ -53,10 +54,14 @@ def assemble_model(
     return model, lows, unread
 
 
-def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | None:
+def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
     """The model before its weights are read, or None where they are needed at once."""
-    if base.drawn(cfg) is not None or (cfg.lora is not None and cfg.lora.dora):
+    if cfg.lora is not None and cfg.lora.dora:
         return None
+    if (drawn := base.drawn(cfg)) is not None:
+        _say_drawn(cfg, say)
+        both = cfg.optimizer.master == "bf16+16"
+        return models.draw(cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both)
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _say_dequantized(cfg, say)
         return models.defer(cfg.model.path, device=device, split=True, say=say)
@@ -68,8 +73,7 @@ def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) 
     halves of fp32 weights where the optimizer keeps them."""
     path = cfg.model.path
     if (drawn := base.drawn(cfg)) is not None:
-        std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
-        say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {path} none are read")
+        _say_drawn(cfg, say)
         if cfg.optimizer.master == "bf16+16":
             return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
         return models.fresh(path, model_dtype(cfg), device, *drawn), {}
@@ -77,6 +81,11 @@ def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) 
         _say_dequantized(cfg, say)
         return models.load_split(path, device=device)
     return models.load(path, dtype=model_dtype(cfg), device=device, **_codes(cfg, say)), {}
+
+
+def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
+    std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
+    say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {cfg.model.path} none are read")
 
 
 def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:

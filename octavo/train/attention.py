@@ -149,6 +149,8 @@ def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[st
     if len(set(words.values())) == 1:
         return {None: (words["foundation"], parts)}
     if "image_encoder" not in own:
+        if words["image_encoder"] == STOCK:  # nobody asked for anything
+            return {None: (words["foundation"], parts)}
         raise TrainError(
             f"model.attention.image_encoder: {words['image_encoder']}, and this model has no image_encoder. Use "
             f"model.attention: {words['foundation']}"

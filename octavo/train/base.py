@@ -53,9 +53,15 @@ def counted(cfg: Config) -> Config:
     DataError, and ConfigError for settings that are too much for so many steps."""
     if cfg.train.epochs is None:
         return cfg
-    rows = cfg.train.epochs * data.rows_of_an_epoch(cfg, partial(models.load_processor, cfg.model.path))
+    rows = cfg.train.epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
     steps = max(1, math.ceil(round(rows / cfg.train.global_batch, 9)))
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
+def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
+    """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
+    of = cfg.data
+    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args)
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:

@@ -79,7 +79,7 @@ def build(
     check_family(cfg, world)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
-    processor = models.load_processor(cfg.model.path, cfg.data.max_pixels, cfg.data.min_pixels)
+    processor = base.processor_of(cfg)
     pixels = models.pixels_by(processor)
     if world.is_main:
         taken = {} if (of := hub.origin(cfg.model.path)) is None else {"model": of}

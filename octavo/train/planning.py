@@ -17,7 +17,7 @@ from octavo import fp8, models, parallel
 from octavo.config import Config
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of
-from octavo.train import base, routing
+from octavo.train import base, routing, sharing
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -83,12 +83,13 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
 
     `saved` is the plan of a run to take instead: what a configuration means may change from one version to the next,
     and what a run trains does not. `notes` say what stays in high precision besides linear layers, and what else a
-    reader should know. Raises PlanError, ModelError.
+    reader should know. Raises PlanError, ModelError, and WorldError for ranks that cannot share it so.
     """
     model, family = model_of(cfg)
     if saved is not None:
         backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
         plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
+        sharing.check(cfg, model, plan, ranks)
         return plan, family, _notes(plan, model, family, ranks, cfg)
     return plan_model(cfg, model, family, ranks)
 
@@ -111,6 +112,7 @@ def plan_model(
         micro_steps = micro_steps_of(cfg, ranks)
         plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
     _check_compile(cfg, plan)
+    sharing.check(cfg, model, plan, ranks)
     return plan, family, _notes(plan, model, family, ranks, cfg)
 
 
@@ -223,10 +225,11 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation
-        by = "torch's varlen flash attention in 16 bits on CUDA, else" if kernel == "sdpa" else f"{kernel},"
+        by = {"sdpa": "torch's varlen flash attention in 16 bits on CUDA, else a call a sample", "varlen": "varlen",
+              "flex": "one call of flex attention"}.get(kernel, f"{kernel}, a call a sample")  # fmt: skip
         notes.append(
             f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
-            f"at a time; attention within each by {by} a call a sample"
+            f"at a time; attention within each by {by}"
         )
     if (shared := cfg.parallel.context) > 1:
         heads = model.config.get_text_config().num_attention_heads

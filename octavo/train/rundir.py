@@ -344,7 +344,7 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
     changed = list(_differences(saved, settings(cfg)))
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
-        if any(key == "train.steps" for key, _, _ in changed):
+        if cfg.train.epochs is not None and any(key == "train.steps" for key, _, _ in changed):
             shown += " (train.epochs makes them of the rows of data.train: did those change?)"
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "

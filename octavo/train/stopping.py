@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.data.report import CONTROL
+from octavo.data.report import NOTED
 from octavo.train import compiled
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -56,23 +56,24 @@ class NothingToLearn(Callback):
     rewards until all answers earn the same goes on: its weights are what was asked for."""
 
     def begin(self, run: Run) -> None:
-        self.told = False
+        self.told: set[str] = set()
 
     def end_step(self, run: Run, step: Step) -> None:
         report, progress = run.job.loader.report, run.job.progress
-        if not self.told and (row := report.first.get(CONTROL)):
-            self.told = True
-            run.say(f"{row['file']}, row {row['row']}: {row['reason']}; it is trained on as it is. All such rows are "
-                    f"in {run.directory / 'skipped.jsonl'}")  # fmt: skip
+        for action in NOTED:
+            if action not in self.told and (row := report.first.get(action)):
+                self.told.add(action)
+                run.say(f"{row['file']}, row {row['row']}: {row['reason']}; it is trained on as it is. All such rows "
+                        f"are in {run.directory / 'skipped.jsonl'}")  # fmt: skip
         if progress.empty == 1:
             run.say(f"step {step.number} held no token with a loss")
         enough = progress.learnt > 0 and run.job.phase.exhausts
         if enough or progress.empty < min(PATIENCE, run.cfg.train.steps):
             return
-        left_out = ", ".join(f"{count} {what}" for what, count in report.counts.items() if what != CONTROL) or "none"
+        gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
         raise TrainError(
             f"{progress.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
-            f"far: {left_out}; {run.directory / 'skipped.jsonl'} lists them with the reason). "
+            f"far: {', '.join(gone) or 'none'}; {run.directory / 'skipped.jsonl'} lists them with the reason). "
             f"{run.job.phase.starved}"
         )
 

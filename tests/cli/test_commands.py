@@ -390,11 +390,30 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     assert [check["status"] for check in found["checks"]] == [OK, ABSENT, FAIL]
 
 
+def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatch, capsys):
+    from octavo import models
+
+    monkeypatch.setattr(models, "why_not_trained", lambda config: "its forward takes more")
+    known = "model_type 'qwen3_vl' is planned here and not trained: its forward takes more"
+    assert main(["plan", "run.yaml", "--save", "alone.json"]) == 0
+    out = capsys.readouterr().out
+    assert "blocks.{0,1}.mlp.linear_fc1" in out and f"note: {known}; its memory is not predicted" in out
+    assert "one GPU" not in out and (here / "alone.json").exists()
+    assert main(["plan", "run.yaml", "--json"]) == 0
+    assert f"{known}; its memory is not predicted" in json.loads(capsys.readouterr().out)["notes"]
+    assert main(["plan", "run.yaml", "--card", "80GB"]) == 2
+    assert f"{known}. Its memory and time are not predicted" in capsys.readouterr().err
+    assert main(["train", "run.yaml", "run.dir=alone"]) == 1
+    assert f"{known}. `octavo doctor --families` lists" in capsys.readouterr().err
+
+
 def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models import survey
 
     two = [
-        survey.Surveyed("a_vl", survey.TRAINS, "", "model.visual", ("model.visual.merger",), "model.text", ("x.y",), 7),
+        survey.Surveyed(
+            "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
+        ),
         survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
     ]
     monkeypatch.setattr(survey, "survey", lambda: iter(two))

@@ -49,8 +49,10 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
     assert time.monotonic() - began < 30
     told = capfd.readouterr().err
     assert "rank 1, exit code 1:\nrank one has no data" in told
-    program("sys.exit(2 if rank else 0)")
-    assert launch.launch([], 2) == 2
+    program("if rank: print('no such mesh', file=sys.stderr); sys.exit(2)")
+    assert launch.launch([], 3) == 2
+    told = capfd.readouterr().err
+    assert "ranks 1, 2, exit code 2:\nno such mesh" in told and told.count("no such mesh") == 1
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     assert launch.launch([], 2) == 137
     told = capfd.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from octavo.cli.main import main
+from octavo.models import tiny
 
 PLAN = ["plan", "--shape", "llama2_7b"]
 ROWS = ["data.packing=true", "train.micro_batch=1", "train.seq_length=1024", "train.global_batch=64"]
@@ -52,7 +53,12 @@ def test_what_contradicts_itself_is_refused(capsys) -> None:
         (["--ranks", "4", "--cluster", "h100x8x1"], "contradict each other: that cluster has 8 GPUs"),
         (["--parallel", "shard=8"], "say how many: --ranks 64"),
         (["--ranks", "8", "--parallel", "shards=8"], "axes are replicate, shard, context, ulysses, expert"),
-        (["--cluster", "h100"], "give a kind of GPU"),
+        (["--ranks", "8", "--parallel", "context=2,context=4"], "expected each axis once, found context twice"),
+        (["--cluster", "h100"], "(did you mean h100x8x8?): give a kind of GPU"),
+        (["--ranks", "8", "--parallel", "expert=8"], "LlamaForCausalLM has no experts that are stacked"),
+        (["--ranks", "8", "--parallel", "context=3,shard=1,replicate=1"], "and there are 8 ranks"),
+        (["--ranks", "6", "--parallel", "context=6,ulysses=6"], "ulysses is 6, which does not divide the model's 32"),
+        (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts what"),
         (
             ["--ranks", "8", "--parallel", "shard=3"],
             "parallel asks for replicate: 1 and shard: 3, and there are 8",
@@ -63,3 +69,14 @@ def test_what_contradicts_itself_is_refused(capsys) -> None:
         except SystemExit as ended:  # argparse's
             code = int(str(ended.code))
         assert code in (1, 2) and said in capsys.readouterr().err
+
+
+def test_experts_that_a_run_could_not_deal_are_no_plan(tmp_path, capsys) -> None:
+    model, file = tiny.write("qwen3_moe", tmp_path / "model", size="mini"), tmp_path / "run.yaml"
+    (tmp_path / "a.json").write_text("[]")
+    file.write_text(f"model: {{path: {model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 1}}\n")
+    for more, said in (
+        (["--ranks", "3", "--parallel", "expert=3"], "8 experts are no multiple of the 3 ranks"),
+        (["--ranks", "2", "--parallel", "expert=2", "fp8.recipe=delayed"], "keeps a history of each expert"),
+    ):
+        assert main(["plan", str(file), *more]) == 1 and said in capsys.readouterr().err

@@ -270,6 +270,20 @@ def test_what_cannot_be(more, message):
     assert any(message in found for found in problems(BASE + more + "\n")), problems(BASE + more + "\n")
 
 
+@pytest.mark.parametrize(
+    ("data", "train", "message"),
+    [
+        ("mask_reasoning: true, train_on_prompt: true", "", "data.mask_reasoning: loss falls on all text"),
+        ("mask_reasoning: true", ", phase: pretrain", "data.mask_reasoning: loss falls on all text, reasoning too"),
+        ("template_args: [enable_thinking]", "", "data.template_args: expected a mapping, found a list of 1"),
+        ("template_args: {2: true}", "", "data.template_args"),
+    ],
+)  # fmt: skip
+def test_reasoning_that_cannot_be_asked_for(data, train, message):
+    found = problems(f"model: {{path: m}}\ndata: {{train: [{{path: a}}], {data}}}\ntrain: {{steps: 1{train}}}\n")
+    assert any(message in one for one in found), found
+
+
 def test_pixels_that_cannot_be():
     wrong = BASE.replace("a.json}]", "a.json}], min_pixels: 9, max_pixels: 8")
     assert (
@@ -365,6 +379,8 @@ def test_packs_have_no_epochs_and_only_they_have_a_window():
         ("{foundation: mth}", "", "model.attention.foundation: found 'mth'; did you mean math? one of auto, sdpa"),
         ("{vision: math}", "", "model.attention.vision: unknown key"),
         ("varlen", "", "model.attention: varlen is for rows of several samples, and rows of a batch are padded"),
+        ("flex", "", "model.attention: flex is for rows of several samples, and rows of a batch are padded"),
+        ("{image_encoder: flex}", "", "model.attention.image_encoder: flex is for the language model's packs alone"),
         (
             "{image_encoder: varlen}",
             "precision: fp32",

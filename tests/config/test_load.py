@@ -58,9 +58,10 @@ def test_defaults():
     ],
 )
 def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(asked, expected):
-    """(the whole model, encoder, projector, foundation); written out it says the same."""
+    """(the whole model, image encoder and projector, foundation); written out it says the same."""
     cfg = text(f"fp8: {asked}\n")
-    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS]
+    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS if name != "audio_encoder"]
+    assert recipe_of(cfg.fp8, "audio_encoder") == cfg.fp8.recipe
     assert (cfg.fp8.recipe, *parts) == expected
     assert load_config_text(to_yaml(cfg)) == cfg
     assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"
@@ -201,6 +202,12 @@ def test_overrides_reach_everything():
     assert cfg.model.freeze == ("image_encoder", "lm_head")
     assert cfg.train.lr == 1.0 and isinstance(cfg.train.lr, float)
     assert cfg.run.dir == "12" and cfg.run.threads is None
+
+
+def test_variables_of_the_chat_template_are_any_mapping():
+    cfg = text(overrides=["data.template_args.enable_thinking=false", "data.template_args={effort: low, n: [1, null]}"])
+    assert cfg.data.template_args == {"enable_thinking": False, "effort": "low", "n": [1, None]}
+    assert load_config_text(to_yaml(cfg)) == cfg
 
 
 def test_the_last_override_wins():

@@ -208,7 +208,8 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
 def config(folder, path, **data):
     dataset = Dataset(path=str(path))
     more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
-            "on_bad_sample": "error", "train": [dataset], "eval": [dataset], **data}  # fmt: skip
+            "on_bad_sample": "error", "mask_empty_think": True, "mask_reasoning": False, "train": [dataset],
+            "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(
         data=SimpleNamespace(**{"cache": None, **more}), run=SimpleNamespace(seed=1, timeout=60.0),
         train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),

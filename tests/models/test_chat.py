@@ -102,6 +102,56 @@ def test_a_prompt_that_the_template_refuses(folder):
         models.generate(models.load(where), models.load_processor(where), [{"role": "user", "content": "?"}])
 
 
+ASKING = (
+    "{% if not mood is defined %}{% set mood = 'calm' %}{% endif %}{% macro said(m) %}{{ tone }}{{ m.content }}"
+    "{% endmacro %}{% for m in messages %}{{ said(m) }}{% endfor %}{{ mood }}{{ bos_token }}"
+)
+
+
+def test_variables_reach_every_rendering(folder):
+    """Those of few words, that of tools, and that of a question; what is not given is the template's own matter."""
+    processor = models.load_processor(folder(ASKING), template_args={"tone": ">", "mood": "loud"})
+    asked = [{"role": "user", "content": "a"}]
+    assert processor.apply_chat_template(asked, tokenize=False) == ">aloud<s>"
+    assert processor.apply_chat_template(asked, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
+    assert processor.apply_chat_template(asked, tokenize=False, mood="low") == ">alow<s>"
+    words = processor.tokenizer.decode(models.question(processor, asked)["input_ids"][0])
+    assert words == ">aloud<s>"
+    assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
+
+
+def test_generate_gives_variables_beside_those_of_a_run(folder, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("octavo.generation.answers", lambda _, processor, *__, **___: seen.append(processor) or [["a"]])
+    ask = ["generate", str(folder(ASKING)), "--prompt", "a"]
+    assert main([*ask, "--template-arg", "tone=true", "--template-arg", "mood=low key"]) == 0
+    assert seen[0].template_args == {"tone": True, "mood": "low key"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"tones": 1}, "no place for the variable tones (data.template_args), which it does not read. Did you mean to"),
+        ({"thinking": True}, "which it does not read. It reads mood, tone."),
+        ({"messages": []}, "the variable messages (data.template_args), which Octavo sets itself. Remove it."),
+        ({"bos_token": "x"}, "which Octavo sets itself"),
+        ({"m": 1}, "which it does not read"),
+    ],
+)
+def test_variables_that_a_template_does_not_read(folder, args, message):
+    with pytest.raises(models.ModelError) as caught:
+        models.load_processor(folder(ASKING), template_args=args)
+    assert message in str(caught.value)
+
+
+def test_variables_that_make_a_template_loop(folder, monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    endless = "{% for i in range(n or 1) %}{% for j in range(n or 1) %}{% endfor %}{% endfor %}" + PLAIN
+    models.load_processor(folder(endless))
+    with pytest.raises(models.ModelError, match="does not end: 1 s of processor time"):
+        models.load_processor(folder(endless), template_args={"n": 90000})
+
+
 @pytest.mark.parametrize("command", ["train", "generate", "eval"])
 def test_commands_that_render_say_so(folder, tmp_path, capsys, command):
     where = folder("{{ 'a' * 10**11 }}")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
-from octavo import models
+from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
 
@@ -27,7 +27,7 @@ def test_every_parameter_has_one_component(checkpoint, family):
     described = models.describe(model)
     assert described.name == family
     assert described.has_vision == (family in TOWERS)
-    expected = set(models.COMPONENTS) if described.has_vision else {"foundation", "lm_head"}
+    expected = set(models.COMPONENTS) - {"audio_encoder"} if described.has_vision else {"foundation", "lm_head"}
     found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
     assert found == expected == set(described.components)
     layers = described.layers(model)
@@ -97,7 +97,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
         projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
     if family.startswith("nvila"):
         projector, blocks = ["mm_projector"], "vision_tower.encoder.layers"
-    assert list(described.components) == list(models.COMPONENTS)
+    assert list(described.components) == [part for part in models.COMPONENTS if part != "audio_encoder"]
     assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
     assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
     assert described.components["foundation"] == ("model.language_model.**",)
@@ -118,6 +118,26 @@ def test_what_leads_out_of_the_tower_is_found_by_its_width(checkpoint):
     described = models.describe(model)
     assert "model.visual.translator.**" in described.components["image_projector"]
     assert "model.visual.vit_merger.**" in described.components["image_encoder"]
+
+
+def test_an_audio_tower_is_a_component(checkpoint):
+    """With what leads from it into the decoder: planned and frozen by its name."""
+    model = models.empty(checkpoint("internvl"))
+    tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
+    model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
+    family = models.describe(model)
+    assert family.components["audio_encoder"] == ("model.audio_tower.**", "model.embed_audio.**")
+    assert family.components["image_projector"] == ("model.multi_modal_projector.**",)
+    assert "model.audio_tower.layers.*" in family.layer_globs
+    plan = fp8.plan(model, fp8.Policy("rowwise", components={"audio_encoder": "blockwise"}), family.components)
+    assert {row.recipe.name for row in plan.rows if row.component == "audio_encoder"} == {"blockwise"}
+    assert models.freeze(model, family, ["audio_encoder"]) == [
+        name for name, _ in model.named_parameters() if "audio" in name
+    ]
+    plan = fp8.plan(model, "rowwise", family.components)
+    assert {row.name for row in plan.rows if row.row.frozen} == {
+        "model.audio_tower.layers.0.0", "model.audio_tower.layers.1.0", "model.embed_audio",
+    }  # fmt: skip
 
 
 def test_single_parameters_have_a_component(checkpoint):

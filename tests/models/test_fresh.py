@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from octavo import models
 from octavo.models import ModelError, tiny
@@ -9,17 +10,34 @@ from octavo.models import ModelError, tiny
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """`bare(family)`: a mini model folder whose weights, drawn with seed 5, are gone; and those weights."""
+    """`bare(family)`: a mini model folder without weights; and those that transformers' own initialisation of the whole
+    model draws with seed 5."""
     made = {}
 
     def folder(family):
         if family not in made:
-            path = tiny.write(family, tmp_path_factory.mktemp("bare") / family, size="mini", seed=5)
-            made[family] = path, models.load(path).state_dict()
+            path = tiny.write(family, tmp_path_factory.mktemp("bare") / family, size="mini")
+            made[family] = path, whole(path)
             (path / "model.safetensors").unlink()
         return made[family]
 
     return folder
+
+
+def whole(path):
+    model = models.load(path)
+    for tied, _ in getattr(model, "all_tied_weights_keys", {}).items():  # each is drawn before they are tied
+        home, _, leaf = tied.rpartition(".")
+        setattr(model.get_submodule(home), leaf, nn.Parameter(model.get_parameter(tied).detach().clone()))
+    for one in (*model.modules(), *model.parameters(), *model.buffers()):
+        one._is_hf_initialized = False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        torch.manual_seed(5)
+        model.initialize_weights()
+    model.tie_weights()
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -28,7 +46,6 @@ def test_as_the_family_initialises_it(bare, family):
     state = torch.random.get_rng_state()
     model = models.fresh(folder, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state) and not model.training
-    assert not torch.are_deterministic_algorithms_enabled()
     found = model.state_dict()
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert model.generation_config.eos_token_id == model.config.get_text_config().eos_token_id
@@ -68,5 +85,20 @@ def test_what_cannot_be_drawn_is_refused(bare, tmp_path, monkeypatch):
         models.fresh(folder)
     config.write_text(text)
     monkeypatch.setattr(module.Qwen3MoePreTrainedModel, "_init_weights", module.PreTrainedModel._init_weights)
-    with pytest.raises(ModelError, match=r"draws no values for 4 weights of 'qwen3_moe', first model.layers.0.mlp"):
+    with pytest.raises(ModelError, match=r"draws no values for model.layers.0.mlp.*of 'qwen3_moe'"):
         models.fresh(folder)
+
+
+def test_a_module_that_sets_weights_of_another_part_is_refused(bare, monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3 as module
+
+    own = module.Qwen3PreTrainedModel._init_weights
+
+    def reaches_down(self, of):
+        own(self, of)
+        if isinstance(of, module.Qwen3Model):
+            torch.nn.init.zeros_(of.layers[0].mlp.down_proj.weight)
+
+    monkeypatch.setattr(module.Qwen3PreTrainedModel, "_init_weights", reaches_down)
+    with pytest.raises(ModelError, match="Qwen3Model initialises layers.0.mlp.down_proj.weight, which is of another"):
+        models.fresh(bare("qwen3")[0])

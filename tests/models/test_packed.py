@@ -227,6 +227,32 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
         packed.Packed(model, family)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+@pytest.mark.long
+def test_flex_attention_sees_the_same(loaded, name):
+    """One call for all samples, in a forward: it has no backward on a CPU. Queries of a shared row too."""
+    model, family, _ = loaded(name)
+    edges = (0, 37, 38, 150, 161)
+    ids = torch.arange(edges[-1])[None] % 90 + 5
+
+    def logits():
+        one = packed.Packed(model, family)
+        positions = one.positions(edges, ids)
+        with torch.no_grad(), one.forward(edges, positions):
+            return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+
+    wanted = logits()
+    models.use_kernel(model, "flex", "foundation")
+    assert torch.allclose(logits(), wanted, atol=1e-5) and not torch.equal(logits(), wanted)
+
+    class Late:
+        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
+
+    seen = segments.Segments.of((0, 4, 7, 9), share=Late()).blocks
+    mask = [[bool(seen.mask_mod(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(4)] for q in range(3)]
+    assert mask == [[True, True, False, False], [True, True, True, False], [False, False, False, True]]
+
+
 @pytest.mark.parametrize("window", [True, False])
 def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     """On a stand-in that takes what torch's function takes, in the signature of either version."""

@@ -47,6 +47,8 @@ CASES = {
     "towers": Case("qwen3_vl", BF16),
     "halves of experts": Case("qwen3_vl_moe", {"split": True}, "blockwise"),
     "halves of codes": Case("coded", {"split": True}),
+    "drawn": Case("qwen3", {"drawn": 5}, "blockwise", True),
+    "drawn with halves": Case("qwen3_vl_moe", {"drawn": 5, "split": True}, "blockwise"),
     **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "nvila_lite", "qwen3_moe", "llama", "mpt")},
 }
 DEALT = {
@@ -54,7 +56,10 @@ DEALT = {
     "halves of experts": CASES["halves of experts"],
     "param of experts": Case("qwen3_moe", {}, "blockwise", True),
 }
-FEW = {name: CASES[name] for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves")}
+FEW = {
+    name: CASES[name]
+    for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves", "drawn")
+}
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +77,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.Deferred]:
+def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.Deferred | models.Drawn]:
     """(the whole model, its lower halves, the one to be filled)"""
     how = {key: getattr(torch, value) if key == "dtype" else value for key, value in case.how.items()}
+    if (seed := how.pop("drawn", None)) is not None:
+        unread = models.draw(folder / case.folder, seed=seed, **how)
+        whole = models.fresh(folder / case.folder, seed=seed)
+        return *(models.split(whole, "cpu") if how else (whole, {})), unread
     unread = models.defer(folder / case.folder, **how)
     if how.pop("split", False):
         return *models.load_split(folder / case.folder), unread

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8
-from octavo.parallel import World, WorldError, shard
+from octavo.parallel import Counted, World, WorldError, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference
 
@@ -75,12 +75,21 @@ def _decoders(world: World) -> dict:
         answer[f"{freeze or 'all'} {reshard}"] = worst_difference(sharded, whole)
     answer["dtensors"] = all(isinstance(p, DTensor) for p in sharded.parameters())
     answer["tied"] = sharded.head.weight is sharded.embed.weight
-    with torch.no_grad():
-        sharded(ids)  # the root stays gathered after a forward: the state must be whole nevertheless
+    answer["gathers"] = _gathers(sharded, ids)  # the root stays gathered: the state must be whole nevertheless
     state = ranks.whole_state(sharded, world)
     answer["names"] = list(state)
     answer["equal"] = all(torch.equal(state[n], t) for n, t in whole.state_dict().items()) if world.is_main else True
     return answer
+
+
+def _gathers(model: nn.Module, ids: torch.Tensor) -> list[int]:
+    """How often weights were gathered as each block's forward begins, and at its end."""
+    seen = []
+    with torch.no_grad(), Counted() as counted:
+        for block in model.blocks:
+            block.norm.register_forward_pre_hook(lambda *_: seen.append(counted.calls["all_gather"]))
+        model(ids)
+    return [*seen, counted.calls["all_gather"]]
 
 
 def _fp8(world: World) -> dict:
@@ -128,6 +137,8 @@ def test_ranks_give_the_gradients_and_the_fp8_losses_of_one_process(size: int, r
         gaps = {name: gap for name, gap in answer.items() if isinstance(gap, float)}
         assert len(gaps) == 4 and max(gaps.values()) < 1e-5, gaps
         assert answer["dtensors"] and answer["tied"] and answer["equal"]
+        root, ahead, end = answer["gathers"]
+        assert root == ahead == end, "the second block was fetched as it began, and not while the first computed"
     assert first["names"] == list(Decoder().state_dict()) and all(other["names"] == [] for other in others)
 
     for got in (result["fp8"] for result in results):

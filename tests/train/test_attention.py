@@ -30,7 +30,7 @@ def test_on_a_cpu_the_first_that_works_is_taken_and_the_others_say_why() -> None
     assert "T x T weights" in str(named) and "T x T" not in str(found)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "efficient", "flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("name", ["cudnn", "efficient", "flash_attention_2", "flash_attention_3", "flex"])
 def test_a_kernel_by_name_that_cannot_run_is_refused(name: str) -> None:
     with pytest.raises(
         TrainError, match=rf"model\.attention: {name} was asked for, and cannot run on cpu: {name}: lang"

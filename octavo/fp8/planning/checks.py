@@ -11,6 +11,7 @@ from octavo.fp8.measuring.cases import Measurements
 from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.planning.frozen import frozen_notes
 from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.planning.table import padded
 from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 
@@ -50,6 +51,7 @@ def notes_of(
     if twice:
         notes.append(f"{' and '.join(sorted(twice))} cast weights twice: 2 bytes of codes a parameter")
     notes += frozen_notes(model, rows)
+    notes += padded(rows)
     frozen = sum(r.row.frozen for r in fp8)
     if frozen:
         notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no saved input")

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from octavo.fp8.planning.rows import PlanRow, components, share
+from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.globs import template
+from octavo.fp8.policy.padding import Padding, padding
 
+_SHOWN = 3  # kinds of layers whose sizes are filled up
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
 
 
@@ -110,3 +113,34 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
         "do not count"
     )
     return out
+
+
+def padded(rows: Sequence[PlanRow]) -> list[str]:
+    """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
+    one for each of the dearest; none where every size is taken as it is."""
+    found: dict[tuple[str, tuple[int, int], Padding], list[PlanRow]] = {}
+    for row in rows:
+        gemms = [gemm for gemm in row.selections if gemm != "wgrad" or not row.row.frozen]
+        if row.recipe is not None and (more := padding(row.recipe, row.shape, gemms)).part:
+            found.setdefault((template(row.name), row.shape, more), []).append(row)
+    if not found:
+        return []
+    flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in found.items()}
+    total = sum(row.flops for row in rows if row.kind not in OUTSIDE) or 1.0
+    count = f"{sum(map(len, found.values()))} of {sum(row.fp8 for row in rows)} FP8 layers"
+    shown = sorted(found, key=lambda key: -flops[key])[:_SHOWN]
+    rest = f"; the dearest {_SHOWN} of {len(found)} kinds:" if len(found) > _SHOWN else ":"
+    part = _percent(sum(flops.values()) / total)
+    return [
+        f"{count} have sizes that tensor cores take filled up with zeros, {part} of linear FLOPs more{rest}",
+        *(f"{fold(row.name for row in found[key])}: {_as(key[1], key[2])}" for key in shown),
+    ]
+
+
+def _as(shape: tuple[int, int], more: Padding) -> str:
+    (n, k), (wide, deep) = shape, more.sizes
+    return f"{n} x {k} as {wide} x {deep}, {_percent(more.part)} more"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def decisions(
 ) -> list[Asked]:
     """(row, what the policy says of it, what forbids FP8 or None) for every linear map. Raises PlanError as plan."""
     rows = topology(model, components)
-    check_names(policy, rows, tokens)
+    check_names(policy, rows, tokens, components or ())
     modules = dict(model.named_modules())
     verdicts: dict[tuple[Any, ...], str | None] = {}
     return [
@@ -97,12 +97,15 @@ def applies(rule: Rule, row: Row) -> bool:
     return matches(rule.match, row.name) or (row.kind == "experts" and matches(rule.match, row.module))
 
 
-def check_names(policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int] | None) -> None:
-    """Components and rules must name something that exists."""
+def check_names(
+    policy: Policy, rows: tuple[Row, ...], tokens: Mapping[str, int] | None, parts: Collection[str] = ()
+) -> None:
+    """Components and rules must name something that exists. ``parts``: components that the model has, some maybe
+    without a linear layer, such as a projector that is a parameter."""
     here = tuple(dict.fromkeys(r.component for r in rows))
     for word, asked in (("component", policy.components), ("tokens of component", tokens or {})):
         for component in asked:
-            if component not in here and (word == "component" or asked[component]):
+            if component not in here and (word == "component" or (asked[component] and component not in parts)):
                 raise PlanError(
                     f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
                     f"{', '.join(here) or 'none at all'}. Leave {component!r} out."

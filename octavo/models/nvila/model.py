@@ -52,6 +52,12 @@ class NvilaPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Not in the sense of transformers, which leaves modules without parameters of their own out when it draws
+        weights of such: SigLIP's attention and MLP would not begin as SigLIP's."""
+        return False
+
     def get_parameter(self, target: str) -> Any:
         """Or the buffer of a weight that nobody reads: transformers' loader of compressed tensors asks for all so."""
         module, _, name = target.rpartition(".")

@@ -74,8 +74,8 @@ class Tower(SiglipPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As SigLIP; weights that nobody reads are drawn too, so that a folder never lacks them."""
+        """As SigLIP; weights that nobody reads begin as zeros, so that a folder never lacks them."""
         super()._init_weights(module)
         if isinstance(module, Unread):
             for buffer in module._buffers.values():
-                init.normal_(buffer, std=0.02)
+                init.zeros_(buffer)

@@ -30,6 +30,8 @@ from octavo.reading import read_json, read_text
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import Card
 
+WHOLE = "docs/scale.md shows a whole file"
+SHARES = ("bf16", "fp8", "experts", "attention", "links")  # of the speeds: no more than 1
 SPEEDS_FILE = Path(__file__).with_name("speeds.json")
 
 
@@ -80,7 +82,7 @@ class Cluster:
             return cls(found[1], *GPUS[found[1]], int(found[2]), int(found[3]), fitted())._checked(text)
         if not text.endswith((".yaml", ".yml")):
             close = nearest(text.lower().split("x")[0], GPUS)
-            hint = f" (did you mean {close}?)" if close and not found else ""
+            hint = f" (did you mean {close}x8x8?)" if close and not found else ""
             raise TrainError(
                 f"--cluster {text[:60]!r} is no cluster{hint}: give a kind of GPU, how many a node has and how many "
                 f"nodes, as in h100x8x8, or a YAML file of bandwidths. Kinds are {', '.join(GPUS)}"
@@ -92,6 +94,8 @@ class Cluster:
         wrong += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
         if wrong:
             raise TrainError(f"{where}: {', '.join(wrong)} must be above 0")
+        if more := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
+            raise TrainError(f"{where}: {', '.join(more)} must be at most 1: a share of what the data sheet promises")
         return self
 
 
@@ -114,19 +118,28 @@ def fitted() -> Speeds:
 
 
 def _of_file(path: str) -> Cluster:
-    found = parse(read_text(path, TrainError), path)
+    found = parse(read_text(path, TrainError), path, fix=WHOLE)
     if found.problems:
         raise TrainError("\n".join(map(str, found.problems)))
     given: dict[str, Any] = dict(found.value)
     names = {f.name for f in fields(Cluster)}
     speeds = given.pop("speeds", None) or {}
     if missing := sorted(names - given.keys() - {"speeds"}):
-        raise TrainError(f"{path}: {', '.join(missing)} missing; docs/scale.md shows a whole file")
+        raise TrainError(f"{path}: {', '.join(missing)} missing; {WHOLE}")
     known = {f.name for f in fields(Speeds)}
+    if not isinstance(speeds, dict):
+        raise TrainError(f"{path}: speeds must be a mapping of {', '.join(sorted(known))}")
     if unknown := sorted({*(given.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
         raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
-    card, gpu = Card.parse(str(given.pop("memory"))), str(given.pop("gpu"))
-    bad = [name for name, value in (*given.items(), *speeds.items()) if not isinstance(value, int | float)]
+    gpu, memory = given.pop("gpu"), given.pop("memory")
+    if not isinstance(gpu, str):
+        raise TrainError(f"{path}: gpu must be a name, found {gpu!r}")
+    try:
+        card = Card.parse(str(memory))
+    except TrainError as error:
+        raise TrainError(f"{path}: memory: {error}") from error
+    numbers = {**given, **{f"speeds.{name}": value for name, value in speeds.items()}}
+    bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(given[name], int)]
     if bad:
         raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")

@@ -16,11 +16,11 @@ from typing import Any
 
 from octavo import fp8
 from octavo.config import Config
-from octavo.fp8.dense import Coding
 from octavo.parallel import Layout
 from octavo.train.cost.groups import groups
 from octavo.train.cost.wire import Coded, Decoder, Group, Rows
 from octavo.train.memory_plan import Footprints, states
+from octavo.train.sharing import coded
 from octavo.train.tokens import Tokens, attention_flops
 
 FLASH = 7 / 6  # of attention's FLOPs forward and backward, those that flash attention computes
@@ -116,23 +116,8 @@ def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder
         len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
-        *([Coded(), Coded(), Coded()] if exchange == "stored" else _coded(plan, size, text.hidden_size)),
+        *(Coded(*found) for found in coded(plan, size, text.hidden_size) if exchange == "fp8"),
     )  # fmt: skip
-
-
-def _coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[Coded]:
-    """What goes as codes (`octavo.parallel.coded`): outputs of attention, rows to experts, their results' gradients."""
-
-    def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> Coded:
-        mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
-        found = [made for recipe in mine if (made := coding(recipe, piece)) is not None]
-        return Coded(len(found), found[0].width if found else 0.0)
-
-    return [
-        of(".o_proj", Coding.of_x, head_dim),
-        of(".experts.gate_up_proj", Coding.of_x, hidden),
-        of(".experts.down_proj", Coding.of_dy, hidden),
-    ]
 
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:

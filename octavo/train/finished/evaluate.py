@@ -13,6 +13,7 @@ from torch import nn
 
 from octavo import data, fp8, models, parallel
 from octavo.config import Config
+from octavo.train.base import processor_of
 from octavo.train.build import data_settings
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
@@ -185,7 +186,7 @@ def _judge(
     pieces: list[dict[str, Any]] | None = None,
     more: More = _nothing_more,
 ) -> dict[str, Any]:
-    processor = models.load_processor(found.base, cfg.data.max_pixels, cfg.data.min_pixels)
+    processor = processor_of(cfg, found.base)
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)

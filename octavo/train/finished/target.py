@@ -190,7 +190,7 @@ class Target:
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)
         model.eval()
-        processor = models.load_processor(self.base, cfg.data.max_pixels, cfg.data.min_pixels)
+        processor = bases.processor_of(cfg, self.base)
         return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:

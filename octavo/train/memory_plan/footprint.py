@@ -29,7 +29,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
-from octavo.config import Config
+from octavo.config import COMPONENTS, Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
@@ -417,7 +417,7 @@ def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
 def _of_plan(cfg: Config) -> Any:
     """What of a configuration the plan depends on, among all that only changes memory."""
-    parts = (cfg.fp8.image_encoder, cfg.fp8.image_projector, cfg.fp8.foundation)
+    parts = [getattr(cfg.fp8, name) for name in COMPONENTS]
     return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
 
 

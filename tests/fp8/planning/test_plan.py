@@ -87,6 +87,10 @@ def test_tokens_weigh_components():
         fp8.plan(model, tokens={"image_encoder": 4, "foundation": 1})
     with pytest.raises(fp8.PlanError, match="'image_encoder' was asked for.*Leave 'image_encoder' out"):
         fp8.plan(model.layers, tokens={"image_encoder": 4, "foundation": 1})
+    bare = {"foundation": ("**",), "image_projector": ("projector",)}  # a projector without a linear layer
+    assert fp8.plan(model.layers, components=bare, tokens={"image_projector": 4, "foundation": 1}).parts == (
+        "foundation",
+    )
 
 
 def test_components_and_rules_later_and_narrower_win():

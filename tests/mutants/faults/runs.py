@@ -78,6 +78,30 @@ area(
         "data/test_encode.py",
     ),
     (
+        "empty-thinking-is-learned", "data/thinking.py",
+        "(self.mask_empty if empty else self.mask_reasoning)", "self.mask_reasoning",
+        "an empty block of thinking is learned",
+        "data/test_thinking.py",
+    ),
+    (
+        "answers-without-their-reasoning-are-learned", "data/thinking.py",
+        "                lost += 1\n                continue\n", "                lost += 1\n",
+        "an answer whose reasoning was left out is learned",
+        "data/test_thinking.py",
+    ),
+    (
+        "answers-begin-with-the-mark", "data/answers.py",
+        "for length in range(len(opening), 0, -1):", "for length in range(0):",
+        "what a prompt opens is learned",
+        "data/test_thinking.py",
+    ),
+    (
+        "template-args-of-few-words-alone", "models/chat.py",
+        "{**more, **kwargs}", "kwargs",
+        "renderings by transformers itself lack the variables",
+        "data/test_thinking.py",
+    ),
+    (
         "cut-keeps-half-answers", "data/cutting.py",
         "if span[1] <= end)", "if span[0] < end)",
         "an answer that was cut counts as a whole one",

@@ -176,6 +176,13 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
         (lines, "network missing"), (lines + "network: 0\n", "network must be above 0"),
         (lines + "network: fast\n", "network must be a number"), (lines + "network: 1\nrings: 3\n", "called rings"),
         (lines + "network: 1e9\nspeeds: {rings: 3}\n", "speeds.rings"), ("a: [", "ours.yaml"),
+        (lines + "network: 1e9\nspeeds: {bf16: 6}\n", "speeds.bf16 must be at most 1"),
+        (lines + "network: 1e9\nspeeds: {bf16: }\n", "speeds.bf16 must be a number"),
+        (lines + "network: 1e9\nspeeds: 3\n", "speeds must be a mapping of attention"),
+        (lines.replace("nodes: 2", "nodes: true") + "network: 1e9\n", "nodes must be a number"),
+        (lines.replace("gpu: ours", "gpu: 3") + "network: 1e9\n", "gpu must be a name, found 3"),
+        (lines.replace("96GB", "96XB") + "network: 1e9\n", "ours.yaml: memory: a card is given by its memory"),
+        ("", "the file is empty; docs/scale.md shows"), ("- 3", "holds a list at the top; docs/scale.md shows"),
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(TrainError, match=said):
@@ -184,5 +191,5 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["h100", "h100x8", "h10x8x8", "h100x0x8", "x8x8"])
 def test_what_is_no_cluster_is_refused(text: str) -> None:
-    with pytest.raises(TrainError, match="h100x8x8|above 0"):
+    with pytest.raises(TrainError, match=r"(mean h100x8x8|as in h100x8x8)|above 0"):
         cost.Cluster.parse(text)

@@ -1,0 +1,305 @@
+"""Reasoning in rows, through templates in the shape of published ones: what is found, learned, masked or refused."""
+
+import copy
+import json
+
+import pytest
+from transformers import AddedToken
+
+from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
+from octavo.data.counting import _print_of, tokens
+from octavo.data.report import LEFT_OUT
+from octavo.data.thinking import parted
+from tests.data.chat_templates import TEMPLATES
+
+ENDED = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def processors(models):
+    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
+    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
+    for processor in made.values():
+        processor.tokenizer = copy.deepcopy(processor.tokenizer)
+        processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return made
+
+
+@pytest.fixture
+def encoder(processors):
+    """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
+
+    def made(template, args=(), kind=Encoder, **options):
+        processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
+        processor.tokenizer = copy.copy(processor.tokenizer)
+        processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
+        processor.template_args = dict(args)
+        return kind(processor, 512, **options)
+
+    return made
+
+
+def row(*answers, **more):
+    """A row of messages: a question before each answer, which is a text or (reasoning, text)."""
+    turns = []
+    for number, answer in enumerate(answers, 1):
+        turns.append({"role": "user", "content": f"q{number}"})
+        thought, text = answer if isinstance(answer, tuple) else (None, answer)
+        turns.append({"role": "assistant", "content": text, "reasoning_content": thought})
+    return {"messages": turns, **more}
+
+
+def learned(encoder, sample):
+    """The stretches of a sample that have labels, as text; they are its answers."""
+    spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers]
+    labelled = encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
+    assert labelled == "".join(spoken)
+    return spoken
+
+
+def block(number, opened=True):
+    return f"<think>\nr{number}\n</think>\n\na{number}" if opened else f"r{number}\n</think>\n\na{number}"
+
+
+APART = [("r1", "a1"), ("r2", "a2")]
+WITHIN = [block(1), block(2)]
+RAW = [block(1, opened=False), block(2, opened=False)]
+SHUT, KEPT = {"enable_thinking": False}, {"preserve_thinking": True}
+# template, its arguments, and what is learned of a row: of one answer with its reasoning, of one without, of two with,
+# of two without. None: refused, since a model writes no reasoning behind its prompt.
+TABLE = [
+    ("qwen3_vl", {}, [block(1)], ["a1"], [block(1), block(2)], ["a1", "a2"]),
+    ("qwen3_5", {}, [block(1, False)], ["a1"], [block(2, False)], ["a1", "a2"]),
+    ("qwen3_6", {}, [block(1, False)], ["a1"], [block(2, False)], ["a1", "a2"]),
+    ("qwen3_6", KEPT, [block(1, False)], ["a1"], [block(1, False), block(2, False)], ["a1", "a2"]),
+    ("qwen3_5", SHUT, None, ["a1"], None, ["a1", "a2"]),
+    ("qwen3_6", SHUT, None, ["a1"], None, ["a1", "a2"]),
+    ("qwen3", {}, [block(1)], ["a1"], [block(2)], ["a1", "a2"]),
+    ("qwen3", SHUT, None, ["a1"], None, ["a1", "a2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "args", "one", "bare", "two", "both"), TABLE)
+def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
+    """However a row writes reasoning, and whether its shape is known; the two turns of Qwen3.5 have no prefixes."""
+    made, context = encoder(template, args), encoder(template, args, mask_reasoning=True)
+    forms = [WITHIN] if template == "qwen3_vl" else [APART, WITHIN, RAW]
+    last = ["a1", "a2"] if two is not None and len(two) == 2 else ["a2"]
+    for answers in forms * 3:
+        for count, wanted, words in ((1, one, ["a1"]), (2, two, last)):
+            source = folder.read([row(*answers[:count])])
+            if wanted is None:
+                with pytest.raises(BadSample, match=r"has reasoning, and prompts end with a closed block of thinking"):
+                    made.encode(source[0])
+            else:
+                sample = made.encode(source[0])
+                assert learned(made, sample) == [f"{text}{ENDED}" for text in wanted]
+                assert sample.lost == count - len(wanted)
+                assert [action for action, _ in sample.notes] == [LEFT_OUT] * (count - len(wanted))
+            assert learned(context, context.encode(source[0])) == [f"{text}{ENDED}" for text in words]
+    for count, wanted in ((1, bare), (2, both)):
+        for _ in range(3):
+            sample = made.encode(folder.read([row(*["a1", "a2"][:count])])[0])
+            assert learned(made, sample) == [f"{text}{ENDED}" for text in wanted] and not sample.notes
+            written = made.tokenizer.decode(sample.input_ids)
+            assert written.count("<think>") == {"qwen3_vl": 0}.get(template, count if args == KEPT else 1)
+
+
+def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
+    source = folder.read([row("a1", "a2")])
+    for template, block in (("qwen3_5", "\n</think>\n\n"), ("qwen3", "<think>\n\n</think>\n\n")):
+        made = encoder(template, mask_empty_think=False)
+        assert learned(made, made.encode(source[0])) == [f"a1{ENDED}", f"{block}a2{ENDED}"]
+    whole = encoder("qwen3_5", train_on_prompt=True)
+    sample = whole.encode(source[0])
+    assert (sample.labels[1:] == sample.input_ids[1:]).all()
+
+
+def test_answers_without_a_word_for_their_end(folder, encoder):
+    """GLM's: earlier reasoning becomes an empty block, so neither prefixes nor end tokens tell where answers are."""
+    made = encoder("glm")
+    for _ in range(3):
+        sample = made.encode(folder.read([row(*APART)])[0])
+        assert learned(made, sample) == ["\n<think>r2</think>\na2"] and sample.lost == 1
+        assert learned(made, made.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
+    shut = encoder("glm", SHUT)
+    assert learned(shut, shut.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
+
+
+def test_reasoning_that_says_what_the_answer_says(folder, encoder):
+    """Words of the question or the answer are not mistaken for it."""
+    for template in ("qwen3", "qwen3_5"):
+        made = encoder(template)
+        sample = made.encode(folder.read([row(("q1", "a1"), "a2")])[0])
+        assert learned(made, sample) == [f"a2{ENDED}"]
+        sample = made.encode(folder.read([row(("5", "5"), ("6", "6"))])[0])
+        assert sample.lost == 1 and learned(made, sample)[0].endswith(f"6\n</think>\n\n6{ENDED}")
+
+
+def test_long_reasoning_is_refused_before_it_is_rendered(folder, encoder, monkeypatch):
+    """What fits nowhere is cut; what a template leaves out takes no room, wherever the row has it."""
+    made, seen, long = encoder("qwen3_5"), [], "r" * 100_000
+    render = made.thinking.render
+    monkeypatch.setattr(made, "_render", lambda *given, **more: seen.append(str(given)) or render(*given, **more))
+    with pytest.raises(LongSample, match="tokens long, seq_length is 512"):
+        made.encode(folder.read([row((long, "a1"))])[0])
+    assert max(map(len, seen)) < 3 * 512 * made.longest
+    for answer in ((long, "a1"), f"<think>{long}</think>a1"):
+        assert learned(made, made.encode(folder.read([row(answer, "a2")])[0])) == [f"a2{ENDED}"]
+
+
+def test_reasoning_that_a_template_loses_is_told(folder, encoder):
+    """Qwen3-Omni's takes contents in parts for no questions, and drops the only answer's reasoning in silence."""
+    within, apart = folder.read([row(block(1))], "a.json"), folder.read([row(("r1", "a1"))], "b.json")
+    with pytest.raises(BadSample, match="takes away the reasoning of message 2, which no question follows: 'r1'"):
+        encoder("omni").encode(within[0])
+    for template in ("omni", "qwen3_vl"):
+        with pytest.raises(BadSample, match="no place for reasoning, and turn 2 has some in a field of its own"):
+            encoder(template).encode(apart[0])
+    with pytest.raises(BadSample, match="its answers hold no token to learn from"):  # the only reasoning is left out
+        asked = {"messages": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}]}
+        encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
+
+
+def test_raw_output_gets_no_second_block(folder, encoder):
+    """A template that asks for both marks would write an empty block before "r1</think>a1"."""
+    both = TEMPLATES["qwen3_5"].replace("'</think>' in text", "'<think>' in text and '</think>' in text")
+    made = encoder(both)
+    sample = made.encode(folder.read([row("r1</think>a1")])[0])
+    assert learned(made, sample) == [f"r1\n</think>\n\na1{ENDED}"]
+    assert made.tokenizer.decode(sample.input_ids).count("<think>") == 1
+
+
+def test_an_answer_may_speak_of_the_marks(folder, encoder):
+    said = "Models write <think>x</think> first."
+    made = encoder("qwen3_5")
+    assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
+    made = encoder("qwen3_vl", mask_reasoning=True)
+    assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
+    blind = TEMPLATES["qwen3_5"].replace("m.reasoning_content is string", "false")  # it takes such words to pieces
+    with pytest.raises(BadSample, match="takes away words of message 2: 'Models write '"):
+        encoder(blind).encode(folder.read([row(said)])[0])
+
+
+def test_reasoning_without_marks_cannot_be_masked(folder, encoder):
+    plain = TEMPLATES["qwen3_5"].replace("<think>\\n", "Thoughts: ").replace("\\n</think>\\n\\n", " Answer: ")
+    source = folder.read([row(("r1", "a1"))])
+    made = encoder(plain)
+    assert learned(made, made.encode(source[0])) == [f"r1 Answer: a1{ENDED}"]
+    with pytest.raises(BadSample, match=r"data.mask_reasoning is true, .* without the mark <think> or \[THINK\]"):
+        encoder(plain, mask_reasoning=True).encode(source[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reasoning_content": 7}, "turn 2 has the reasoning_content 7; expected text"),
+        ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has reasoning of its own in reasoning_content and"),
+        ({"role": "user", "reasoning_content": "r"}, "turn 2, of the user, has reasoning_content; only an assistant's"),
+        ({"reasoning": "\ud800"}, "its text holds half a character"),
+        ({"content": " ", "reasoning": "r"}, "turn 2 is an assistant turn without text"),
+    ],
+)  # fmt: skip
+def test_bad_reasoning_is_named(folder, change, message):
+    good = row("a1", "a2")["messages"]
+    with pytest.raises(BadSample, match=rf"row 1: .*{message}"):
+        folder.read([{"messages": good}, {"messages": [good[0], {**good[1], **change}, *good[2:]]}])[1]
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"name": "look", "arguments": {"at": "sea"}}
+TURNS = [
+    ("system", {"value": "Be brief."}),
+    ("human", {"value": "<image><image>Same?"}),
+    ("function_call", {"value": json.dumps(CALL), "reasoning_content": "I look."}),
+    ("observation", {"value": "<image>blue"}),
+    ("gpt", {"value": "Yes.", "reasoning_content": "Both blue."}),
+    ("human", {"value": "Sure?"}),
+    ("gpt", {"value": "Quite."}),
+]
+
+
+def as_messages(turns):
+    """The same turns as roles and contents."""
+    for who, turn in turns:
+        role = {"human": "user", "observation": "tool", "system": "system"}.get(who, "assistant")
+        thought = {"reasoning": turn["reasoning_content"]} if "reasoning_content" in turn else {}
+        said = {"content": turn["value"]} if who != "function_call" else {"content": None, "tool_calls": [CALL]}
+        yield {"role": role, **said, **thought}
+
+
+def test_tools_system_and_images_in_rows_that_think(folder, encoder):
+    """ShareGPT and messages alike: calls are answers too, of several images a turn each is counted."""
+    images = [folder.image(name) for name in ("a.png", "b.png", "c.png")]
+    rows = {
+        "sharegpt": [{"from": who, **turn} for who, turn in TURNS],
+        "messages": list(as_messages(TURNS)),
+    }
+    parsed = [
+        folder.read([{key: turns, "tools": [TOOL], "images": images}], f"{name}.json")[0]
+        for (name, turns), key in zip(rows.items(), ("conversations", "messages"), strict=True)
+    ]
+    assert parsed[0].turns == parsed[1].turns and len(parsed[0].images) == 3
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+    made = encoder("qwen3_6", {**KEPT, "add_vision_id": True})
+    for sample in map(made.encode, parsed):
+        assert [text.replace("\n" + call, call) for text in learned(made, sample)] == [
+            f"I look.\n</think>\n\n{call}{ENDED}", f"Both blue.\n</think>\n\nYes.{ENDED}", f"Quite.{ENDED}",
+        ]  # fmt: skip
+        text = made.tokenizer.decode(sample.input_ids)
+        assert [f"Picture {n}: <|vision_start|>" in text for n in (1, 2, 3, 4)] == [True] * 3 + [False]
+        assert tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
+    made = encoder("qwen3_5")  # the thinking of the first question is left out, so what followed it is context
+    sample = made.encode(parsed[0])
+    assert learned(made, sample) == [f"Quite.{ENDED}"] and sample.lost == 2
+
+
+def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
+    prompt = folder.read([{**row("a1"), "answer": "a"}], kind="prompts")[0]
+    for args, opening in (((), "<think>\n"), (SHUT, "<think>\n\n</think>\n\n")):
+        made = encoder("qwen3_5", args, PromptEncoder)
+        ids = made.encode(prompt).input_ids
+        assert made.tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{opening}")
+    pair = {"prompt": row("a1")["messages"] + [{"role": "user", "content": "q2"}], "rejected": "b"}
+    chosen = {"role": "assistant", "content": "c", "reasoning_content": "r2"}
+    made = encoder("qwen3_5", kind=PairEncoder)
+    both = made.encode(folder.read([{**pair, "chosen": chosen}], "pairs.json", kind="pairs")[0])
+    texts = [made.tokenizer.decode(side.input_ids[side.labels != IGNORE]) for side in (both.chosen, both.rejected)]
+    assert texts == [f"r2\n</think>\n\nc{ENDED}", f"b{ENDED}"]
+
+
+ANSWER = {"role": "assistant", "content": "a1", "reasoning": "r1"}
+SPOKEN = {"from": "gpt", "value": "a1", "thinking": "r1"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"prompt": "q1", "completion": ANSWER}, "conversations"),
+        ({"prompt": "q1", "completion": [ANSWER]}, "conversations"),
+        ({"prompt": [{"role": "user", "content": "q1"}, ANSWER], "answer": None, "completion": None}, "conversations"),
+        ({"prompt": [{"from": "human", "value": "q1"}, SPOKEN], "completion": None}, "conversations"),
+        ({"prompt": "q1", "completion": [SPOKEN], "label": True}, "labelled"),
+        ({"conversations": [{"from": "human", "value": "q1"}, SPOKEN]}, "conversations"),
+    ],
+)
+def test_no_way_of_writing_a_row_loses_reasoning(folder, encoder, asked, kind):
+    made = encoder("qwen3_5", kind=LabelledEncoder if kind == "labelled" else Encoder)
+    format = "prompt" if "prompt" in asked and kind == "conversations" else "auto"
+    sample = made.encode(folder.read([asked], kind=kind, format=format)[0])
+    assert learned(made, sample) == [f"r1\n</think>\n\na1{ENDED}"]
+    if kind == "conversations":  # what is generated is held against words alone
+        assert folder.read([asked], kind="prompts", format=format)[0].answer == "a1"
+
+
+def test_counts_of_tokens_belong_to_the_arguments(encoder):
+    first, same, other = (encoder("qwen3_5", args) for args in ((), (), SHUT))
+    assert _print_of(first) == _print_of(same) != _print_of(other)
+
+
+def test_reasoning_is_found_in_texts_that_begin_with_it(folder):
+    turn = folder.read([row("<think>r\n</think>\n\n a ")])[0].turns[1]
+    assert (parted(turn).reasoning, parted(turn).text) == ("r", " a ")
+    turn = folder.read([row("[THINK]r[/THINK]a")], "b.json")[0].turns[1]
+    assert (parted(turn).reasoning, parted(turn).text) == ("r", "a")
+    assert parted(folder.read([row("plain")], "c.json")[0].turns[1]).reasoning is None

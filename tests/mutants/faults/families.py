@@ -1,0 +1,37 @@
+"""Faults of what a model is described as."""
+
+from faults.fault import area
+
+area(
+    "families",
+    (
+        "families-width-in-the-tower", "models/structure.py",
+        "into not in widths and _puts_out(child) == into", "_puts_out(child) == into",
+        "of a tower as wide as its decoder, any child is taken for the projector",
+        "models/test_families.py",
+    ),
+    (
+        "families-single-parameters", "models/structure.py",
+        "own = (root,) if root and", "own = () if root and",
+        "single parameters of a module in parts belong to nothing",
+        "models/test_families.py",
+    ),
+    (
+        "families-second-tower", "models/structure.py",
+        "if word in last)", "if word == last)",
+        "a second tower passes for a projector",
+        "models/test_families.py",
+    ),
+    (
+        "families-sound-in-the-projector", "models/structure.py",
+        "if glob not in audio)", "if glob)",
+        "an audio tower is the projector's too",
+        "models/test_families.py",
+    ),
+    (
+        "plan-padding-of-one-side", "fp8/policy/padding.py",
+        'contracted = int(name == "fwd")', 'contracted = int(name == "dgrad")',
+        "forward and dgrad are said to contract each other's side",
+        "fp8/policy/test_padding.py",
+    ),
+)  # fmt: skip
