@@ -17,8 +17,8 @@ takes what lies beside them for the projector. So a family that nobody listed ca
 refused by that rule. Whether a family trains is another question: its images must become batches here, and its masks
 and positions must be known to the collation.
 
-- **trains**: `octavo train` takes it. Those of images trained in the tests of this repository, from the small
-  checkpoints with random weights that `octavo tiny` writes: {tiny}.
+- **trains**: `octavo train` takes it. Those of images train in FP8 in `tests/train/test_seeing.py`, from the
+  small checkpoints with random weights that `octavo tiny` writes: {tiny}.
   What a released folder brings besides (its sizes, its processor's files, its chat template) is read from the folder,
   and was not tried for this table.
 - **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for the

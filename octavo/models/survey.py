@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
 from octavo.models.folder import quiet, stock
+from octavo.models.packed import why_not_packed
 from octavo.models.skeleton import empty
 from octavo.models.structure import Undescribed
 from octavo.models.trained import why_not_trained
@@ -74,17 +75,21 @@ def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
     name = config_class.model_type
     try:
         config = whole(config_class)
-        family = describe(empty(config))
+        model = empty(config)
+        family = describe(model)
     except Undescribed as error:
         return Surveyed(name, REFUSED, error.why)
     except ModelError as error:
         if error.__cause__ is not None:  # transformers' own
             return Surveyed(name, UNBUILT, _short(error.__cause__))
-        return Surveyed(name, REFUSED, str(error).removeprefix(f"model_type {name!r} is ").rstrip("."))
+        return Surveyed(name, REFUSED, _of(str(error), name).removeprefix("is ").rstrip("."))
     why = why_not_trained(config)
     if not family.has_vision:
         return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
-    return Surveyed(name, TRAINS if why is None else PLANNED, why or "", *_parts(family))
+    if why is not None:
+        return Surveyed(name, PLANNED, why, *_parts(family))
+    packed = why_not_packed(model)
+    return Surveyed(name, TRAINS, "" if packed is None else f"not packed, {_of(packed, name)}", *_parts(family))
 
 
 def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -108,6 +113,11 @@ def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, 
     )
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
     return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
+
+
+def _of(sentence: str, name: str) -> str:
+    """What a sentence says of a family, without its name in front."""
+    return sentence.removeprefix(f"model_type {name!r} ")
 
 
 def _short(error: BaseException) -> str:

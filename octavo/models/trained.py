@@ -21,25 +21,20 @@ TRAINED = (
 )
 """`model_type` of the families whose images become batches here, and that train."""
 
-_TWO_WAYS = "tokens of an image attend to those behind them ({}), and batches of Octavo are causal"
 TWO_WAYS = ("gemma3",)
 """Those of :data:`TRAINED` whose images attend to themselves both ways: in rows of one sample alone, not in packs."""
-_PREFIX = "a prompt attends both ways (token_type_ids), and batches of Octavo are causal"
-WAITS = {
-    "shieldgemma2": _TWO_WAYS.format("token_type_ids"),
-    "gemma4": _TWO_WAYS.format("mm_token_type_ids, in sliding layers"),
-    "gemma4_unified": _TWO_WAYS.format("mm_token_type_ids"),
-    "paligemma": _PREFIX,
-}
+WAITS = {"paligemma": "its prompt attends both ways, images and words, and no family that trains here asks for that"}
 """`model_type` -> why it is not trained, as the end of a sentence, where the inputs of its forward do not say it."""
 
 _MADE = {
     *("input_ids", "labels", "attention_mask", "position_ids", "inputs_embeds", "mm_token_type_ids"),
-    *("pixel_values", "image_grid_thw", "past_key_values", "cache_position", "rope_deltas", "per_layer_inputs"),
+    *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask", "token_type_ids"),
+    *("moe_mm_token_type_ids", "past_key_values", "cache_position", "rope_deltas", "per_layer_inputs"),
     *("use_cache", "logits_to_keep", "return_dict", "mm_encoder_outputs", "interpolate_pos_encoding"),
     *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode"),
     *("second_per_grid_ts", "router_labels", "self", "kwargs"),
 }
+"""What batches of some family have, and what a forward takes besides that is no input."""
 _SOUND = ("audio", "input_features", "feature_attention", "input_values", "chunk_sample")
 
 
@@ -58,7 +53,7 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
         if name not in _MADE and not name.startswith(("output_", *_SOUND)) and "video" not in name
     ]
     if more:
-        return f"its forward takes {', '.join(more[:3])}, which batches of Octavo do not have"
+        return f"its forward takes {', '.join(more[:3])}, which no family that trains here has"
     if sound := next((name for name in taken if name.startswith(_SOUND)), None):
         return f"it takes sounds ({sound}), which rows of Octavo do not have"
     return "its image processor and the cuts of its images are not known to Octavo"

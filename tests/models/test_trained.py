@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from transformers import Gemma3Config, Glm4vConfig, Mistral3Config, Qwen3Config, ShieldGemma2Config, SmolVLMConfig
+from transformers import Gemma3Config, Lfm2VlConfig, PaliGemmaConfig, Qwen3Config
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
 from octavo import models
 from octavo.models import image_processors, trained
@@ -27,11 +28,10 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma3Config, "its forward takes token_type_ids, which batches of Octavo do not have"),
-        (ShieldGemma2Config, "tokens of an image attend to those behind them"),
-        (Mistral3Config, "its forward takes image_sizes, which batches of Octavo do not have"),
-        (SmolVLMConfig, "its forward takes pixel_attention_mask"),
-        (Glm4vConfig, "its image processor and the cuts of its images are not known"),
+        (PaliGemmaConfig, "its prompt attends both ways"),
+        (Lfm2VlConfig, "its forward takes spatial_shapes, which no family that trains here has"),
+        (Qwen2_5OmniThinkerConfig, "it takes sounds (input_features), which rows of Octavo do not have"),
+        (Gemma3Config, "its image processor and the cuts of its images are not known"),
     ],
 )
 def test_others_wait_for_a_reason(config, reason, monkeypatch):
