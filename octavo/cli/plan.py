@@ -252,7 +252,8 @@ def _config(args: argparse.Namespace) -> Any:
 #: the names of octavo.models.shapes, which imports transformers
 SHAPES = (
     "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
-    "internvl3_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b", "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
+    "internvl3_5_8b", "llava_onevision_1_5_4b", "llava_onevision_1_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b",
+    "qwen3_14b", "llama2_7b", "qwen2_5_0_5b", "mpt_1b",
 )  # fmt: skip
 
 

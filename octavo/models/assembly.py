@@ -378,10 +378,10 @@ def _make_buffers(model: PreTrainedModel) -> None:
         mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
         if not mine:
             return
-        held = [(part, dict(part._parameters)) for part in module.modules()]
         for buffer_name, buffer in mine.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        for part, parameters in held:  # it would start them anew, SigLIP's those of a module inside
+        held = [(part, dict(part._parameters)) for part in module.modules()]  # SigLIP's draws its table, a child's
+        for part, parameters in held:  # it would start them anew
             for parameter, value in parameters.items():
                 if value is not None:
                     meta = torch.empty_like(value, device="meta")

@@ -295,12 +295,13 @@ def copy_companions(source: Path, made: Path) -> None:
 
 
 def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
-    """The source's config.json with the dtype of what was written, and what it says of quantization replaced; so in
-    each of three folders."""
+    """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
+    the code that it names (`auto_map`), which does not go along. So in each of three folders."""
     for part in parts_of(source):
         (made / part).mkdir(exist_ok=True)
         write_config(source / part, made / part, dtype)
     config = read_json(source / "config.json")
+    config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
 
     def rewrite(node: Any) -> Any:

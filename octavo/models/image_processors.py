@@ -92,6 +92,13 @@ class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
+class FrameImages(Qwen2VLImages):
+    """Qwen2VLImageProcessor for towers that take frames one by one: patches of one frame where a folder leaves
+    `temporal_patch_size` out, not of two."""
+
+    temporal_patch_size = 1
+
+
 # model_type -> (processor, image processor)
 PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImages),
@@ -108,6 +115,7 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
     "nvila": (NvilaProcessor, NvilaImages),
     "nvila_lite": (NvilaProcessor, NvilaImages),
+    "llavaonevision1_5": (Qwen25VLImageTextProcessor, FrameImages),
 }
 _BY_AREA = (Qwen2VLImages, Glm4vImages, ErnieImages)
 """Whose sizes are areas, kept to whole tokens."""

@@ -1,7 +1,8 @@
 """Published models by their dimensions alone, for planning without weights or network.
 
 Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
-OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B) and LLM-Foundry's `mpt-1b.yaml`.
+OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B), LLM-Foundry's `mpt-1b.yaml`, and for
+LLaVA-OneVision-1.5 the sizes its training code lists (`tools/convert_checkpoint/config/llava-ov-1.5-{4b,8b}`).
 `nvila_8b` is NVILA-8B by Octavo's own model code: SigLIP-so400m at 448 pixels, features of three scales side by side,
 2 x 2 patches to a token, Qwen2-7B with 151648 rows of embeddings. The tower's last layer never runs and is not counted.
 """
@@ -28,6 +29,7 @@ from octavo.fp8.policy import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
 from octavo.models.nvila import NvilaConfig
+from octavo.models.onevision import LLaVAOneVision1_5_Config
 from octavo.models.skeleton import empty
 
 
@@ -95,6 +97,13 @@ def _internvl3_5_8b() -> PreTrainedConfig:
     return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151671, tie_word_embeddings=False)
 
 
+def _llava_onevision_1_5(theta: float, *sizes: int) -> PreTrainedConfig:
+    """rope's theta; hidden, intermediate, layers, heads, key-value heads. RICE-ViT is RiceConfig's default."""
+    rope = {"rope_type": "default", "rope_theta": theta}
+    text = _decoder(151936, *sizes, 40960, head_dim=128, rope_parameters=rope)
+    return LLaVAOneVision1_5_Config(text_config=text, vision_config={"text_hidden_size": sizes[0]})
+
+
 def _nvila_8b() -> PreTrainedConfig:
     more = {"model_type": "qwen2", "rope_parameters": dict(_ROPE), "tie_word_embeddings": False}
     text = _decoder(151648, 3584, 18944, 28, 28, 4, 32768, **more)
@@ -136,6 +145,8 @@ SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_vl_235b_a22b": lambda: _qwen3_vl_moe(1536, 4096, 12288, 94, 64, 4),
     "qwen2_5_vl_7b": _qwen2_5_vl_7b,
     "internvl3_5_8b": _internvl3_5_8b,
+    "llava_onevision_1_5_4b": lambda: _llava_onevision_1_5(5e6, 2560, 9728, 36, 32, 8),
+    "llava_onevision_1_5_8b": lambda: _llava_onevision_1_5(1e6, 4096, 12288, 36, 32, 8),
     "nvila_8b": _nvila_8b,
     "qwen3_1_7b": lambda: _qwen3(2048, 6144, 28, 16, 8, tied=True),
     "qwen3_8b": lambda: _qwen3(4096, 12288, 36, 32, 8, tied=False),

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import read_three
+from octavo.models.own import is_own
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
 #: how architectures that give a conversation numbers end
@@ -35,9 +36,10 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a local model folder.
 
     Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
-    from the folder (`auto_map`), when its `model_type` is unknown to the installed transformers, or when its weights
-    are quantized in a way that Octavo does not read. Of a folder in FP8 the configuration is that of the stock model
-    (`read_quantization` says how it is stored).
+    from the folder (`auto_map`; of families that Octavo implements itself it needs none, and none is run), when its
+    `model_type` is unknown to the installed transformers, or when its weights are quantized in a way that Octavo does
+    not read. Of a folder in FP8 the configuration is that of the stock model (`read_quantization` says how it is
+    stored).
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -54,7 +56,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     if parts_of(folder):
         with stock(f"{folder}/config.json cannot be used"):
             return read_three(folder)
-    if "auto_map" in read_json(folder / "config.json"):
+    raw = read_json(folder / "config.json")
+    if "auto_map" in raw and not is_own(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
@@ -63,6 +66,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     _check_dtypes(folder / "config.json")
     with stock(f"{folder}/config.json cannot be used"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "auto_map"):  # nor is anybody else to look for it
+        del config.auto_map
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
             if hasattr(part, key):

@@ -5,7 +5,7 @@
     tower      ``get_encoder(modality="image")``
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
-               decoder differ in width, because their last linear layer puts out the decoder's
+               decoder differ in width, because their last linear layer puts out the decoder's; experts for images
     audio      what of those is named for sound, its way into the decoder included
     blocks     the outermost lists of modules in tower and decoder
 
@@ -15,6 +15,7 @@ decoder is one list of blocks between token embeddings and an output projection.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,7 @@ def parts_of_vision(model: PreTrainedModel) -> Parts:
     _refuse(model, rest)
     components = {
         "image_encoder": covering(model, tower, mapping),
-        "image_projector": (*(f"{name}.**" for name in mapping), *rest),
+        "image_projector": (*(f"{name}.**" for name in mapping), *rest, *_experts_of_images(model, decoder)),
         "audio_encoder": audio,
         "foundation": covering(model, decoder, {head}),
         "lm_head": (head,),
@@ -121,6 +122,13 @@ def parts_of_vision(model: PreTrainedModel) -> Parts:
     heard = [name for glob in audio for name in block_lists(model, glob.removesuffix(".**"))]
     there = {name: globs for name, globs in components.items() if globs}
     return Parts(there, (*seen, *heard, *read), decoder, tower)
+
+
+def _experts_of_images(model: nn.Module, decoder: str) -> tuple[str, ...]:
+    """Globs of those in the decoder's blocks (Ernie's): like the projector they have tokens where there are images, and
+    only there, so they are planned, proven and frozen with it."""
+    found = (name for name, _ in model.named_modules() if _inside(name, decoder) and name.endswith(".vision_moe"))
+    return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in found))
 
 
 def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
 from octavo.models.folder import quiet, stock
+from octavo.models.own import is_own
 from octavo.models.packed import why_not_packed
 from octavo.models.skeleton import empty
 from octavo.models.structure import Undescribed
@@ -67,7 +68,9 @@ def summary(found: Sequence[Surveyed]) -> str:
     """How many of them are what, as a sentence."""
     counts = Counter(one.here for one in found)
     parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
-    return f"{len(found)} families of images and text in transformers {transformers.__version__}: {parts}."
+    own = sum(is_own(one.model_type) for one in found)
+    known = f"transformers {transformers.__version__}, {own} of Octavo's own"
+    return f"{len(found)} families of images and text ({known}): {parts}."
 
 
 def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:

@@ -4,8 +4,8 @@
     tokenizer.json, tokenizer_config.json, chat_template.jinja
     preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (vision families)
 
-All entries name stock transformers classes. The same family, size, seed and texts give the same bytes (with the same
-versions of torch and transformers).
+All entries name stock transformers classes, or those of Octavo's own families. The same family, size, seed and texts
+give the same bytes (with the same versions of torch and transformers).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from octavo.models.tokens import train_tokenizer
 FAMILIES = tuple(CONFIGS)
 _SPECIAL: Mapping[str, Special] = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special.QWEN_VL),
+    "llavaonevision1_5": special.QWEN_VL,
     "internvl": special.INTERNVL,
     "mistral3": special.MISTRAL3,
     "llava_onevision": special.LLAVA_ONEVISION,

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from octavo.models import tiny_seeing as seeing
+from octavo.models.onevision import LLaVAOneVision1_5_Config
 from octavo.models.tiny_parts import MAX_POSITIONS, PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
 
 
@@ -81,6 +82,14 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+def _llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    decoder = text(size, vocab, head_dim=32)
+    depth, mlp = (4, 256) if size == "small" else (2, 128)
+    vision = qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, embed_dim=64)
+    vision |= {"text_hidden_size": vision.pop("out_hidden_size"), "temporal_patch_size": 1}
+    return LLaVAOneVision1_5_Config(text_config=decoder, vision_config=vision, **vision_ids(ids))
+
+
 def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**decoder)
@@ -116,6 +125,7 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True),
     "llama": _llama,
     "mpt": _mpt,
+    "llavaonevision1_5": _llavaonevision1_5,
 }
 
 

@@ -21,6 +21,10 @@ _PAIRS = {**_PATCHES, "temporal_patch_size": 2}  # of frames; an image is one of
 _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = {
     "qwen3_vl": ("Qwen3VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen3VLVideoProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
+    "llavaonevision1_5": (
+        "Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", {**_PATCHES, "temporal_patch_size": 1},
+        "Qwen2VLVideoProcessor",
+    ),
     "internvl": (
         "InternVLProcessor", {"image_seq_length": TOKENS},
         "GotOcr2ImageProcessor", {"size": _SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},

@@ -13,7 +13,7 @@ from octavo.config.sections import LoraSection
 from octavo.fp8.kernels import registry
 from tests.models.conftest import checkpoint as folder  # noqa: F401
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "llama")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "llavaonevision1_5", "qwen3", "llama")
 EVERYWHERE = ("foundation", "image_encoder", "image_projector")
 
 

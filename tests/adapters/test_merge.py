@@ -16,7 +16,7 @@ from octavo.adapters.merge_error import KEPT, MergeErrors
 from tests.adapters.conftest import components, inputs, logits, lora, quantized
 
 USUAL = [("qwen3_vl", "block"), ("qwen3", None), ("qwen3_moe", "row"), ("qwen3_vl_moe", "block")]
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "qwen3_vl_moe")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "llavaonevision1_5", "qwen3", "qwen3_moe", "qwen3_vl_moe")
 OTHERS = [(f, k) for f in FAMILIES for k in (None, "row", "block", "tensor") if (f, k) not in USUAL]
 Folder = Callable[[str], Path]
 

@@ -19,7 +19,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-VISION = {"hidden_size": 128, "intermediate_size": 320, "num_heads": 4}
+VISION = {"hidden_size": 128, "embed_dim": 128, "intermediate_size": 320, "num_heads": 4}
 MOE = {"moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -48,8 +48,8 @@ def write(family: str, directory: Path, **more: int) -> Path:
         vision.update(
             {k: v for k, v in VISION.items() if k in vision and (family != "qwen2_5_vl" or k == "hidden_size")}
         )
-        if "out_hidden_size" in vision:
-            vision["out_hidden_size"] = text["hidden_size"]
+        for into in {"out_hidden_size", "text_hidden_size"} & set(vision):
+            vision[into] = text["hidden_size"]
     (directory / "config.json").write_text(json.dumps(config))
     config = AutoConfig.from_pretrained(directory)
     torch.manual_seed(0)

@@ -315,6 +315,7 @@ def test_the_shape_that_a_folder_is_named_after():
     names = {
         "/models/Qwen3-VL-8B-Instruct": "qwen3_vl_8b", "models--meta-llama--Llama-2-7b-hf/snapshots/0a1": "llama2_7b",
         "Qwen2.5-VL-7B-Instruct": "qwen2_5_vl_7b", "InternVL3_5-8B-HF": "internvl3_5_8b", "Qwen3-8B": "qwen3_8b",
-        "Qwen3-VL-30B-A3B": "qwen3_vl_30b_a3b", "my-model": None, "/data/qwen3_8b/run/a/b/model": None,
+        "Qwen3-VL-30B-A3B": "qwen3_vl_30b_a3b", "my-model": None,
+        "LLaVA-OneVision-1.5-4B-Instruct": "llava_onevision_1_5_4b", "/data/qwen3_8b/run/a/b/model": None,
     }  # fmt: skip
     assert {path: shape_of(path) for path in names} == names

@@ -11,6 +11,9 @@ from PIL import Image
 
 from octavo.models import tiny
 
+MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "llama", "mpt")
+"""Families for what costs much and hangs on how weights lie: the others bring other towers."""
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

@@ -44,6 +44,8 @@ def test_every_parameter_has_one_component(checkpoint, family):
         ("internvl", "model.vision_tower.encoder.layer.1.mlp.fc1", "image_encoder"),
         ("internvl", "model.multi_modal_projector.linear_1", "image_projector"),
         ("internvl", "lm_head", "lm_head"),
+        ("ernie4_5_vl_moe", "model.language_model.layers.1.mlp.vision_moe.experts", "image_projector"),
+        ("ernie4_5_vl_moe", "model.language_model.layers.1.mlp.text_moe.experts", "foundation"),
         ("mpt", "transformer.blocks.0.attn.Wqkv", "foundation"),
     ],
 )

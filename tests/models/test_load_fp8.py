@@ -14,10 +14,9 @@ from torch import nn
 import octavo
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
-from octavo.models import tiny
 from octavo.models.shards import open_weights
 from octavo.parallel import World
-from tests.models.conftest import batch
+from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, CONFIGS, edit_config, edit_weights, quantized, refused, same, unfused
 
 FORMATS = tuple(CONFIGS)
@@ -41,7 +40,7 @@ def on_disk(model, codes: dict) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("method", FORMATS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", MANY)
 def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
     codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
     messages: list[str] = []

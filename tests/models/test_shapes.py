@@ -18,6 +18,8 @@ PUBLISHED = {
     "qwen3_vl_235b_a22b": 235.67,
     "qwen2_5_vl_7b": 8.29,
     "internvl3_5_8b": 8.53,
+    "llava_onevision_1_5_4b": 4.74,
+    "llava_onevision_1_5_8b": 8.53,
     "nvila_8b": 8.07,
     "qwen3_1_7b": 1.72,
     "qwen3_8b": 8.19,
@@ -33,7 +35,7 @@ def test_parameters(name):
     model, family = models.shape_model(name)
     assert models.parameter_count(model) == pytest.approx(PUBLISHED[name] * 1e9, rel=0.005)
     assert all(p.is_meta for p in model.parameters())
-    assert family.has_vision == ("vl" in name or name == "nvila_8b")
+    assert family.has_vision == any(word in name for word in ("vl", "nvila", "llava"))
 
 
 def test_every_shape_is_checked():

@@ -19,7 +19,7 @@ from octavo.parallel.images import deal, dealt
 from octavo.train.forward import Forward
 from tests import ranks
 
-FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "mistral3")
+FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "mistral3", "llavaonevision1_5")
 FP8 = "qwen3_fp8"
 BALANCE = 0.1
 

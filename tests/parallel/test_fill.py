@@ -49,7 +49,10 @@ CASES = {
     "halves of codes": Case("coded", {"split": True}),
     "drawn": Case("qwen3", {"drawn": 5}, "blockwise", True),
     "drawn with halves": Case("qwen3_vl_moe", {"drawn": 5, "split": True}, "blockwise"),
-    **{family: Case(family, BF16) for family in ("qwen2_5_vl", "internvl", "nvila_lite", "qwen3_moe", "llama", "mpt")},
+    **{
+        family: Case(family, BF16)
+        for family in ("qwen2_5_vl", "internvl", "llavaonevision1_5", "nvila_lite", "qwen3_moe", "llama", "mpt")
+    },
 }
 DEALT = {
     "experts of values": Case("qwen3_vl_moe", {}),

@@ -69,6 +69,10 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
         **_servers(REFUSES, "scales that do not exist are waited for"),
     },
     "config-dtype": _all(WARNS, "values are rounded to another dtype while loading"),
+    "own-family": {
+        _HF: Does(WARNS, "octavo must be imported first: the model's class is its own", True),
+        **_servers(WARNS, "what was read of it is not of this family"),
+    },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
     "template": _servers(REFUSES, "chat requests cannot be written as a prompt"),

@@ -11,6 +11,7 @@ import torch
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.models.own import is_own
 
 #: what follows a weight's name where quantizers keep its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
@@ -85,6 +86,8 @@ def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, header
         found.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
         found.fail("architectures", "config.json")
+    if is_own(raw.get("model_type")):
+        found.warn("own-family", "config.json", family=raw["model_type"])
     _config_dtype(raw, headers, found)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
         found.fail("config-dtype/float8", "config.json")

@@ -41,6 +41,8 @@ SENTENCES: dict[str, str] = {
     "cannot be embedded; take the tokenizer that belongs to the model.",
     "config/empty": "{file} is an empty object: it describes no model; take the one that belongs to the weights.",
     # Names, shapes and config.json
+    "own-family": "{file} is of model_type {family!r}, for which transformers has no class: its Auto classes load the "
+    "folder once octavo is imported, and a server needs code of its own for it.",
     "missing": "{name!r} {wanted} is in no file of {folder.name}: transformers would fill it with random numbers and "
     "only warn; write the checkpoint again, or take the config.json that belongs to it.",
     "extra": "is {shape}, and the model of config.json does not have it; take the config.json that belongs to these "

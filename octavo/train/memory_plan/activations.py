@@ -388,7 +388,7 @@ def _images(
 ) -> dict[str, Tensor]:
     """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
     vision, rows = config.vision_config, len(ids)
-    if "qwen" in config.model_type:
+    if hasattr(vision, "spatial_merge_size"):  # patches of any number of images in one row
         each = max(1, round(patches / image / rows))  # images a row
         merge = vision.spatial_merge_size
         side = max(1, int((patches / (each * rows)) ** 0.5) // merge)

@@ -15,11 +15,12 @@ from transformers import Qwen3Config
 from octavo import fp8, models
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
-from octavo.models import tiny
+from octavo.models.trained import TRAINED
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
 from tests.fp8.memory import test_accounting as test_kept
 from tests.fp8.memory.test_accounting import per_layer, qwen3
+from tests.models.conftest import MANY
 
 HOW = ("selective", "full")
 
@@ -204,13 +205,14 @@ POLICIES = {"separate": {"fuse": "off"}, "fused": {"fuse": "on"}, "saved": {"fus
 
 # Every policy with a decoder and with images; of the other families each under one, in turn.
 ALL_OF = ("qwen3", "qwen3_vl")
-DRAWN = [(f, p) for i, f in enumerate(tiny.FAMILIES) for j, p in enumerate(POLICIES) if f in ALL_OF or i % 3 == j]
+# Of other families the runs of tests/train/test_seeing.py say it: their images are no rows of patches.
+DRAWN_FROM = [*MANY, "qwen3_5", "glm4v", "llavaonevision1_5"]
+DRAWN = [(f, p) for i, f in enumerate(DRAWN_FROM) for j, p in enumerate(POLICIES) if f in ALL_OF or i % 3 == j]
 
 
 @pytest.mark.parametrize(("family", "policy"), DRAWN)
 def test_families_in_fp8_take_the_same_step_and_the_proof_holds(family, policy):
-    seeing = models.skeleton.is_vision_config(models.tiny_config(family))
-    blocks = {"image_projector": "off"} if seeing else {}  # what is recomputed: a projector is no block
+    blocks = {"image_projector": "off"} if family in TRAINED else {}  # what is recomputed: a projector is no block
     policy = fp8.Policy("blockwise", components=blocks, **POLICIES[policy])
     loss, grads, counts = family_step(family, "none", policy)
     assert counts.total("recompute") == 0

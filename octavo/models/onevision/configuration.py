@@ -1,0 +1,100 @@
+"""config.json of LLaVA-OneVision-1.5: the fields of the published folders, and what they have to say alike.
+
+The language model is Qwen3 field for field, under a `model_type` of its own, which is kept: a saved folder is one of
+the published layout. Output projection and embeddings are two tensors at every published size, also at 4B, whose
+Qwen3-4B ties them: nothing is tied here, whatever a folder says.
+
+The `vocab_size` at the top of published files (152064) is no size of any tensor; the table has `text_config`'s rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig, Qwen3Config
+
+
+@strict
+class RiceConfig(PreTrainedConfig):
+    """RICE-ViT: patches of `patch_size` pixels, `spatial_merge_size` squared of which become one token.
+
+    text_hidden_size  width of the language model, into which the projector maps
+
+    Raises ValueError for `embed_dim` that is not `hidden_size`, for patches of several frames (`temporal_patch_size`),
+    and for heads that do not split into the two halves of two axes of a rotary embedding.
+    """
+
+    model_type = "rice_vit"
+    base_config_key = "vision_config"
+    attribute_map = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+
+    depth: int = 24
+    hidden_size: int = 1024
+    embed_dim: int = 1024
+    intermediate_size: int = 4096
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 1
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    text_hidden_size: int = 4096
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.embed_dim != self.hidden_size:
+            raise ValueError(
+                f"vision_config gives embed_dim {self.embed_dim} and hidden_size {self.hidden_size}: both are the "
+                "width of the tower. Correct config.json."
+            )
+        if self.temporal_patch_size != 1:
+            raise ValueError(
+                f"vision_config gives temporal_patch_size {self.temporal_patch_size}, and RICE-ViT takes frames one "
+                "by one. Correct config.json: it is 1."
+            )
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"vision_config gives {self.num_heads} heads of a width of {self.hidden_size}: a head has a multiple "
+                "of 4 features, two for each axis of its rotary embedding. Correct config.json."
+            )
+
+
+@strict
+class LLaVAOneVision1_5_TextConfig(Qwen3Config):
+    """Qwen3Config under the name that published folders give it."""
+
+    model_type = "LLaVAOneVision1_5_text"
+    base_config_key = "text_config"
+
+
+@strict
+class LLaVAOneVision1_5_Config(PreTrainedConfig):
+    """The whole model. Raises ValueError where the projector's width is not the language model's."""
+
+    model_type = "llavaonevision1_5"
+    sub_configs = {"text_config": LLaVAOneVision1_5_TextConfig, "vision_config": RiceConfig}
+
+    text_config: dict | PreTrainedConfig | None = None
+    vision_config: dict | PreTrainedConfig | None = None
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652  # not in every published folder
+    vision_end_token_id: int = 151653
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for key, made in self.sub_configs.items():
+            given = getattr(self, key)
+            if not isinstance(given, PreTrainedConfig):
+                setattr(self, key, made(**(given or {})))
+        super().__post_init__(**kwargs)
+        self.tie_word_embeddings = self.text_config.tie_word_embeddings = False
+        wide, wanted = self.text_config.hidden_size, self.vision_config.text_hidden_size
+        if wide != wanted:
+            raise ValueError(
+                f"text_config gives hidden_size {wide} and vision_config text_hidden_size {wanted}: both are the width "
+                "of the language model. Correct config.json."
+            )
