@@ -41,6 +41,7 @@ _SPECIAL: Mapping[str, Special] = {
     "glm4v": special.GLM4V,
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),
+    **dict.fromkeys(("nvila", "nvila_lite"), special.NVILA),
     "llama": special.LLAMA,
 }
 

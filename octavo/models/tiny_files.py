@@ -68,6 +68,10 @@ _LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen
 
 def write_processor(family: str, directory: Path) -> None:
     """Write them beside a tokenizer, which gets the processor's name; nothing for a family that sees nothing."""
+    if family in ("nvila", "nvila_lite"):  # as published: the tower's own processor, and no other
+        more = {"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "rescale_factor": 1 / 255}
+        _dump(directory / "preprocessor_config.json", {**_HALF, **more, "resample": 3})
+        return
     found = _CLASSES.get(_LIKE.get(family, family))
     if found is None:
         return

@@ -27,6 +27,7 @@ def test_every_parameter_has_one_component(checkpoint, family):
     layers = described.layers(model)
     text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
     seen = 0 if vision is None else getattr(vision, "depth", None) or vision.num_hidden_layers
+    seen -= family.startswith("nvila")  # the tower's last layer never runs
     assert len(layers) == text.num_hidden_layers + seen >= 2
     assert len({type(block) for _, block in layers}) == (2 if described.has_vision else 1)
 

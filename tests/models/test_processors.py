@@ -16,7 +16,7 @@ from octavo.models import tiny
 from octavo.models.trained import TRAINED
 from tests.models.conftest import batch, conversation, some_image
 
-FEATURES = {"llava_onevision": 36, "smolvlm": 20}  # a whole image, and tiles: with line breaks, or of four tokens
+FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks
 
 
 @pytest.mark.parametrize("family", TRAINED)
