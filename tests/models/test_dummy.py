@@ -52,7 +52,8 @@ def test_a_batch_without_images_reaches_the_tower_with_zero_gradients_and_the_sa
         elif of_images(described, name):
             assert grad is not None and torch.count_nonzero(grad) == 0, name
         else:
-            assert torch.equal(grad, grads[name]), name
+            own = grads[name]  # None of a correction that nobody trains
+            assert grad is None if own is None else torch.equal(grad, own), name
     handle.remove()
     _, again = step(model, inputs)
     assert all(grad is None for name, grad in again.items() if of_images(described, name))
