@@ -21,8 +21,8 @@ and its masks and positions must be known to the collation.
   of sound in `tests/train/test_hearing.py`, from the small
   checkpoints with random weights that `octavo tiny` writes: {tiny}.
   What a released folder brings besides (its sizes, its processor's files, its chat template) is read from the folder,
-  and was not tried for this table. transformers has no model of `llavaonevision1_5`: Octavo does
-  ([its page](onevision.md)).
+  and was not tried for this table. transformers has no model of `llavaonevision1_5`, `nvila` and
+  `nvila_lite`: Octavo does (pages of [the first](onevision.md) and of [NVILA](nvila.md)).
 - **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for the
   reason given.
 - **refused**: a rule did not find its parts. `octavo.fp8` plans it without components, by conventional names.

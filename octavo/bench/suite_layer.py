@@ -28,7 +28,7 @@ def run(bench: Bench) -> None:
     model, family = small_or_real(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
-    if family.has_vision and family.name != "internvl":
+    if family.has_vision and "image_grid_thw" in models.dummy_image_inputs(model, family):
         calls["vision block"] = partial(vision_inputs, model, 16 if bench.small else PATCHES)
     for name, inputs in calls.items():
         index = 0 if name == "vision block" else -1

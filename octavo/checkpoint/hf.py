@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from octavo import atomic, fp8, models
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.files import Planned, Shards, nbytes
+from octavo.checkpoint.export.files import Planned, nbytes
+from octavo.checkpoint.homes import Homes
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.together import Ranks
 from octavo.fp8.weights import full, master_of
-from octavo.models.folder import INDEX, check_companions, companions, copy_companions, write_config
+from octavo.models.folder import INDEX, PARTS, check_companions, companions, copy_companions, parts_of, write_config
 from octavo.reading import printable
 
 LARGEST = 5 * 10**9
@@ -74,7 +75,7 @@ def save_hf(
     with _aside(target, world) as made:
         tensors = [tensor for part in parts for tensor in part.tensors]
         mine = [name for part in parts if part.rank == world.rank for name, _, _ in part.tensors]
-        with _shards(made, tensors, largest, mine, world) as shards:
+        with _shards(Homes(made, tensors, largest, mine, parts_of(source)), world) as shards:
             _write(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
         for _, dtype, shape in tensors:
@@ -109,7 +110,7 @@ def planned(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list
     return parts
 
 
-def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: Shards, world: Ranks) -> None:
+def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: Homes, world: Ranks) -> None:
     """All parts, one after the other; a rank that cannot write goes on gathering, since the others wait for it."""
     with _agreed(world):
         error: Exception | None = None
@@ -147,9 +148,8 @@ def _aside(target: Path, world: Ranks) -> Iterator[Path]:
 
 
 @contextmanager
-def _shards(made: Path, tensors: list[Planned], largest: int, mine: list[str], world: Ranks) -> Iterator[Shards]:
+def _shards(shards: Homes, world: Ranks) -> Iterator[Homes]:
     """The files, with their headers, open on every rank."""
-    shards = Shards(made, tensors, largest, mine)
     try:
         for first in (True, False):  # the others open what the first rank made
             with _agreed(world):
@@ -189,7 +189,9 @@ def _foreign(target: Path) -> list[str]:
     """What is in a model folder that no saved model has, and would be gone with it."""
     names = os.listdir(target) if target.exists() else ()
     own = {"config.json", INDEX, *(file.name for file in companions(target))}
-    return sorted(name for name in names if name not in own and not name.endswith(".safetensors"))
+    inside = {f"{part}/{name}" for part in parts_of(target) for name in os.listdir(target / part)}
+    names = {name for name in names if not (inside and name in PARTS)} | inside
+    return sorted(name for name in names if Path(name).name not in own and not name.endswith(".safetensors"))
 
 
 def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:

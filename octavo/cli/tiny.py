@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "family",
         metavar="FAMILY",
-        help="qwen3_vl, qwen3_vl_moe, qwen2_5_vl, internvl, qwen3, qwen3_moe, llama, mpt, llavaonevision1_5",
+        help="qwen3_vl, qwen3_vl_moe, qwen2_5_vl, internvl, qwen3, qwen3_moe, llama, mpt, llavaonevision1_5, nvila, "
+        "nvila_lite",
     )
     parser.add_argument("directory", metavar="DIR", help="folder to write; must not hold another checkpoint")
     parser.add_argument("--seed", type=arguments.natural, default=0, help="seed of the random weights (default 0)")

@@ -143,7 +143,8 @@ class Engine:
                 f"{who} has {count} tokens and may get {new} more, and the model's context is "
                 f"{shape.context} tokens (max_position_embeddings). Shorten the prompt, or lower max_new_tokens."
             )
-        if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary}):
+        place = self.caller.family.image_token_id  # which may lie outside the table: no row of it is looked up
+        if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary and i != place}):
             raise GenerationError(
                 f"{who} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
                 "Take the tokenizer that belongs to the model."

@@ -22,6 +22,7 @@ from octavo import fp8
 from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
 from octavo.models.families import WITHOUT_HEAD, describe
+from octavo.models.folder import at
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
 from octavo.models.sources import Origin, Sources, is_transposed, sources
@@ -354,8 +355,8 @@ def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
         raise ModelError(_unmade(folder, left))
     model.config.name_or_path = model.name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
+        model.generation_config = GenerationConfig.from_pretrained(settings.parent, local_files_only=True)
     return model.eval()
 
 

@@ -74,9 +74,10 @@ class Family:
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order."""
+        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
         globs = self.layer_globs
-        return [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
+        named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
+        return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
 
 
 def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:

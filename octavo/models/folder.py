@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+#: the folders of a model that is stored in three (VILA, NVILA), each with a config.json and weights of its own
+PARTS = ("llm", "vision_tower", "mm_projector")
 #: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
 _MOST = {
     "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "head": 1 << 16, "labels": 1 << 16,
@@ -88,6 +91,26 @@ def stock(subject: str) -> Iterator[None]:
         raise ModelError(f"{subject}: {reading.printable(summary(error))}") from error
 
 
+def parts_of(folder: Path) -> tuple[str, ...]:
+    """`PARTS` of a model that is stored in three folders; of any other none."""
+    return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
+
+
+def one_folder(folder: Path, what: str) -> None:
+    """Raises ModelError for a model that is stored in three folders, which `what` does not take."""
+    if parts := parts_of(folder):
+        raise ModelError(
+            f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes models of one folder alone. "
+            "Train and ask it as it is; octavo.models.load(...).save_pretrained(...) writes its weights as one folder."
+        )
+
+
+def at(folder: Path, name: str) -> Path:
+    """Where a model has a file of this name: in its folder, else in one of three, if it has such; it may not exist."""
+    places = (folder / name, *(folder / part / name for part in parts_of(folder)))
+    return next((file for file in places if os.path.lexists(file)), places[0])
+
+
 def read_json(file: Path) -> dict:
     """A JSON object from a file; ModelError when it is missing, broken or no object."""
     if not os.path.lexists(file):
@@ -121,10 +144,10 @@ def check_sizes(file: Path) -> None:
 def check_generation_config(folder: Path) -> None:
     """Raises ModelError for a generation_config.json that transformers refuses, at once or when it answers: a field of
     another type, tokens that are no numbers or beyond the vocabulary."""
-    file = folder / "generation_config.json"
+    file = at(folder, "generation_config.json")
     if not os.path.lexists(file):
         return
-    settings, config = read_json(file), folder / "config.json"
+    settings, config = read_json(file), file.parent / "config.json"
     raw = read_json(config) if os.path.lexists(config) else {}
     text = raw.get("text_config")
     rows = (text if isinstance(text, dict) else raw).get("vocab_size")
@@ -160,6 +183,8 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     Raises ModelError when there are none (saying so when there are only pickles), when a shard of the index is
     missing or truncated, or when a shard lacks a tensor that the index places in it.
     """
+    if parts := parts_of(folder):
+        return [_within(part, header) for part in parts for header in check_weight_files(folder / part)]
     index = folder / INDEX
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
@@ -183,6 +208,12 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
             )
         found.append(header)
     return found
+
+
+def _within(part: str, header: headers.Header) -> headers.Header:
+    """The header of a file in one of three folders, whose tensors are named after it."""
+    entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
+    return replace(header, file=f"{part}/{header.file}", entries=entries)
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -214,8 +245,9 @@ def no_weights(file: Path, indexed: bool) -> str:
 
 
 def companions(folder: Path) -> list[Path]:
-    """What of COMPANIONS is there, by name; a link that leads nowhere is there too."""
-    return sorted({file for pattern in COMPANIONS for file in folder.glob(pattern)})
+    """What of COMPANIONS is there, by name; a link that leads nowhere is there too. Of three folders those in each."""
+    homes = (folder, *(folder / part for part in parts_of(folder)))
+    return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
 
 
 def check_companions(folder: Path, copied: bool = False) -> None:
@@ -257,12 +289,17 @@ def copy_companions(source: Path, made: Path) -> None:
     ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
     for file in companions(source):
-        (made / file.name).write_bytes(read_companion(file))
+        copied = made / file.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        copied.write_bytes(read_companion(file))
 
 
 def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
     """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
-    the code that it names (`auto_map`), which does not go along."""
+    the code that it names (`auto_map`), which does not go along. So in each of three folders."""
+    for part in parts_of(source):
+        (made / part).mkdir(exist_ok=True)
+        write_config(source / part, made / part, dtype)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")

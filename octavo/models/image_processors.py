@@ -25,6 +25,8 @@ from octavo.models import stock_processors as stocked
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
+from octavo.models.nvila.images import NvilaImages
+from octavo.models.nvila.processor import NvilaProcessor
 from octavo.models.skeleton import stock_config
 
 if is_torchvision_available():
@@ -111,6 +113,8 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "gemma3": (stocked.Gemma3ImageTextProcessor, Gemma3Images),
     "glm4v": (stocked.Glm4vImageTextProcessor, Glm4vImages),
     "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
+    "nvila": (NvilaProcessor, NvilaImages),
+    "nvila_lite": (NvilaProcessor, NvilaImages),
     "llavaonevision1_5": (Qwen25VLImageTextProcessor, FrameImages),
 }
 _BY_AREA = (Qwen2VLImages, Glm4vImages, ErnieImages)
@@ -203,7 +207,7 @@ def limit(image_processor: Any, given: dict[str, int]) -> None:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
     if isinstance(image_processor, _BY_AREA):
         unit, what, apply = (image_processor.patch_size * image_processor.merge_size) ** 2, "token", _limit_area
-    elif isinstance(image_processor, GotOcr2Images):
+    elif isinstance(image_processor, GotOcr2Images | NvilaImages):
         unit, what, apply = image_processor.size["height"] * image_processor.size["width"], "tile", _limit_tiles
     elif isinstance(image_processor, _BY_EDGE) and low is None:
         unit, what, apply = _edge(image_processor) ** 2, "token or tile", _limit_edge

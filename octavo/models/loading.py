@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from octavo import fp8
 from octavo.models.assembly import asked_kinds, assemble, prepare, refuse_incomplete
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_companions, check_weight_files, stock
+from octavo.models.folder import check_companions, check_weight_files, parts_of, stock
 from octavo.models.headers import DTYPES
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
@@ -68,8 +68,8 @@ def load(
     folder, kinds = Path(path), asked_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = opened(folder, say)
-    own = shards.passed_by or quantization is not None or any(entry.is_codes for entry in shards.stored.values())
-    if kinds or own:
+    codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
+    if kinds or codes or shards.passed_by or parts_of(folder):
         on = torch.device(device)
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Pre
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from octavo.models import onevision
+from octavo.models import nvila, onevision
 
 
 class Own(NamedTuple):
@@ -36,6 +36,8 @@ FAMILIES = {
             onevision.LLaVAOneVision1_5_ForConditionalGeneration,
             onevision.renamings,
         ),
+        Own(nvila.NvilaConfig, nvila.NvilaModel, nvila.NvilaForConditionalGeneration, nvila.renamings),
+        Own(nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NvilaLiteForConditionalGeneration, nvila.renamings),
     )
 }
 

@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, P
 from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_companions, check_sizes, read_json, stock
+from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
+from octavo.models.nvila.three import add_media
+from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 
@@ -69,14 +71,17 @@ class TextProcessor:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
     its files cannot be read."""
-    folder = Path(path)
-    check_companions(folder)
+    whole = Path(path)
+    check_companions(whole)
+    folder = at(whole, "tokenizer_config.json").parent
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
     if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
         check_sizes(folder / "config.json")
     with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if parts_of(whole):
+        add_media(tokenizer)
     if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
         raise ModelError(
             f"{folder}/tokenizer_config.json gives model_max_length={tokenizer.model_max_length!r:.80}: it is a number "
@@ -121,7 +126,7 @@ def load_processor(
 
 
 def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
-    raw = read_json(folder / "config.json")
+    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
@@ -151,13 +156,14 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
         ) from cause
 
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
-    if not (folder / "preprocessor_config.json").exists() and not (folder / "processor_config.json").exists():
+    images = at(folder, "preprocessor_config.json")
+    if not images.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
-        if (folder / name).exists():
-            check_sizes(folder / name)
+        if (file := at(folder, name)).exists():
+            check_sizes(file)
     with stock(f"{folder}: the image processor cannot be loaded"):
-        image_processor = image_class.from_pretrained(folder, local_files_only=True)
+        image_processor = image_class.from_pretrained(images.parent, local_files_only=True)
         deviations = image_processor.image_std
         if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
             raise ModelError(
@@ -189,7 +195,7 @@ def _image_seq_length(folder: Path, raw: dict) -> int:
 
 def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
     for name in FILES[:2]:
-        file = folder / name
+        file = at(folder, name)
         if file.exists():
             jinja = name.endswith("jinja")
             return reading.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")

@@ -3,9 +3,8 @@
 Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
 OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B), LLM-Foundry's `mpt-1b.yaml`, and for
 LLaVA-OneVision-1.5 the sizes its training code lists (`tools/convert_checkpoint/config/llava-ov-1.5-{4b,8b}`).
-`nvila_8b` has the parts of NVILA-Lite-8B: SigLIP-so400m at 448 pixels, 2 x 2 patches to a token, Qwen2-7B.
-transformers has no NVILA; these parts are put together as InternVL, whose tower, pixel shuffle and projector have the
-same shapes (its tower has a layer scale, and attention's biases, in addition).
+`nvila_8b` is NVILA-8B by Octavo's own model code: SigLIP-so400m at 448 pixels, features of three scales side by side,
+2 x 2 patches to a token, Qwen2-7B with 151648 rows of embeddings. The tower's last layer never runs and is not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from transformers import (
 from octavo.fp8.policy import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
+from octavo.models.nvila import NvilaConfig
 from octavo.models.onevision import LLaVAOneVision1_5_Config
 from octavo.models.skeleton import empty
 
@@ -106,17 +106,16 @@ def _llava_onevision_1_5(theta: float, *sizes: int) -> PreTrainedConfig:
 
 def _nvila_8b() -> PreTrainedConfig:
     more = {"model_type": "qwen2", "rope_parameters": dict(_ROPE), "tie_word_embeddings": False}
-    text = _decoder(152064, 3584, 18944, 28, 28, 4, 32768, **more)
+    text = _decoder(151648, 3584, 18944, 28, 28, 4, 32768, **more)
     vision = {
         "hidden_size": 1152,
         "num_hidden_layers": 27,
         "num_attention_heads": 16,
         "intermediate_size": 4304,
-        "attention_bias": True,
-        "image_size": [448, 448],
-        "patch_size": [14, 14],
+        "image_size": 448,
+        "patch_size": 14,
     }
-    return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151655, tie_word_embeddings=False)
+    return NvilaConfig(text_config=text, vision_config=vision, projector_type="mlp_downsample")
 
 
 def _qwen2_5_0_5b() -> PreTrainedConfig:

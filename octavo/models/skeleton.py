@@ -25,7 +25,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.errors import ModelError
-from octavo.models.folder import check_sizes, read_json, stock
+from octavo.models.folder import check_sizes, parts_of, read_json, stock
+from octavo.models.nvila.three import read_three
 from octavo.models.own import is_own
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
@@ -54,6 +55,9 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 def stock_config(folder: Path) -> PreTrainedConfig:
     """The configuration of the stock model of a folder, however its weights are stored."""
+    if parts_of(folder):
+        with stock(f"{folder}/config.json cannot be used"):
+            return read_three(folder)
     raw = read_json(folder / "config.json")
     if "auto_map" in raw and not is_own(raw.get("model_type")):
         raise ModelError(

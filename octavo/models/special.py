@@ -156,3 +156,16 @@ ERNIE4_5_VL = Special(
         for name, mark in (("token", "PLACEHOLDER"), ("start_token", "START"), ("end_token", "END"))
     },
 )  # fmt: skip
+
+# NVILA: contents are texts, and a conversation without a system turn gets one.
+_NVILA = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}" + _GENERATE
+)
+NVILA = Special(
+    (*_CHATML_TOKENS, "[BOS]", "[PAD]", "<vila/sentinel>", "<image>", "<vila/video>"),
+    _NVILA,
+    eos="<|im_end|>",
+    pad="[PAD]",
+)

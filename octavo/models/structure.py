@@ -103,8 +103,8 @@ def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
     _refuse_two(model)
     names = _names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
-    found = model.get_encoder(modality="audio")
-    hears = hears or (sees and found is not model and found is not model.base_model)  # whatever its configuration says
+    if sees:  # whatever its configuration says
+        hears = names.get(id(model.get_encoder(modality="audio")), "") not in ("", base)
     asked = {"image": (sees, "vision"), "audio": (hears, "audio")}
     towers = {of: _tower(model, names, of, word, base) for of, (there, word) in asked.items() if there}
     if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
@@ -127,6 +127,8 @@ def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
         experts = _experts_of_images(model, decoder) if of == "image" else ()
         components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own, *experts)
         lists[tower] = block_lists(model, tower, mapping)
+    if not hears and (sound := tuple(glob for glob in rest if _of_sound(glob))):
+        components["audio_encoder"] = sound
     components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
     lists[decoder] = block_lists(model, decoder)
     if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:

@@ -42,6 +42,7 @@ _SPECIAL: Mapping[str, Special] = {
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
     "qwen2_audio": special.QWEN2_AUDIO,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),
+    **dict.fromkeys(("nvila", "nvila_lite"), special.NVILA),
     "llama": special.LLAMA,
 }
 

@@ -121,6 +121,8 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_5_moe": seeing.qwen3_5_moe,
     "ernie4_5_vl_moe": seeing.ernie4_5_vl_moe,
     "qwen2_audio": hearing.qwen2_audio,
+    "nvila": seeing.nvila,
+    "nvila_lite": seeing.nvila_lite,
     "qwen3": lambda size, vocab, ids: Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True)),
     "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True),
     "llama": _llama,

@@ -75,6 +75,10 @@ def write_processor(family: str, directory: Path) -> None:
         _dump(directory / "processor_config.json", tiny_hearing.PROCESSOR)
         _name(directory, tiny_hearing.PROCESSOR["processor_class"])
         return
+    if family in ("nvila", "nvila_lite"):  # as published: the tower's own processor, and no other
+        more = {"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "rescale_factor": 1 / 255}
+        _dump(directory / "preprocessor_config.json", {**_HALF, **more, "resample": 3})
+        return
     found = _CLASSES.get(_LIKE.get(family, family))
     if found is None:
         return

@@ -18,6 +18,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
+from octavo.models.nvila import NvilaConfig, NvilaLiteConfig
 from octavo.models.tiny_parts import PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
 
 TILE = 16
@@ -171,3 +172,27 @@ def _around(ids: Ids, start: str, end: str, case: Any = str) -> Mapping[str, int
         for kind in ("image", "video")
         for side, mark in (("start", start), ("end", end))
     }
+
+
+def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
+    """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged. A layer
+    of the tower is never run."""
+    ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9
+    return {
+        "text_config": text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
+        "vision_config": {**_siglip(size), "num_hidden_layers": _depth(size) + 1, "intermediate_size": ragged},
+        "image_token_id": ids["<image>"],
+        "video_token_id": ids["<vila/video>"],
+        "newline_token_id": ids["Ċ"],
+        **more,
+    }
+
+
+def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """Two scales: a tile, and from 2 x 2 to 6 tiles."""
+    return NvilaConfig(**_nvila(size, ids, s2_scales=[TILE, 2 * TILE], max_tiles=6))
+
+
+def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """3 x 3 of 4 x 4 patches, filled up, become one of 4 tokens."""
+    return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

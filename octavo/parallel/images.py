@@ -115,7 +115,7 @@ class Images:
         ids, vision = batch["input_ids"][0], models.vision_of(self.model.config)
         places = (ids == self.family.image_token_id).nonzero().flatten()
         patches = vision.patches(batch)
-        tokens = [vision.features(count) for count in patches]
+        tokens = [vision.features(count) + vision.ends for count in patches]
         if sum(tokens) != len(places):
             raise WorldError(f"a row has {len(places)} placeholders of images whose features are {sum(tokens)}")
         part = self.context.part(len(ids))

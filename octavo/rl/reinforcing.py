@@ -14,6 +14,7 @@ import torch
 from octavo import data, fp8, generation, reading
 from octavo.config import Config
 from octavo.config.phases import RlSection
+from octavo.models.folder import at
 from octavo.rl.faults import Faults
 from octavo.rl.figures import TRL_NAMES
 from octavo.rl.proving import PROVEN
@@ -58,7 +59,7 @@ class Reinforcing(Phase):
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         found = {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
-        if ends := _ends(Path(cfg.model.path) / "generation_config.json"):
+        if ends := _ends(at(Path(cfg.model.path), "generation_config.json")):
             found["generation_config.json (which tokens end a completion)"] = ends
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 from octavo import data
 from octavo.config import Config
 from octavo.config.texts import is_url
-from octavo.models.folder import COMPANIONS
+from octavo.models.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
 _READ = 64 << 20  # bytes that are hashed of a file, from its start
@@ -41,7 +41,9 @@ def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
-    found = {file for pattern in _MODEL for file in folder.glob(pattern) if file.is_file() and file.name != _NO_MATTER}
+    homes = (folder, *(folder / part for part in parts_of(folder)))
+    every = (file for home in homes for pattern in _MODEL for file in home.glob(pattern))
+    found = {file for file in every if file.is_file() and file.name != _NO_MATTER}
     return {str(file.relative_to(folder)): _fingerprint(file) for file in sorted(found)}
 
 

@@ -147,8 +147,8 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         room = row - answer - 2
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
-            tiles = max(1, min(pixels // vision.cells, room // (vision.length + 1)))
-            image, out = tiles * (vision.cells + vision.own), tiles * vision.length
+            tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
+            image, out = vision.seen(tiles)
         else:
             out = min(pixels // vision.merge**2, room)
             image = out * vision.merge**2

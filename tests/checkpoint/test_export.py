@@ -22,6 +22,7 @@ from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 
 FAMILIES = ["qwen3", "qwen3_moe", "llama", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "llavaonevision1_5"]
+FAMILIES += ["nvila_lite"]
 FP8 = [name for name in FORMATS if name != "bf16"]
 # Every family and every format by default, all pairs among the long tests.
 SHORT = {(f, "fp8-block") for f in FAMILIES} | {("qwen3", f) for f in FP8} | {

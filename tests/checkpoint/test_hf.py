@@ -19,7 +19,7 @@ from tests import ranks
 
 SMALL = 150_000  # bytes of a file
 FEW = ("qwen3_vl_moe", "qwen3_moe")  # experts turned round on disk, and one by one
-REST = ("qwen3_vl", "qwen2_5_vl", "internvl", "llavaonevision1_5", "llama", "mpt")
+REST = ("qwen3_vl", "qwen2_5_vl", "internvl", "llavaonevision1_5", "nvila_lite", "llama", "mpt")
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
     made = encoder.encode_all(every)
     assert len(made) == 9 and all(map(same, made, [alone(encoder, row) for row in every]))
     bad = [row for row, found in enumerate(made) if isinstance(found, BadSample)]
-    assert bad == ([3, 7] if family == "internvl" else [3, 4, 7])
+    assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(family, [3, 4, 7])  # the words in 7 are others' marks
 
 
 def test_the_processor_is_called_once(source, models, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 from octavo.data import BadSample, DataError, Encoder, LongSample
 from octavo.data.images import load
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite")
+TILES = ("internvl", "nvila_lite")  # whose images are tiles of one size
 
 
 def rows(folder):
@@ -48,7 +49,7 @@ def test_as_the_processor_would(folder, models, family):
             if mine is not None:
                 theirs = theirs[0] if name == "mm_token_type_ids" else theirs
                 np.testing.assert_array_equal(mine, theirs)
-    assert (sample.mm_token_type_ids is None) == (family == "internvl")
+    assert (sample.mm_token_type_ids is None) == (family in TILES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,8 +138,9 @@ def test_cuts_at_every_length(folder, models, family):
         placeholders = int((sample.input_ids == processor.image_token_id).sum())
         if sample.images == 0:
             assert sample.pixel_values is None and sample.image_grid_thw is None and placeholders == 0
-        elif family == "internvl":
-            assert placeholders == len(sample.pixel_values) * processor.image_seq_length
+        elif family in TILES:
+            tile = processor.image_seq_length if family == "internvl" else processor.tile_tokens + processor.newlines
+            assert placeholders == len(sample.pixel_values) * tile
         else:
             assert len(sample.image_grid_thw) == sample.images
             assert len(sample.pixel_values) == sample.image_grid_thw.prod(1).sum() == 4 * placeholders

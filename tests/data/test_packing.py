@@ -118,7 +118,7 @@ def many(folder, count=40, images=True):
     return rows
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3", "llama"])
 def test_tokens_are_counted_as_they_are_made(folder, models, family):
     encoder = Encoder(models(family), 400)
     source = folder.read(many(folder, 20, images=encoder.multimodal))

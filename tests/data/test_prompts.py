@@ -155,7 +155,7 @@ def test_sft_learns_from_prompts_and_their_answers(folder, said):
         folder.read([{"prompt": "q"}])
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3"])
 def test_tokens_are_those_of_the_stock_processor(folder, models, family):
     """And the same as SFT's up to the answer; pixels are the same."""
     processor, vision = models(family), family != "qwen3"

@@ -22,7 +22,7 @@ FAMILIES = {
     "qwen3_vl": 64,
     "qwen3": 64,
     "qwen3_moe": 64,
-    **dict.fromkeys((*FEW, "ernie4_5_vl_moe", "llavaonevision1_5"), 6),
+    **dict.fromkeys((*FEW, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite"), 6),
 }
 ASKED_OTHERWISE = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe")  # by transformers, one by one
 assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny.FAMILIES)
@@ -69,7 +69,7 @@ def in_fp8(model):
     return fp8.apply(model, fp8.plan(model, "rowwise"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila", "nvila_lite", "qwen3_moe"])
 @pytest.mark.parametrize("convert", [None, in_fp8], ids=["high", "fp8"])
 def test_log_probabilities_and_entropies_are_those_of_the_models_forward(made, family, convert):
     model, processor = made(family)

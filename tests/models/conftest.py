@@ -50,3 +50,9 @@ def batch(processor, image: bool, seed: int = 0):
     text = processor.apply_chat_template(conversation(image), tokenize=False)
     images = [some_image(seed)] if image else None
     return processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+
+
+def labels(model, inputs):
+    """The tokens themselves, but for those outside the table of embeddings."""
+    ids = inputs["input_ids"]
+    return ids.masked_fill(ids >= model.config.get_text_config().vocab_size, -100)

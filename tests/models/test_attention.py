@@ -14,14 +14,14 @@ from octavo.checkpoint import save_hf
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError, attention, segments, tiny
 from octavo.parallel import World
-from tests.models.conftest import batch, some_image
+from tests.models.conftest import batch, labels, some_image
 
 FAMILIES = [f for f in tiny.FAMILIES if f != "mpt"]  # MPT computes its scores itself
 
 
 def step(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss = model(**inputs, labels=labels(model, inputs)).loss
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

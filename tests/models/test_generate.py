@@ -12,7 +12,7 @@ from PIL import Image
 from octavo import models
 from octavo.checkpoint import verify
 from octavo.models import tiny
-from tests.models.conftest import conversation, some_image
+from tests.models.conftest import conversation, labels, some_image
 
 
 def teach(model, processor, answer: str, image: bool) -> None:
@@ -24,7 +24,7 @@ def teach(model, processor, answer: str, image: bool) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(12):
-        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        model(**inputs, labels=labels(model, inputs)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -16,7 +16,7 @@ from octavo.models import tiny
 from octavo.models.trained import TRAINED
 from tests.models.conftest import batch, conversation, some_image
 
-FEATURES = {"llava_onevision": 36, "smolvlm": 20}  # a whole image, and tiles: with line breaks, or of four tokens
+FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks
 
 
 @pytest.mark.parametrize("family", TRAINED)
@@ -82,9 +82,7 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
     assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
 
-@pytest.mark.parametrize(
-    ("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)]
-)
+@pytest.mark.parametrize(("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)])
 def test_max_pixels_bound_one_image(checkpoint, family, tokens):
     """Of GLM too, whose own limit is that of an image's two frames."""
     processor = models.load_processor(checkpoint(family), max_pixels=256)

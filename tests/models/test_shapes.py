@@ -20,7 +20,7 @@ PUBLISHED = {
     "internvl3_5_8b": 8.53,
     "llava_onevision_1_5_4b": 4.74,
     "llava_onevision_1_5_8b": 8.53,
-    "nvila_8b": 8.05,
+    "nvila_8b": 8.07,
     "qwen3_1_7b": 1.72,
     "qwen3_8b": 8.19,
     "qwen3_14b": 14.77,

@@ -51,7 +51,7 @@ CASES = {
     "drawn with halves": Case("qwen3_vl_moe", {"drawn": 5, "split": True}, "blockwise"),
     **{
         family: Case(family, BF16)
-        for family in ("qwen2_5_vl", "internvl", "llavaonevision1_5", "qwen3_moe", "llama", "mpt")
+        for family in ("qwen2_5_vl", "internvl", "llavaonevision1_5", "nvila_lite", "qwen3_moe", "llama", "mpt")
     },
 }
 DEALT = {

@@ -38,7 +38,7 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.work import SUFFIX, Advance, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.files import fingerprint
-from octavo.models.folder import INDEX, refuse_outside, write_config
+from octavo.models.folder import INDEX, one_folder, refuse_outside, write_config
 from octavo.models.headers import Header, index_of
 from octavo.models.quantization import Quantization, read_quantization
 
@@ -222,6 +222,7 @@ def _tied(keys: Keys, key: Callable[[str], str], source: Path) -> Keys:
 def _ends(source: str | Path, destination: str | Path) -> tuple[Path, Path]:
     """Both as paths, the destination made fit. Raises CheckpointError for a destination that cannot be."""
     source, destination = Path(source), Path(destination)
+    one_folder(source, "octavo convert")
     there, here = source.resolve(), destination.resolve()
     if here == there or there in here.parents:
         raise CheckpointError(f"{destination} lies in {source}, which is only read; name a directory elsewhere")

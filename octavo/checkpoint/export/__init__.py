@@ -40,7 +40,7 @@ from octavo.checkpoint.sums import MARKER, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.chat import check_template
-from octavo.models.folder import INDEX, check_companions, companions, copy_companions, write_config
+from octavo.models.folder import INDEX, check_companions, companions, copy_companions, one_folder, write_config
 from octavo.models.quantization import to_config
 from octavo.reading import printable
 
@@ -185,6 +185,7 @@ def export(
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
+    one_folder(source, "octavo export")
     check_companions(source, copied=True)  # before an hour's work
     if (source / "tokenizer.json").is_file() and any(source.glob("chat_template*")):
         check_template(models.load_tokenizer(source), source)

@@ -33,7 +33,7 @@ from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, pa
 from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
 from octavo.models import ModelError, empty
-from octavo.models.folder import check_generation_config, read_json
+from octavo.models.folder import check_generation_config, one_folder, read_json
 from octavo.models.quantization import Quantization, parse, quantization_block
 from octavo.models.skeleton import stock_config
 
@@ -56,6 +56,8 @@ def verify(
     for place in (folder, other):
         if place is not None and not place.is_dir():
             raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
+        if place is not None:
+            one_folder(place, "octavo verify")
     if is_adapter(folder):
         return _adapter(folder, other, quick, progress)
     if quick and other is not None:

@@ -419,9 +419,15 @@ def _images(
         shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
         more = {"image_grid_thw": grid}
     elif vision.axes == 4 and vision.kind == "tiles":
-        each = max(1, round(patches / (vision.cells + vision.own) / rows))
-        length = vision.length
-        shape, more = (each * rows, vision.channels, *vision.tile), {}
+        of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
+        each = max(1, round(patches / of_one / rows))
+        frames, count, more = 1, 1, {}
+        if vision.scales:  # images as large as they are on average
+            count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
+            frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
+            more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+        length = count * vision.length + vision.ends
+        shape = (each * rows * frames * count, vision.channels, *vision.tile)
     else:
         raise TrainError(
             f"the tower of {config.model_type!r} looks at the sizes of images, which a forward without values has not. "

@@ -25,9 +25,10 @@ def made(family):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if vision:
         image = models.dummy_image_inputs(model, described)
-        grid = image["image_grid_thw"][0]
         image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=torch.Generator().manual_seed(2))
-        tokens = int(grid.prod()) // 4
+        with torch.no_grad():
+            features = model.model.get_image_features(**image).pooler_output
+        tokens = sum(one.numel() // one.shape[-1] for one in features)
         ids[0, 2 : 2 + tokens] = config.image_token_id
         image["mm_token_type_ids"] = (ids == config.image_token_id).int()
         inputs |= image

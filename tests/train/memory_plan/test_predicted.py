@@ -80,6 +80,9 @@ def test_a_run_counts_what_was_predicted(make, overrides) -> None:
     agree(counted(cfg), predicted(cfg))
 
 
+FAMILIES = ("qwen3", "qwen3_moe", "qwen3_vl_moe", "internvl", "llavaonevision1_5", "nvila", "nvila_lite")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
@@ -89,7 +92,7 @@ def test_a_run_counts_what_was_predicted(make, overrides) -> None:
         ("train.recompute={foundation: full}",),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_vl_moe", "internvl", "llavaonevision1_5"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_models(make, tmp_path, family: str, overrides) -> None:
     """Qwen3-VL's first layers, to whose output the tower's features are added, keep the sum instead; two layers are too
     few for one to stand for both where that is all a layer keeps."""

@@ -1,0 +1,16 @@
+"""NVILA and NVILA-Lite, which transformers does not ship: model code of Octavo's own (:mod:`octavo.models.own`).
+
+Source of the arithmetic: Liu et al., NVILA, arXiv 2412.04468, and the published checkpoints.
+"""
+
+from octavo.models.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
+from octavo.models.nvila.model import (
+    NvilaForConditionalGeneration,
+    NvilaLiteForConditionalGeneration,
+    NvilaLiteModel,
+    NvilaModel,
+    renamings,
+)
+
+__all__ = ["PROJECTORS", "NvilaConfig", "NvilaForConditionalGeneration", "NvilaLiteConfig",
+           "NvilaLiteForConditionalGeneration", "NvilaLiteModel", "NvilaModel", "renamings"]  # fmt: skip

@@ -1,0 +1,118 @@
+"""What an NVILA is made of: a SigLIP tower, a projector that joins neighbouring patches, a decoder.
+
+    nvila_lite   3 x 3 patches to a token; an image becomes tiles and a thumbnail
+    nvila        2 x 2 patches to a token; an image is seen at several scales (dynamic S2)
+
+The names of the fields are those of the one-folder checkpoints; what these leave out has the published value here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, SiglipVisionConfig
+
+#: projector -> side of the block of patches that becomes one token
+PROJECTORS = {"mlp_downsample": 2, "mlp_downsample_2x2_fix": 2, "mlp_downsample_3x3_fix": 3}
+_PUBLISHED = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "image_size": 448, "patch_size": 14,
+}  # fmt: skip
+"""The tower of both, which is taken where none is given."""
+_NEWLINE = 198  # "\n" of Qwen2's tokenizer
+
+
+class NvilaLiteConfig(PreTrainedConfig):
+    """NVILA-Lite: tiles.
+
+    text_config, vision_config   of the decoder (Qwen2 or Llama) and of the tower (SigLIP), as configurations or dicts;
+                                 `num_hidden_layers` of the tower counts its last layer, whose output nobody reads
+    projector_type               one of `PROJECTORS`
+    image_token_id, video_token_id   stand for media; they may lie outside the table of embeddings
+    newline_token_id             the token whose embedding ends a tile
+    newlines                     how many of them end each tile: the one of the encoder, and one that the prompt writes;
+                                 with `s2_scales` each image
+    min_tiles, max_tiles         of an image, the thumbnail not counted; max_tiles 1: each image is one tile
+    s2_scales                    sides in pixels of the squares that an image is seen as, the last one cut to its aspect
+                                 (dynamic S2); none: tiles
+
+    Raises ValueError for another projector, and for scales that are no squares of tiles.
+    """
+
+    model_type = "nvila_lite"
+    sub_configs = {"text_config": AutoConfig, "vision_config": SiglipVisionConfig}
+    _projector, _newlines, _scales = "mlp_downsample_3x3_fix", 2, ()
+
+    def __init__(
+        self,
+        text_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        vision_config: Mapping[str, Any] | PreTrainedConfig | None = None,
+        projector_type: str | None = None,
+        image_token_id: int = 151649,
+        video_token_id: int = 151650,
+        newline_token_id: int = _NEWLINE,
+        newlines: int | None = None,
+        min_tiles: int = 1,
+        max_tiles: int = 12,
+        s2_scales: Sequence[int] | None = None,
+        tie_word_embeddings: bool = False,
+        **more: Any,
+    ) -> None:
+        self.text_config = _text(text_config)
+        self.vision_config = _vision(vision_config)
+        self.projector_type = projector_type or self._projector
+        if self.projector_type not in PROJECTORS:
+            raise ValueError(
+                f"the projector {self.projector_type!r} is not one that Octavo knows; it knows {', '.join(PROJECTORS)}"
+            )
+        self.image_token_id, self.video_token_id = image_token_id, video_token_id
+        self.newline_token_id = newline_token_id
+        self.newlines = self._newlines if newlines is None else newlines
+        self.min_tiles, self.max_tiles = min_tiles, max_tiles
+        self.s2_scales = tuple(self._scales if s2_scales is None else s2_scales)
+        side = self.vision_config.image_size
+        if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
+            raise ValueError(f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, from one on")
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
+
+    @property
+    def merge(self) -> int:
+        """Side of the block of patches that becomes one token."""
+        return PROJECTORS[self.projector_type]
+
+    @property
+    def projector_input(self) -> int:
+        """Channels of a patch as the projector gets it."""
+        return int(self.vision_config.hidden_size) * max(1, len(self.s2_scales))
+
+    def tile_tokens(self, rows: int, columns: int) -> int:
+        """Tokens out of the projector for a tile of rows x columns patches."""
+        return -(-rows // self.merge) * -(-columns // self.merge)
+
+
+class NvilaConfig(NvilaLiteConfig):
+    """NVILA: 2 x 2 patches to a token, and images at three scales, whose features stand side by side."""
+
+    model_type = "nvila"
+    _projector, _newlines, _scales = "mlp_downsample_2x2_fix", 1, (448, 896, 1344)
+
+    def __init__(self, **fields: Any) -> None:  # transformers makes one of the annotations of a class that has none
+        super().__init__(**fields)
+
+
+def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
+    if isinstance(given, PreTrainedConfig):
+        return given
+    fields = dict(given or {})
+    return AutoConfig.for_model(fields.pop("model_type", "qwen2"), **fields)
+
+
+def _vision(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
+    if isinstance(given, PreTrainedConfig):
+        return given
+    fields = {"vision_use_head": False, **(_PUBLISHED if given is None else given)}
+    kind = fields.pop("model_type", SiglipVisionConfig.model_type)
+    if kind != SiglipVisionConfig.model_type:
+        raise ValueError(f"the tower is a {kind!r}, and Octavo's NVILA has a {SiglipVisionConfig.model_type!r} alone")
+    return SiglipVisionConfig(**fields)

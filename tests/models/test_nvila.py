@@ -1,0 +1,266 @@
+"""NVILA's model code and processor, each place where its facts can be got wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForImageTextToText, SiglipVisionModel
+from transformers.models.internvl.modeling_internvl import InternVLModel
+
+from octavo import checkpoint as checkpoint_
+from octavo import data, models
+from octavo.checkpoint.export import export
+from octavo.checkpoint.verify import verify
+from octavo.models import nvila
+from octavo.models.folder import PARTS
+from octavo.models.nvila.images import NvilaImages
+from octavo.models.nvila.projector import Downsample, Projector
+from octavo.models.nvila.three import MEDIA
+from octavo.models.nvila.tower import Tower
+from octavo.parallel import World
+from tests.models.conftest import batch, conversation, some_image
+from tests.models.three_folders import split
+
+
+def colours(rows: int, columns: int, side: int) -> Image.Image:
+    """An image of tiles, each of a grey of its own, row by row."""
+    greys = np.arange(rows * columns, dtype=np.uint8).reshape(rows, columns) * 10
+    return Image.fromarray(greys.repeat(side, 0).repeat(side, 1))
+
+
+# --- the tower ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_features_are_those_of_the_last_layer_but_one(head: bool) -> None:
+    config = models.tiny_config("nvila_lite").vision_config
+    config.vision_use_head = head
+    torch.manual_seed(0)
+    stock, tower = SiglipVisionModel(config).eval(), Tower(config).eval()
+    names = {name.removeprefix("vision_model."): value for name, value in stock.state_dict().items()}
+    tower.load_state_dict(names)  # all names, the layer that is not run and the head too
+    pixels = torch.randn(2, 3, 16, 16)
+    wanted = stock(pixels, output_hidden_states=True).hidden_states[-2]
+    assert torch.equal(tower(pixels).flatten(1, 2), wanted)
+    assert not torch.equal(wanted, stock(pixels).last_hidden_state)
+
+
+def test_every_parameter_learns_and_the_unread_layer_is_none(checkpoint) -> None:
+    model = models.load(checkpoint("nvila_lite")).train()
+    inputs = batch(models.load_processor(checkpoint("nvila_lite")), image=True)
+    model(**inputs).logits.square().mean().backward()
+    assert not [name for name, p in model.named_parameters() if p.grad is None]
+    unread = [name for name, _ in model.named_buffers() if "layers.2." in name or "post_layernorm" in name]
+    assert len(unread) == 18
+    assert not any("layers.2" in name for name, _ in models.describe(model).layers(model))
+
+
+# --- the projector --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cells", "side", "tokens"), [(32, 2, 256), (32, 3, 121), (27, 2, 196)])
+def test_tokens_of_a_tile(cells: int, side: int, tokens: int) -> None:
+    made = Downsample(side)(torch.ones(1, cells, cells, 2))
+    assert made.flatten(1, 2).shape == (1, tokens, 2 * side * side)
+    whole = -(-cells // side) * side
+    assert made.sum() == cells * cells * 2 and (made[:, -1, -1] == 0).any() == (whole > cells)  # padded below and right
+
+
+def test_channels_of_a_token_are_row_by_row() -> None:
+    """As transformers' InternVL shuffles them, for the 2 x 2 that it has."""
+    patches = torch.arange(16.0).reshape(1, 4, 4, 1)
+    made = Downsample(2)(patches)
+    assert made[0, 0, 1].tolist() == [2, 3, 6, 7] and made[0, 1, 0].tolist() == [8, 9, 12, 13]
+    wide = patches.repeat(1, 1, 1, 2) + torch.tensor([0.0, 100.0])
+    assert Downsample(2)(wide)[0, 0, 0].tolist() == [0, 100, 1, 101, 4, 104, 5, 105]
+    assert torch.equal(InternVLModel.pixel_shuffle(None, wide, 0.5), Downsample(2)(wide))
+
+
+def test_weights_have_the_published_numbers() -> None:
+    assert sorted({name.split(".")[1] for name in Projector(2, 8, 16).state_dict()}) == ["1", "2", "4"]
+    three = Projector(3, 8, 16)
+    shapes = {name: tuple(value.shape) for name, value in three.state_dict().items() if name.endswith("weight")}
+    assert shapes == {
+        "layers.1.weight": (72,), "layers.2.weight": (24, 72), "layers.4.weight": (24,),
+        "layers.5.weight": (16, 24), "layers.7.weight": (16, 16),
+    }  # fmt: skip
+    assert all(layer.approximate == "none" for layer in three.modules() if isinstance(layer, nn.GELU))
+
+
+def test_another_projector_or_tower_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="the projector 'mlp2x_gelu' is not one.*mlp_downsample_3x3_fix"):
+        nvila.NvilaLiteConfig(projector_type="mlp2x_gelu")
+    with pytest.raises(ValueError, match="the tower is a 'intern_vit_6b'"):
+        nvila.NvilaLiteConfig(vision_config={"model_type": "intern_vit_6b"})
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def test_tiles_are_row_by_row_and_the_whole_image_comes_last() -> None:
+    images = NvilaImages(size={"height": 8, "width": 8}, max_patches=6)
+    made = images(images=[colours(2, 3, 8)])
+    assert made["grids"] == [(7, 1, 1)] == [images.grid(16, 24)]
+    greys = [float(np.mean(tile)) for tile in made["pixel_values"]]
+    wanted = [(10 * n / 255 - 0.5) / 0.5 for n in range(6)]
+    assert np.allclose(greys[:6], wanted, atol=1e-6) and abs(greys[6] - np.mean(wanted)) < 0.01
+    assert made["pixel_values"][0].shape == (3, 8, 8)
+
+
+HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20), 10), ((16, 16), 5)]
+
+
+@pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
+def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
+    """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
+    assert NvilaImages(size={"height": 8, "width": 8}).grid(*size) == (tiles, 1, 1)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_places_and_line_breaks_of_tiles(checkpoint) -> None:
+    """Each tile has its tokens and two line breaks: embeddings of that token, whatever text follows."""
+    folder = checkpoint("nvila_lite")
+    model, processor = models.load(folder), models.load_processor(folder)
+    image, text = some_image(0, (16, 40)), "<image>\n\nfirst?"  # as text, line breaks may become one token
+    ids = processor(text=[text], images=[image], return_tensors="pt")
+    assert len(ids["pixel_values"]) == 4 and (ids["input_ids"] == processor.image_token_id).sum() == 4 * 6
+    features = model.model.get_image_features(ids["pixel_values"]).pooler_output
+    newline = model.get_input_embeddings().weight[model.config.newline_token_id]
+    assert features.shape[:2] == (4, 6) and torch.equal(features[:, 4:], newline.expand(4, 2, -1))
+    assert processor._get_num_multimodal_tokens([(40, 16)])["num_image_tokens"] == [24]
+    with pytest.raises(ValueError, match="1 places for 2 images"):
+        processor(text=[text], images=[image, image])
+
+
+def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> None:
+    folder = checkpoint("nvila_lite")
+    model, processor = models.load(folder), models.load_processor(folder)
+    rows = model.get_input_embeddings().num_embeddings
+    assert rows == model.lm_head.out_features <= model.config.image_token_id
+    some_image().save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "<image>\nfirst?"}, {"from": "gpt", "value": "3"}]
+    row = data.parse({"image": "a.png", "conversations": turns}, "llava", file="a", row=0, images=tmp_path)
+    sample = data.Encoder(processor, 256, train_on_prompt=True).encode(row)
+    assert sample.input_ids.max() >= rows and (sample.labels[sample.input_ids >= rows] == -100).all()
+    ids, pixels = torch.from_numpy(sample.input_ids)[None], torch.from_numpy(sample.pixel_values)
+    labels = torch.from_numpy(sample.labels)[None]
+    assert torch.isfinite(model(input_ids=ids, pixel_values=pixels, labels=labels).loss)
+    with pytest.raises(IndexError):
+        model.get_input_embeddings()(ids)
+
+
+def test_templates_get_texts(checkpoint) -> None:
+    """The published template joins contents with +, which parts would not take."""
+    processor = models.load_processor(checkpoint("nvila_lite"))
+    text = processor.apply_chat_template(conversation(True), tokenize=False)
+    assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n<image>first?")
+
+
+def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(checkpoint("nvila_lite"), folder)
+    for key, value in (("image_token_id", 7), ("newline_token_id", 199), ("vision_config", {"image_size": 32})):
+        raw = json.loads((checkpoint("nvila_lite") / "config.json").read_text())
+        raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
+        (folder / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'image_size'}"):
+            models.load_processor(folder)
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_one_folder_is_saved_back_name_by_name(checkpoint, tmp_path) -> None:
+    folder = checkpoint("nvila_lite")
+    before = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    drawn = {name: torch.randn_like(value) for name, value in before.items()}
+    save_file(drawn, tmp_path / "model.safetensors", {"format": "pt"})
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = load_file(tmp_path / "model.safetensors")
+    assert {name.partition(".")[0] for name in before} == {"llm", "vision_tower", "mm_projector"}
+    AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
+    return {str(file.relative_to(folder)): load_file(file) for file in folder.rglob("*.safetensors")}
+
+
+def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> None:
+    """Found by their names, whatever paths the configuration holds; remote code that it names is never run."""
+    one = checkpoint("nvila_lite")
+    folder = split(one, tmp_path / "three", {"model_type": "vila", "auto_map": {"AutoModel": "modeling_vila.Evil"}})
+    model, processor = models.load(folder, torch.bfloat16), models.load_processor(folder)
+    inputs, wanted = batch(processor, image=True), models.load(one, torch.bfloat16)
+    assert torch.equal(inputs["pixel_values"], batch(models.load_processor(one), image=True)["pixel_values"])
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, wanted(**inputs).logits)
+    assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
+    checkpoint_.save_hf(model, folder, tmp_path / "out", World())
+    before, after = files_of(folder), files_of(tmp_path / "out")
+    assert set(before) == set(after) == {f"{part}/model.safetensors" for part in PARTS}
+    for file, tensors in before.items():
+        assert list(tensors) == list(after[file])
+        assert all(torch.equal(value, after[file][name]) for name, value in tensors.items())
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+    assert names == sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*"))
+    again = models.load(checkpoint_.save_hf(model, folder, tmp_path / "out", World()), torch.bfloat16)  # over itself
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_path) -> None:
+    """Published tokenizers end with the table: VILA adds its own tokens when it loads one."""
+    folder = split(checkpoint("nvila_lite"), tmp_path / "three")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        raw = json.loads((folder / "llm" / name).read_text())
+        if name == "tokenizer.json":
+            raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in MEDIA]
+        else:
+            raw.pop("added_tokens_decoder", None)
+        (folder / "llm" / name).write_text(json.dumps(raw))
+    config, processor = models.read_config(folder), models.load_processor(folder)
+    rows = config.text_config.vocab_size
+    assert (config.image_token_id, config.video_token_id) == (rows + 1, rows + 2)
+    assert processor.tokenizer.convert_tokens_to_ids(list(MEDIA)) == [rows, rows + 1, rows + 2]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres'"),
+        ({"mm_vision_select_layer": -1}, "mm_vision_select_layer -1"),
+        ({"mm_vision_select_feature": "patch"}, "mm_vision_select_feature 'patch'"),
+    ],
+)
+def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
+    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA computes"):
+        models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
+
+
+def test_vila_1_5_has_one_tile_and_no_line_break(checkpoint, tmp_path) -> None:
+    folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"image_aspect_ratio": "resize"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("image_encoder")
+    (folder / "config.json").write_text(json.dumps(raw))
+    made = models.load_processor(folder)(text=["<image>"], images=[some_image(0, (16, 40))])
+    assert len(made["pixel_values"]) == 1 and len(made["input_ids"][0]) == 4
+
+
+def test_what_takes_one_folder_alone_says_so(checkpoint, tmp_path) -> None:
+    folder = split(checkpoint("nvila_lite"), tmp_path / "three")
+    for what in (verify, lambda place: export([], place, tmp_path / "out", "fp8-block")):
+        with pytest.raises(models.ModelError, match="is stored in three folders .llm, vision_tower, mm_projector."):
+            what(folder)

@@ -1,0 +1,44 @@
+"""A small NVILA in the original layout, made of a one-folder checkpoint by the published names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ELSEWHERE = "/not/here"
+
+
+def split(source: Path, target: Path, more: dict[str, Any] | None = None) -> Path:
+    """`target`, three folders that hold what the one folder `source` does, weights in BF16; `more` for config.json."""
+    raw = json.loads((source / "config.json").read_text())
+    parts = {
+        "llm": {**raw["text_config"], "architectures": ["Qwen2ForCausalLM"]},
+        "vision_tower": {**raw["vision_config"], "architectures": ["SiglipVisionModel"]},
+        "mm_projector": {
+            "architectures": ["MultimodalProjector"], "mm_projector_type": raw["projector_type"],
+            "model_type": "v2l_projector",
+        },
+    }  # fmt: skip
+    weights = load_file(source / "model.safetensors")
+    for part, config in parts.items():
+        (target / part).mkdir(parents=True)
+        (target / part / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}, indent=2))
+        inside = {n.removeprefix(f"{part}."): w for n, w in weights.items() if n.startswith(f"{part}.")}
+        half = {name: weight.to(torch.bfloat16) for name, weight in inside.items()}
+        save_file(half, target / part / "model.safetensors", {"format": "pt"})
+    for name in ("tokenizer*", "chat_template*", "generation*", "preprocessor*"):
+        for file in source.glob(name):
+            shutil.copy(file, target / ("vision_tower" if name == "preprocessor*" else "llm"))
+    top = {
+        "model_type": "llava_llama", "architectures": ["LlavaLlamaModel"], "image_aspect_ratio": "dynamic",
+        "mm_vision_select_layer": -2, "mm_vision_select_feature": "cls_patch", "max_tiles": raw["max_tiles"],
+        "image_encoder": {"_target_": "llava.model.encoders.BasicImageEncoder"}, "torch_dtype": "bfloat16",
+        **{f"{part}_cfg": {"_name_or_path": f"{ELSEWHERE}/{part}"} for part in parts}, **(more or {}),
+    }  # fmt: skip
+    (target / "config.json").write_text(json.dumps(top, indent=2))
+    return target
