@@ -158,7 +158,7 @@ def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
         return str(found)
 
     assert "returns target_sizes, which Octavo does not pass on to the model" in call({"target_sizes": [1]})
-    assert "gives image_sizes of 2 for 3 (image), so that images would take each other's" in call(
+    assert "gives image_sizes of 2 for 3 (image), so that rows would take each other's" in call(
         {"image_sizes": np.zeros((2, 2))}
     )
     check_lengths({"image_sizes": [1, 2]}, {"image_sizes": "image"}, {"image": 2})
