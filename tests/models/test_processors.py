@@ -82,9 +82,7 @@ def test_pixel_limits_of_qwen(checkpoint, limits, tokens):
     assert (inputs["input_ids"] == processor.image_token_id).sum() == tokens
 
 
-@pytest.mark.parametrize(
-    ("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)]
-)
+@pytest.mark.parametrize(("family", "tokens"), [("glm4v", 4), ("ernie4_5_vl_moe", 4), ("mistral3", 4), ("smolvlm", 4)])
 def test_max_pixels_bound_one_image(checkpoint, family, tokens):
     """Of GLM too, whose own limit is that of an image's two frames."""
     processor = models.load_processor(checkpoint(family), max_pixels=256)
