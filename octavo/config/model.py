@@ -25,7 +25,8 @@ class LoadInFp8Section(Section):
     foundation: Frozen = Field(default=None, description="Linear layers and experts of the language model.")
     image_encoder: Frozen = Field(default=None, description="Linear layers of the vision tower.")
     image_projector: Frozen = Field(default=None, description="Linear layers of the projector (merger).")
-    audio_encoder: Frozen = Field(default=None, description="Linear layers of the audio tower.")
+    audio_encoder: Frozen = Field(default=None, description="Linear layers of the tower of sound.")
+    audio_projector: Frozen = Field(default=None, description="Linear layers of the projector of sound.")
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -109,8 +110,8 @@ class ModelSection(Section):
     )
     freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(),
-        description="What is not trained: image_encoder, image_projector, audio_encoder, foundation, lm_head, or globs "
-        'over module names ("**.layers.0.**"). Each must match something.',
+        description="What is not trained: image_encoder, image_projector, audio_encoder, audio_projector, foundation, "
+        'lm_head, or globs over module names ("**.layers.0.**"). Each must match something.',
     )
     attention: Annotated[AttentionSection, _OR_KERNEL] = Field(
         default_factory=AttentionSection,

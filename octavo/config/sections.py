@@ -99,9 +99,8 @@ class Fp8Section(Section):
     wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
     image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
     image_projector: Component | None = Field(default=None, description="Settings of the projector (merger) alone.")
-    audio_encoder: Component | None = Field(
-        default=None, description="Settings of the audio tower alone, with what leads from it into the language model."
-    )
+    audio_encoder: Component | None = Field(default=None, description="Settings of the tower of sound alone.")
+    audio_projector: Component | None = Field(default=None, description="Settings of the projector of sound alone.")
     foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
     lm_head: Head | None = Field(
         default=None,
@@ -150,8 +149,8 @@ class LoraSection(Section):
     targets: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
-        description="What gets adapters: foundation, image_encoder, image_projector, audio_encoder (all their linear "
-        'layers and experts), or globs over module names ("**.q_proj"). Each must match something.',
+        description="What gets adapters: foundation, image_encoder, image_projector, audio_encoder, audio_projector "
+        '(all their linear layers and experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
     exclude: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(), description="Components or globs over module names that get none, though a target names them."
@@ -299,6 +298,7 @@ class RecomputeSection(Section):
     """What the blocks of each component compute again in backward instead of keeping it."""
 
     image_encoder: Recompute = Field(default="none", description="Blocks of the vision tower.")
+    audio_encoder: Recompute = Field(default="none", description="Blocks of the tower of sound.")
     foundation: Recompute = Field(default="none", description="Blocks of the language model.")
 
 
@@ -375,7 +375,8 @@ class TrainSection(Section):
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
         description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "
-        "compute); full (all: they keep their inputs alone). One word, or one for image_encoder and foundation each.",
+        "compute); full (all: they keep their inputs alone). One word, or one for image_encoder, audio_encoder and "
+        "foundation each.",
     )
     offload_activations: bool = Field(
         default=False,

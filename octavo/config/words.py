@@ -42,7 +42,7 @@ RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8"
 USUAL: RecipeName = "blockwise"
 
 #: what `model.freeze` and the `fp8` section know by name
-COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "audio_encoder", "foundation")
+COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation")
 
 
 def _as_tuple(value: Any) -> Any:

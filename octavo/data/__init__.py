@@ -47,6 +47,7 @@ from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, 
 from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
+from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.hub import is_name
 
@@ -54,12 +55,12 @@ if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
-    "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta", "Mixture",
-    "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text",
-    "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader", "pair_set",
-    "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns",
-    "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
+    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
+    "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
+    "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
+    "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader",
+    "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read",
+    "reward_columns", "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +18,8 @@ from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageFile, ImageProblem, load
 from octavo.data.inputs import check_lengths, further
+from octavo.data.sounds import Limits
+from octavo.data.sounds import load as load_sound
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
@@ -29,10 +32,11 @@ _BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement
 
 
 class Wanted(NamedTuple):
-    """A rendered text that is to become tokens, its images pixels."""
+    """A rendered text that is to become tokens, its images pixels, its sounds what the tower of sound takes."""
 
     text: str
     images: tuple[ImageFile, ...] = ()
+    sounds: tuple[Path, ...] = ()
 
 
 Encoding = Generator[Wanted, Outputs, T]
@@ -67,14 +71,19 @@ def together(
 
 
 class Calls:
-    """Calls of a processor (`.tokenizer`, `(text=, images=)`) for several rows at a time. One without
-    `.image_processor` is text-only."""
+    """Calls of a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. One
+    without `.image_processor` sees nothing, one without `.sound_limits` hears nothing."""
 
     def __init__(self, processor: Any, max_image_megapixels: float) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.max_image_megapixels = max_image_megapixels
-        self.multimodal = getattr(processor, "image_processor", None) is not None
-        self.image_token: str | None = processor.image_token if self.multimodal else None
+        self.sees = getattr(processor, "image_processor", None) is not None
+        limits = getattr(processor, "sound_limits", None)
+        self.sound_limits = None if limits is None else Limits(*limits)
+        self.multimodal = self.sees or self.sound_limits is not None
+        self.image_token: str | None = None  # or that of a sound: no family that trains takes both
+        if self.multimodal:
+            self.image_token = processor.image_token if self.sees else processor.audio_token
 
     def tokens(self, texts: list[str]) -> Outputs:
         """What the tokenizer alone makes of texts that hold all their special tokens."""
@@ -85,14 +94,16 @@ class Calls:
         unless their images are too many to be open at once; they are opened here, so that they are no longer."""
         found: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
-        for number, (text, paths) in enumerate(wanted):
+        for number, (text, paths, sounds) in enumerate(wanted):
             try:
-                self._check(text, len(paths))
-                row = _Row(number, text, [load(path, self.max_image_megapixels) for path in paths])
+                self._check(text, len(paths), len(sounds))
+                images = [load(path, self.max_image_megapixels) for path in paths]
+                heard = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
+                row = _Row(number, text, images, heard)
             except (ImageProblem, Mismatch) as problem:
                 found[number] = problem
                 continue
-            group = groups.setdefault((bool(paths), self.bare(text)), [])
+            group = groups.setdefault((bool(paths or sounds), self.bare(text)), [])
             group.append(row)
             if sum(row.pixels for row in group) > OPEN_PIXELS:
                 self._answer(group, found)
@@ -101,11 +112,13 @@ class Calls:
             self._answer(group, found)
         return found
 
-    def _check(self, text: str, images: int) -> None:
-        """That each image has its place: of several rows the sums might agree, and an image go to another row."""
+    def _check(self, text: str, images: int, sounds: int = 0) -> None:
+        """That each image or sound has its place: of several rows the sums might agree, and an image go to another
+        row."""
         places = text.count(self.image_token) if self.image_token is not None else 0
-        if places != images:
-            raise Mismatch(f"the chat template writes {places} places for its {images} image(s)")
+        if places != images + sounds:
+            there = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
+            raise Mismatch(f"the chat template writes {places} places for its {there}")
 
     def bare(self, text: str) -> bool:
         """Whether a template wrote the BOS itself, which then gets no second one."""
@@ -137,6 +150,7 @@ class Calls:
         place = getattr(self.processor, "image_token_id", None)
         try:
             own = parted(outputs, [len(row.images) for row in rows], place, names)
+            _give_sounds(own, outputs, [len(row.sounds) for row in rows], names)
         except DataError as wrong:
             own = [wrong] * len(rows)
         for row, made in zip(rows, own, strict=True):
@@ -157,6 +171,9 @@ class Calls:
         apart = getattr(self.processor, "images_by_row", False)
         images = by_row if apart and any(by_row) else [image for images in by_row for image in images]
         options = {"add_special_tokens": False} if self.bare(texts[0]) else {}
+        if not self.sees:
+            sounds = [sound for row in rows for sound in row.sounds]
+            return dict(self.processor(text=texts, audio=sounds or None, return_offsets_mapping=True, **options))
         if getattr(self.processor, "tells_places", False):
             options["return_text_replacement_offsets"] = True
         return dict(self.processor(text=texts, images=images or None, return_offsets_mapping=True, **options))
@@ -180,10 +197,20 @@ class _Row(NamedTuple):
     number: int
     text: str
     images: list[Any]
+    sounds: list[np.ndarray] = []
 
     @property
     def pixels(self) -> int:
-        return sum(image.width * image.height for image in self.images)
+        return sum(image.width * image.height for image in self.images) + sum(map(len, self.sounds))
+
+
+def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]) -> None:
+    """Give each row what a processor made of its `sounds[k]` sounds. Raises `DataError` as `parted`."""
+    given = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
+    check_lengths(outputs, dict.fromkeys(given, "sound"), {"sound": sum(sounds)})
+    ends = np.cumsum([0, *sounds])
+    for row, start, end in zip(rows, ends, ends[1:], strict=False):
+        row |= {name: np.stack(outputs[name][start:end]) for name in given if end > start}
 
 
 def refused(cause: Exception) -> Mismatch:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.data.conversations import Conversation, Text, Turn
+from octavo.data.conversations import Conversation, ImageRef, Text, Turn
 
 
 def beginning(
@@ -30,6 +30,8 @@ def beginning(
             if isinstance(part, Text):
                 part = Text(part.text[: room + 1])
                 room -= len(part.text)
+            elif not isinstance(part, ImageRef):  # a sound, of which a row is never cut
+                room -= longest
             else:
                 room -= longest * (image_tokens(conversation.images[seen], False) if several else 1)
                 seen += 1

@@ -24,8 +24,9 @@ class Meta:
     """What the trainer wants to know of a batch and the model does not; `batch["meta"]`, taken out before the forward.
 
     One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
-    tokens), `images`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths` (tokens
-    without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no entries.
+    tokens), `images`, `sounds`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths`
+    (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no
+    entries.
     `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.inputs`).
     """
 
@@ -38,6 +39,7 @@ class Meta:
     lengths: tuple[int, ...] = ()
     loss_tokens: tuple[int, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
+    sounds: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -46,6 +48,10 @@ class Meta:
     @property
     def has_image(self) -> bool:
         return any(self.images)
+
+    @property
+    def has_sound(self) -> bool:
+        return any(self.sounds)
 
     @property
     def tokens(self) -> int:
@@ -129,9 +135,9 @@ def collate_pack(
 
 
 def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    if not any(sample.images for sample in samples):
-        return {}
-    found = {"pixel_values": joined(s.pixel_values for s in samples if s.pixel_values is not None)}
+    found: dict[str, np.ndarray] = {}
+    if any(sample.images for sample in samples):
+        found["pixel_values"] = joined(s.pixel_values for s in samples if s.pixel_values is not None)
     if any(s.image_grid_thw is not None for s in samples):
         found["image_grid_thw"] = joined(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
     found |= joined_inputs([s.more for s in samples])
@@ -164,6 +170,7 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
         inputs={name: one.per for s in samples for name, one in s.more.items()},
+        sounds=tuple(s.sounds for s in samples),
     )
 
 

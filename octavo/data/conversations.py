@@ -9,7 +9,8 @@
 
 The first three may hold `system`, a text, where no turn has that role, and what an assistant thinks beside what it
 says, as `reasoning_content` of its turn (or `reasoning`, `thinking`). An image is named by its file, or is there itself
-as {"bytes", "path"}. All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
+as {"bytes", "path"}; sounds are named likewise, under `audio` (:mod:`octavo.data.sounds`). All become a `Conversation`.
+Nothing here opens an image or knows a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from octavo.data.errors import BadSample, RowProblem, shown
 from octavo.data.images import ImageFile, ImageProblem, Picture, locate
+from octavo.data.sounds import AudioRef, placed, sound_part
 from octavo.data.tools import Call, calls_of, tools_of
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
@@ -61,12 +63,12 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. `role` is system, user, assistant or tool; `parts` are texts and images in reading order;
-    `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers, where the
-    row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart."""
+    """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images and sounds in reading
+    order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers,
+    where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart."""
 
     role: str
-    parts: tuple[Text | ImageRef, ...]
+    parts: tuple[Text | ImageRef | AudioRef, ...]
     calls: tuple[Call, ...] = ()
     name: str | None = None
     reasoning: str | None = None
@@ -80,8 +82,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of a data set: its turns, the files of its images in reading order, where it came from, and the `tools`
-    that it offers."""
+    """One row of a data set: its turns, the files of its images and sounds in reading order, where it came from, and
+    the `tools` that it offers."""
 
     turns: tuple[Turn, ...]
     images: tuple[ImageFile, ...] = ()
@@ -89,6 +91,7 @@ class Conversation:
     row: int = 0
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    sounds: tuple[Path, ...] = ()
 
 
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
@@ -100,7 +103,9 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     with naming(raw, file, row) as identity:
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
+        heard = [part.name for turn in turns for part in turn.parts if isinstance(part, AudioRef)]
+        sounds = tuple(locate(images, name, "sound") for name in heard)
+        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw), sounds)
 
 
 @contextmanager
@@ -120,10 +125,13 @@ def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
         raw = object_of(raw)
         if "output" not in raw:
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
-        images = {key: raw[key] for key in ("image", "images", "video", "videos") if key in raw}
+        files = ("image", "images", "video", "videos", "audio", "audios")
+        images = {key: raw[key] for key in files if key in raw}
         answer = {"role": "assistant", "content": _worded(raw, "output")}
-        return _from_messages({**images, "messages": [*instructed(raw), answer]})
+        turns, names = _from_messages({**images, "messages": [*instructed(raw), answer]})
+        return placed(raw, turns, Text), names
     turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
+    turns = placed(raw, turns, Text)
     return [*_system(raw, turns), *turns], names
 
 
@@ -212,8 +220,11 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        parts: list[Text | ImageRef] = []
+        parts: list[Text | ImageRef | AudioRef] = []
         for part in _list(content, f"content of turn {number}"):
+            if (sound := sound_part(part, number)) is not None:
+                parts.append(sound)
+                continue
             text, image = _part(part, number)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
@@ -270,7 +281,7 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
     else:
-        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text or image")
+        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image or audio")
     if not given:
         return None, None
     name = image_name(given[0]) if len(given) == 1 else None

@@ -135,7 +135,7 @@ class DocumentEncoder(Encoder):
                 "the tokenizer has no end token (eos_token), which stands behind every document; name one in "
                 "tokenizer_config.json"
             )
-        self.place = processor.image_token if self.multimodal else ""
+        self.place = processor.image_token if self.calls.sees else ""
         self.unlearned = set(self.image_ids)
         if self.around is not None:
             self.place = self.place.join(self.around)
@@ -165,7 +165,7 @@ class DocumentEncoder(Encoder):
         if not isinstance(row, Document):
             super()._check_template()
             return (yield from super()._encoding(row, given))
-        if row.images and not self.multimodal:
+        if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
         document = self._bounded(row)
         control = self._control(document)
@@ -186,7 +186,7 @@ class DocumentEncoder(Encoder):
         if not isinstance(row, Document):
             super()._check_template()
             return super().written(row)
-        if row.images and not self.multimodal:
+        if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
         document = self._bounded(row)
         text = self._in_places(document)

@@ -20,6 +20,7 @@ from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stret
 from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
+from octavo.data.sounds import AudioRef
 from octavo.data.template import TemplateProblem, check_tools, messages, rendered
 from octavo.data.thinking import Thinking
 
@@ -30,6 +31,9 @@ MARKS = (
     ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
 )
 """Tokens that templates write around the place of an image."""
+
+
+_PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
 class Written(NamedTuple):
@@ -45,9 +49,9 @@ class Written(NamedTuple):
 class Encoder:
     """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
 
-    A processor without `.image_processor` is text-only. Loss falls on assistant turns with their end-of-turn token, but
-    for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for all reasoning; with
-    `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
+    A processor without `.image_processor` and `.sound_limits` is text-only. Loss falls on assistant turns with their
+    end-of-turn token, but for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for
+    all reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
     left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
     fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
     (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
@@ -148,11 +152,12 @@ class Encoder:
 
     def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
         conversation, control, turns, render, text = self._rendered(conversation, given)
-        outputs = None if conversation.images else (yield Wanted(text))
+        files = (conversation.images, conversation.sounds)
+        outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
         spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, given)
         if outputs is None:
-            outputs = yield Wanted(text, conversation.images)
+            outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)
         starts, stops = _offsets(outputs)
         image_mask = self._image_mask(ids)
@@ -194,8 +199,13 @@ class Encoder:
     ) -> tuple[Conversation, tuple[str, ...], Any, Any, str]:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
         the text that they are)."""
-        if conversation.images and not self.multimodal:
+        if conversation.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+        if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
+            if self.calls.sound_limits is None:
+                raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
+            if not conversation.sounds:
+                raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
         conversation = self._bounded(self.thinking.taken(conversation))
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
@@ -224,11 +234,12 @@ class Encoder:
             length=len(ids),
             control=control,
             lost=lost,
-            more=of_row(outputs, further(self.processor)) if pixels is not None else {},
+            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds else {},
             places=image_places(outputs),
             file=row.source,
             row=row.row,
             id=row.id,
+            sounds=len(row.sounds),
         )
 
     def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
@@ -243,7 +254,7 @@ class Encoder:
     def _marks(self) -> frozenset[str]:
         """Words that models take for the place of an image: where they stand there must be one."""
         ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
-        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token"))
+        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
     def _control(self, conversation: Conversation) -> tuple[str, ...]:
@@ -266,7 +277,7 @@ class Encoder:
         characters = sum(len(turn.text) for turn in conversation.turns)
         holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
         where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
-        if self.on_long != "cut":
+        if self.on_long != "cut" or conversation.sounds:
             self._refuse_long(conversation, where)
         if len(kept.images) == 1 < len(conversation.images) and "row" in further(self.processor).values():
             why = cutting.lone(len(conversation.images))
@@ -296,8 +307,8 @@ class Encoder:
         offsets = outputs["offset_mapping"] if outputs else self.calls.tokens([text])["offset_mapping"][0]
         if len(offsets) <= self.seq_length:
             return None
-        if self.on_long != "cut":
-            images = " without its images" if outputs is None else ""
+        if self.on_long != "cut" or conversation.sounds:
+            images = " without its images and sounds" if outputs is None else ""
             self._refuse_long(conversation, self._is_long(len(offsets), images))
         return max(end for _, end in offsets[: self.seq_length])
 
@@ -306,6 +317,8 @@ class Encoder:
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
         file = row.file if isinstance(row, Sample) else row.source
+        if row.sounds and self.on_long == "cut":
+            where += "; a row with sound is not cut"
         if self.on_long == "error":
             raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
                             f"or set data.on_long to {self.ways}")  # fmt: skip
@@ -313,7 +326,7 @@ class Encoder:
 
     def _shorten(self, sample: Sample) -> Sample:
         where = self._is_long(len(sample.input_ids))
-        if self.on_long != "cut":
+        if self.on_long != "cut" or sample.sounds:
             self._refuse_long(sample, where)
         images = cutting.runs(
             sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
@@ -335,7 +348,7 @@ class Encoder:
 def _image_ids(processor: Any) -> frozenset[int]:
     """Every token that a placeholder can grow into, the marks around it included where they grow with it."""
     ids = set(getattr(processor, "image_token_ids", None) or [])
-    ids |= {getattr(processor, name, None) for name in ("image_token_id", "start_image_token_id", "end_image_token_id")}
+    ids |= {getattr(processor, name, None) for name in _PLACES}
     return frozenset(int(i) for i in ids if i is not None)
 
 

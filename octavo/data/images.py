@@ -39,8 +39,8 @@ class ImageProblem(ValueError):
     """An image that cannot be used; the message is the reason of a `BadSample`."""
 
 
-def locate(root: Path, name: str) -> Path:
-    """The file that an image name means: inside `root`, and nowhere else.
+def locate(root: Path, name: str, what: str = "image") -> Path:
+    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else.
 
     `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
     accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
@@ -50,7 +50,7 @@ def locate(root: Path, name: str) -> Path:
     scheme = name.split(":", 1)[0].lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
         raise ImageProblem(
-            f"image {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
         )
     if not name or "\0" in name:
         raise ImageProblem(f"image name {name!r} is not a file name")
@@ -63,14 +63,14 @@ def locate(root: Path, name: str) -> Path:
             path = path.resolve()
         there = path.is_file()
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
-        raise ImageProblem(f"image {name[:80]!r} cannot be looked up ({cause})") from cause
+        raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
     if not path.is_relative_to(root):
         raise ImageProblem(
-            f"image {name!r} lies outside the image folder {root} (at {path}); "
+            f"{what} {name!r} lies outside the image folder {root} (at {path}); "
             f"name the folder that holds it in `images`, or copy it there"
         )
     if not there:
-        raise ImageProblem(f"image {name!r} is missing: no file at {path}; check `images` in the configuration")
+        raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
     return path
 
 

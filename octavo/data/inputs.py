@@ -5,6 +5,7 @@ The processor of a family says in `inputs` which it gives, and what the first di
     token    tokens of the row: kinds of tokens; padded as tokens are, with 0
     image    images: their sizes
     pixels   rows of `pixel_values`: masks of tiles
+    sound    sounds: what they are, and where padding begins
     row      conversations with images: how many images each has
 
 All but those of tokens are joined on the first dimension, over samples in order. Behind it they may differ, as images
@@ -21,7 +22,7 @@ import numpy as np
 
 from octavo.data.errors import DataError
 
-COUNTED = ("token", "image", "pixels", "row")
+COUNTED = ("token", "image", "pixels", "sound", "row")
 
 
 class Input(NamedTuple):
@@ -60,7 +61,7 @@ def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: 
     for name, per in names.items():
         if (there := outputs.get(name)) is not None and per in counts and len(there) != counts[per]:
             raise DataError(
-                f"the processor gives {name} of {len(there)} for {counts[per]} ({per}), so that images would take each "
+                f"the processor gives {name} of {len(there)} for {counts[per]} ({per}), so that rows would take each "
                 "other's; this version of transformers is not the one that the family was taught with"
             )
 

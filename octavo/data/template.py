@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.data.conversations import Conversation, ImageRef, Turn
+from octavo.data.conversations import Conversation, ImageRef, Text, Turn
+from octavo.data.sounds import AudioRef
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -37,9 +38,13 @@ def messages(conversation: Conversation, *, parts: bool, system: str | None = No
     return found
 
 
+#: of images and sounds, as templates ask for them (older ones of Qwen2-Audio by a key alone)
+_PLACE: dict[type, dict[str, Any]] = {ImageRef: {"type": "image"}, AudioRef: {"type": "audio", "audio_url": ""}}
+
+
 def _message(turn: Turn, parts: bool) -> Message:
     content = [
-        {"type": "image"} if isinstance(part, ImageRef) else {"type": "text", "text": part.text} for part in turn.parts
+        {"type": "text", "text": part.text} if isinstance(part, Text) else _PLACE[type(part)] for part in turn.parts
     ]
     more: Message = {"tool_calls": list(turn.calls)} if turn.calls else {}
     if turn.name is not None:

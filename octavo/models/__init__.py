@@ -3,12 +3,13 @@
 from octavo.models.assembly import frozen_names
 from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.deferred import Deferred, defer
-from octavo.models.dummy import attach_dummy_image, dummy_image_inputs
+from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
 from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
+from octavo.models.hearing import hearing_of
 from octavo.models.loading import load, load_split, parameter_count, split
 from octavo.models.packed import Packed, why_not_packed
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
@@ -38,6 +39,7 @@ __all__ = [
     "Quantization",
     "TextProcessor",
     "attach_dummy_image",
+    "attach_dummy_sound",
     "attend",
     "attention_by",
     "axes",
@@ -52,6 +54,7 @@ __all__ = [
     "fresh",
     "frozen_names",
     "generate",
+    "hearing_of",
     "ignored_settings",
     "kernels_here",
     "load",

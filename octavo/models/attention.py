@@ -99,8 +99,14 @@ def use_attention(
 
 
 def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, PreTrainedModel]]:
-    """The parts of a model, or those of a component: its tower has a configuration of its own."""
-    found = [(path, m) for path, m in model.named_modules() if isinstance(m, PreTrainedModel)]
+    """The parts of a model, or those of a component: its tower has a configuration of its own. That of sound stays with
+    torch's attention, which takes the mask of what is no sound."""
+    sound = getattr(model.config, "audio_config", None)
+    found = [
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, PreTrainedModel) and (sound is None or m.config is not sound)
+    ]
     tower = getattr(model.config, "vision_config", None)
     return [
         (path, m) for path, m in found if component is None or (m.config is tower) == (component == "image_encoder")

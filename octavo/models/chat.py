@@ -118,7 +118,7 @@ def _limit(which: int, most: int) -> None:
 
 
 def _rendered(processor: Any, turns: Any) -> str:
-    parts = getattr(processor, "image_processor", None) is not None  # a tokenizer has none either
+    parts = any(getattr(processor, name, None) is not None for name in ("image_processor", "sound_limits"))
     messages = [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns]
     return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=turns[-1][0] == "user"))
 

@@ -3,7 +3,8 @@
 Why: in data-parallel training every rank has to run the same collectives. A rank whose rows hold no image would skip
 the tower, its all-gathers and its reduce-scatters, and the other ranks would wait for ever. And an unfrozen tower that
 a step never reaches has gradients None where others have tensors. So the tower runs on the smallest image, and what
-comes out enters the language model's input as nothing at all: the value is unchanged, the gradient exactly zero.
+comes out enters the language model's input as nothing at all: the value is unchanged, the gradient exactly zero. The
+same of sound, of which the tower hears silence.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
+from octavo.models.hearing import hearing_of
 from octavo.models.vision import vision_of
 
 
@@ -64,18 +66,54 @@ def attach_dummy_image(
     owner = model.get_submodule(family.tower.rpartition(".")[0])
     dummy_image_inputs(model, family)  # a family without images is refused here, not in the first step
 
+    def features() -> Iterator[Tensor]:
+        return _features(owner.get_image_features(**dummy_image_inputs(model, family)))
+
+    return _attach(model, family, "image", enabled, guard, features)
+
+
+def attach_dummy_sound(
+    model: nn.Module,
+    family: Family,
+    enabled: Callable[[], bool],
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> RemovableHandle:
+    """The same of the tower of sound and its projector, on silence: one sound of full length, since towers take no
+    shorter one. Raises ModelError for a family whose way Octavo does not know."""
+    if not family.has_audio:
+        raise ModelError(f"{family.name} takes no sound; only a model with a tower of sound needs a dummy sound.")
+    hearing = hearing_of(model.config)  # type: ignore[arg-type]
+    tower = model.get_submodule(family.audio_tower)
+    globs = family.components["audio_projector"]
+    projectors = [model.get_submodule(glob.removesuffix(".**")) for glob in globs]
+
+    def features() -> Iterator[Tensor]:
+        parameter = next(tower.parameters())
+        heard = tower(hearing.smallest(parameter.device, parameter.dtype)).last_hidden_state
+        for projector in projectors:
+            heard = projector(heard)
+        yield heard
+
+    return _attach(model, family, "sound", enabled, guard, features)
+
+
+def _attach(
+    model: nn.Module, family: Family, what: str, enabled: Callable[[], bool],
+    guard: Callable[[], AbstractContextManager[Any]], features: Callable[[], Iterator[Tensor]],
+) -> RemovableHandle:  # fmt: skip
+    """Let `features` join the input of the language model whenever `enabled()` is true."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not enabled():
             return None
         embeds = kwargs.get("inputs_embeds")
         if embeds is None:
             raise ModelError(
-                f"the language model of {family.name} was called without inputs_embeds, so a dummy image cannot join; "
+                f"the language model of {family.name} was called without inputs_embeds, so a dummy {what} cannot join; "
                 "call the whole model, not its language model alone."
             )
         with guard():
-            output = owner.get_image_features(**dummy_image_inputs(model, family))
-        embeds = _Join.apply(embeds, *_features(output))
+            embeds = _Join.apply(embeds, *features())
         return args, {**kwargs, "inputs_embeds": embeds}
 
     return model.get_submodule(family.language_model).register_forward_pre_hook(hook, with_kwargs=True)

@@ -4,7 +4,8 @@ A family maps `named_modules` names to the components that the configuration spe
 
     image_encoder    the vision tower without what maps into the language model's width
     image_projector  that map: merger, DeepStack mergers, multi_modal_projector
-    audio_encoder    the audio tower, with what leads from it into the language model
+    audio_encoder    the tower of sound, likewise
+    audio_projector  its map
     foundation       the language model: embeddings, decoder blocks, final norm
     lm_head          the output projection (tied or not)
 
@@ -23,10 +24,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.fp8.policy import matches
 from octavo.models.errors import ModelError
-from octavo.models.skeleton import empty, is_vision_config
-from octavo.models.structure import VALUE_HEAD, Undescribed, image_token, parts_of_text, parts_of_vision
+from octavo.models.skeleton import empty, is_audio_config, is_vision_config
+from octavo.models.structure import (
+    VALUE_HEAD,
+    Undescribed,
+    audio_token,
+    image_token,
+    parts_of_text,
+    parts_of_towers,
+)
 
-COMPONENTS = ("image_encoder", "image_projector", "audio_encoder", "foundation", "lm_head")
+COMPONENTS = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation", "lm_head")
 WITHOUT_HEAD = COMPONENTS[:-1]
 
 
@@ -41,6 +49,7 @@ class Family:
     language_model   module name of the decoder whose forward takes `inputs_embeds`
     tower            module name of the vision tower ("" without vision)
     image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
+    audio_tower, audio_token_id   the same of sound; `has_audio`: whether sound goes in
     """
 
     name: str
@@ -50,6 +59,12 @@ class Family:
     language_model: str
     tower: str = ""
     image_token_id: int | None = None
+    audio_tower: str = ""
+    audio_token_id: int | None = None
+
+    @property
+    def has_audio(self) -> bool:
+        return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
         """The component that holds the module of this name, or None for a container above components."""
@@ -79,10 +94,11 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
             "with octavo.models.load."
         )
     taken = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
-    if taken and not is_vision_config(config):
-        raise Undescribed(model_or_config, f"it takes {' and '.join(taken)}, and is no model of images and text")
-    seeing = is_vision_config(config)
-    parts = parts_of_vision(model_or_config) if seeing else parts_of_text(model_or_config)
+    seeing, hearing = is_vision_config(config), is_audio_config(config)
+    if taken and not seeing and not hearing:
+        raise Undescribed(model_or_config, f"it takes {' and '.join(taken)}, and is no model that writes text to it")
+    several = seeing or hearing
+    parts = parts_of_towers(model_or_config, seeing, hearing) if several else parts_of_text(model_or_config)
     family = Family(
         name=config.model_type,
         components=parts.components,
@@ -91,6 +107,8 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         language_model=parts.decoder,
         tower=parts.tower,
         image_token_id=image_token(config) if seeing else None,
+        audio_tower=parts.audio_tower,
+        audio_token_id=audio_token(config) if hearing else None,
     )
     _check(model_or_config, family)
     return family

@@ -16,9 +16,9 @@ from octavo.models.families import COMPONENTS, Family
 def freeze(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[str]:
     """Set `requires_grad=False` on the parameters that `patterns` name; return their names, each once, in model order.
 
-    A pattern is a component (image_encoder, image_projector, audio_encoder, foundation, lm_head) or a glob on dotted
-    module or parameter names; a glob that names a module covers all inside (`**.layers.0`). A tied parameter counts
-    under each of its names: freezing lm_head freezes the embedding that it shares.
+    A pattern is a component (image_encoder, audio_encoder, foundation, lm_head ...) or a glob on dotted module or
+    parameter names; a glob that names a module covers all inside (`**.layers.0`). A tied parameter counts under
+    each of its names: freezing lm_head freezes the embedding that it shares.
 
     Raises ModelError, before anything is changed, for a component the model lacks, a pattern that matches nothing
     (with the nearest names), a malformed pattern, and when nothing would be left to train.

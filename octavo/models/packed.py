@@ -41,6 +41,8 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
+    if getattr(config, "audio_config", None) is not None:
+        return f"model_type {config.model_type!r} takes sound, which packs do not hold in this version"
     if config.model_type in TWO_WAYS:
         return (
             f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "

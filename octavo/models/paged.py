@@ -75,6 +75,8 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
 
 def why_not_paged(model: PreTrainedModel) -> str | None:
     """Why a model's attention cannot be handed over, as the end of a sentence; None where it can."""
+    if getattr(model.config, "audio_config", None) is not None:
+        return f"{type(model).__name__} takes sound, which prompts do not hold in this version"
     if not getattr(type(model), "_supports_attention_backend", False):
         return f"{type(model).__name__} computes attention in its own way, not through transformers' registry"
     if "position_ids" not in inspect.signature(model.forward).parameters:

@@ -19,7 +19,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import add_media
 from octavo.models.skeleton import stock_config
-from octavo.models.trained import TRAINED
+from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 
 class TextProcessor:
@@ -130,6 +130,12 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
+    if raw.get("model_type") in TRAINED_WITH_SOUND:
+        from octavo.models import audio_processors
+
+        if given:
+            raise ModelError(f"{', '.join(given)} given, but {folder} is a model that sees nothing. Remove the limit.")
+        return audio_processors.load(folder, tokenizer, _chat_template(folder, tokenizer))
     if raw.get("model_type") not in TRAINED:
         if "vision_config" in raw:
             raise ModelError(

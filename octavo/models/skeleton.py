@@ -11,10 +11,12 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -93,6 +95,12 @@ def is_vision_config(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
 
 
+def is_audio_config(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a model of this configuration, of several parts, that takes sound and gives text."""
+    known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return known and getattr(config, "audio_config", None) is not None
+
+
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
     """The class of a configuration that generates, or with `scores` the one that gives a conversation numbers. Raises
     ModelError."""
@@ -107,11 +115,13 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
         )
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
+    if is_audio_config(config):
+        return AutoModelForMultimodalLM
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     raise ModelError(
-        f"model_type {config.model_type!r} is neither a model of images and text nor a text-only decoder that "
-        "transformers knows."
+        f"model_type {config.model_type!r} is neither a model of images or sound and text nor a text-only decoder "
+        "that transformers knows."
     )
 
 

@@ -84,6 +84,12 @@ INTERNVL = Special(
         "video_token": "<video>",
     },
 )
+QWEN2_AUDIO = Special(  # its template asks for sounds where others ask for images
+    (*_CHATML_TOKENS, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+    _chatml("<|audio_bos|><|AUDIO|><|audio_eos|>\n").replace("image", "audio"),
+    eos="<|im_end|>",
+    pad="<|endoftext|>",
+)
 LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA, eos="</s>", pad="<unk>", bos="<s>")
 MISTRAL3 = Special(
     ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]",

@@ -2,11 +2,12 @@
 
     decoder    ``get_decoder()``: what takes embeddings of tokens, images' among them
     head       ``get_output_embeddings()`` of the model, else of its decoder; of a model that gives scores its ``score``
-    tower      ``get_encoder(modality="image")``
+    towers     ``get_encoder(modality="image")`` and, of a model that takes sound, ``get_encoder(modality="audio")``
     projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
                those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
-               decoder differ in width, because their last linear layer puts out the decoder's; experts for images
-    audio      what of those is named for sound, its way into the decoder included
+               decoder differ in width, because their last linear layer puts out the decoder's; experts for images.
+               Sound has a projector of its own: it runs over fewer tokens than its tower, and is what one trains beside
+               a frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
 What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
@@ -44,6 +45,14 @@ PROJECTORS: Mapping[str, str] = {
 of a family differ in widths, and a component must not. SigLIP's ``head`` and MiniCPM's ``vit_merger`` are not of them.
 """
 
+AUDIO_PROJECTORS: Mapping[str, str] = {
+    "proj": "Qwen2.5-Omni maps sound into the decoder's width inside the tower",
+    "proj1": "Qwen3-Omni does so in two layers",
+    "proj2": "the second of them",
+    "post_proj_norm": "the norm behind Muse's",
+}
+"""The same of towers for sound."""
+
 _OTHERS = {
     "tower": "a second tower",
     "vision_model": "a second tower",
@@ -65,12 +74,13 @@ class Undescribed(ModelError):
 @dataclass(frozen=True)
 class Parts:
     """``components``: component -> globs over `named_modules` names; ``blocks``: names of the lists of blocks;
-    ``decoder`` and ``tower``: names of modules ("" for no tower)."""
+    ``decoder``, ``tower`` and ``audio_tower``: names of modules ("" for no tower)."""
 
     components: Mapping[str, tuple[str, ...]]
     blocks: tuple[str, ...]
     decoder: str
     tower: str = ""
+    audio_tower: str = ""
 
 
 def parts_of_text(model: PreTrainedModel) -> Parts:
@@ -88,40 +98,53 @@ def parts_of_text(model: PreTrainedModel) -> Parts:
     return Parts({"foundation": (f"{base}.**",), "lm_head": (_names(model)[id(head)],)}, tuple(lists), base)
 
 
-def parts_of_vision(model: PreTrainedModel) -> Parts:
-    """The parts of a model of images and text. Raises Undescribed."""
+def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
+    """The parts of a model of text and images, or sound, or both. Raises Undescribed."""
     _refuse_two(model)
     names = _names(model)
-    decoder, tower = (names.get(id(part), "") for part in (model.get_decoder(), model.get_encoder(modality="image")))
-    base = names[id(model.base_model)]
-    if tower in ("", base):
-        raise Undescribed(model, 'no vision tower: get_encoder(modality="image") finds none')
-    if decoder in ("", base) or _inside(tower, decoder) or _inside(decoder, tower):
+    decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
+    if sees:  # whatever its configuration says
+        hears = names.get(id(model.get_encoder(modality="audio")), "") not in ("", base)
+    asked = {"image": (sees, "vision"), "audio": (hears, "audio")}
+    towers = {of: _tower(model, names, of, word, base) for of, (there, word) in asked.items() if there}
+    if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
+        beside = " and ".join(towers.values())
         raise Undescribed(
-            model, f"its decoder is no module of its own beside the tower {tower}: found {decoder or base}"
+            model, f"its decoder is no module of its own beside the tower {beside}: found {decoder or base}"
         )
     found = _head(model, model.get_submodule(decoder))
     if found is None:
         raise Undescribed(model, "no output projection: neither the model nor its decoder names one")
     head = names[id(found)]
-    mapping = _mapping(model, tower, decoder)
-    rest = covering(model, base, {decoder, tower, head, VALUE_HEAD})
-    audio = tuple(glob for glob in rest if any(word in glob for word in _AUDIO))
-    rest = tuple(glob for glob in rest if glob not in audio)
-    _refuse(model, rest)
-    components = {
-        "image_encoder": covering(model, tower, mapping),
-        "image_projector": (*(f"{name}.**" for name in mapping), *rest, *_experts_of_images(model, decoder)),
-        "audio_encoder": audio,
-        "foundation": covering(model, decoder, {head}),
-        "lm_head": (head,),
-    }
-    seen, read = block_lists(model, tower, mapping), block_lists(model, decoder)
-    if not (seen and read):
-        raise Undescribed(model, f"no list of blocks in {decoder if seen else tower}")
-    heard = [name for glob in audio for name in block_lists(model, glob.removesuffix(".**"))]
-    there = {name: globs for name, globs in components.items() if globs}
-    return Parts(there, (*seen, *heard, *read), decoder, tower)
+    rest = covering(model, base, {decoder, *towers.values(), head, VALUE_HEAD})
+    components: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, list[str]] = {}
+    for of, tower in towers.items():
+        mapping = _mapping(model, tower, decoder, PROJECTORS if of == "image" else AUDIO_PROJECTORS)
+        own = [glob for glob in rest if not sees or _of_sound(glob) == (of == "audio")]
+        _refuse(model, own)
+        components[f"{of}_encoder"] = covering(model, tower, mapping)
+        experts = _experts_of_images(model, decoder) if of == "image" else ()
+        components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own, *experts)
+        lists[tower] = block_lists(model, tower, mapping)
+    if not hears and (sound := tuple(glob for glob in rest if _of_sound(glob))):
+        components["audio_encoder"] = sound
+    components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
+    lists[decoder] = block_lists(model, decoder)
+    if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
+        raise Undescribed(model, f"no list of blocks in {lacking[0]}")
+    return Parts(
+        {name: globs for name, globs in components.items() if globs},
+        tuple(name for blocks in lists.values() for name in blocks),
+        decoder, towers.get("image", ""), towers.get("audio", ""),
+    )  # fmt: skip
+
+
+def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word: str, base: str) -> str:
+    tower = names.get(id(model.get_encoder(modality=modality)), "")
+    if tower in ("", base):
+        raise Undescribed(model, f'no {word} tower: get_encoder(modality="{modality}") finds none')
+    return tower
 
 
 def _experts_of_images(model: nn.Module, decoder: str) -> tuple[str, ...]:
@@ -160,8 +183,15 @@ def image_token(config: Any) -> int | None:
     return getattr(config, "image_token_index", None) if found is None else found
 
 
-def _mapping(model: nn.Module, tower: str, decoder: str) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order."""
+def audio_token(config: Any) -> int | None:
+    """The token whose embedding a feature of sound replaces, where the configuration says it."""
+    found = getattr(config, "audio_token_id", None)
+    return getattr(config, "audio_token_index", None) if found is None else found
+
+
+def _mapping(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
+    """The children of a tower that lead into the decoder, in the tower's order: those of a name that is `known`, and
+    those whose width says it."""
     module, text = model.get_submodule(tower), model.get_submodule(decoder)
     widths = [_puts_out(model.get_submodule(name)) for name in block_lists(model, tower)]
     into = text.get_input_embeddings().weight.shape[-1]  # type: ignore[operator, union-attr]
@@ -169,7 +199,7 @@ def _mapping(model: nn.Module, tower: str, decoder: str) -> list[str]:
     return [
         f"{tower}.{name}"
         for name, child in module.named_children()
-        if name in PROJECTORS or (id(child) not in lists and into not in widths and _puts_out(child) == into)
+        if name in known or (id(child) not in lists and into not in widths and _puts_out(child) == into)
     ]
 
 
@@ -179,8 +209,12 @@ def _puts_out(module: nn.Module) -> int | None:
     return linears[-1].out_features if linears else None
 
 
+def _of_sound(glob: str) -> bool:
+    return any(word in glob for word in _AUDIO)
+
+
 def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
-    """Of what lies outside tower and decoder, refuse what is no projector."""
+    """Of what lies outside towers and decoder, refuse what is no projector."""
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]

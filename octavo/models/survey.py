@@ -1,4 +1,4 @@
-"""Every model of images and text that the installed transformers has: described, planned or refused, and why.
+"""Every model of images or sound and text that the installed transformers has: described, planned or refused, and why.
 
 A model is built as its configuration class makes it by default, on the meta device; what a released folder holds is
 described from that folder. `octavo doctor --families` prints the table, and docs/families.md holds it.
@@ -12,7 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import transformers
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+)
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
@@ -59,6 +63,7 @@ def survey() -> Iterator[Surveyed]:
     """The families in the order of their names, those that Octavo registers with transformers among them. A few
     seconds in all: most of them for importing their code."""
     classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    classes |= {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
     for model_type in sorted(classes):
         with quiet():
             yield look_at(classes[model_type])
@@ -70,7 +75,7 @@ def summary(found: Sequence[Surveyed]) -> str:
     parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
     own = sum(is_own(one.model_type) for one in found)
     known = f"transformers {transformers.__version__}, {own} of Octavo's own"
-    return f"{len(found)} families of images and text ({known}): {parts}."
+    return f"{len(found)} families of images, sound and text ({known}): {parts}."
 
 
 def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
@@ -87,7 +92,7 @@ def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
             return Surveyed(name, UNBUILT, _short(error.__cause__))
         return Surveyed(name, REFUSED, _of(str(error), name).removeprefix("is ").rstrip("."))
     why = why_not_trained(config)
-    if not family.has_vision:
+    if not family.has_vision and not family.has_audio:
         return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
     if why is not None:
         return Surveyed(name, PLANNED, why, *_parts(family))
@@ -109,11 +114,14 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
-    """The fields of :class:`Surveyed` from ``tower`` on."""
-    audio, projector = (
+    """The fields of :class:`Surveyed` from ``tower`` on; what leads from the audio tower into the decoder stands with
+    it, where it is no part of it."""
+    heard, projector = (
         tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
-        for name in ("audio_encoder", "image_projector")
+        for name in ("audio_projector", "image_projector")
     )
+    beside = (name for name in heard if not name.startswith(f"{family.audio_tower}."))
+    audio = tuple(filter(None, (family.audio_tower, *beside)))
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
     return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
 

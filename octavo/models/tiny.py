@@ -2,7 +2,7 @@
 
     config.json, generation_config.json, model.safetensors
     tokenizer.json, tokenizer_config.json, chat_template.jinja
-    preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (vision families)
+    preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (families that see or hear)
 
 All entries name stock transformers classes, or those of Octavo's own families. The same family, size, seed and texts
 give the same bytes (with the same versions of torch and transformers).
@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers import GenerationConfig
 
 from octavo.models import special
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
-from octavo.models.skeleton import is_vision_config
+from octavo.models.skeleton import auto_class
 from octavo.models.special import Special
 from octavo.models.tiny_configs import CONFIGS
 from octavo.models.tiny_files import write_processor
@@ -40,6 +40,7 @@ _SPECIAL: Mapping[str, Special] = {
     "gemma3": special.GEMMA3,
     "glm4v": special.GLM4V,
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
+    "qwen2_audio": special.QWEN2_AUDIO,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),
     **dict.fromkeys(("nvila", "nvila_lite"), special.NVILA),
     "llama": special.LLAMA,
@@ -89,7 +90,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     with quiet():  # SmolVLM's says that its pad_token_id is its decoder's business
         for part in (config, config.get_text_config()):
             part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
-    auto = AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
+    auto = auto_class(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)

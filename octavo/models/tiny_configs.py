@@ -22,6 +22,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+from octavo.models import tiny_hearing as hearing
 from octavo.models import tiny_seeing as seeing
 from octavo.models.onevision import LLaVAOneVision1_5_Config
 from octavo.models.tiny_parts import MAX_POSITIONS, PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
@@ -119,6 +120,7 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "qwen3_5": seeing.qwen3_5,
     "qwen3_5_moe": seeing.qwen3_5_moe,
     "ernie4_5_vl_moe": seeing.ernie4_5_vl_moe,
+    "qwen2_audio": hearing.qwen2_audio,
     "nvila": seeing.nvila,
     "nvila_lite": seeing.nvila_lite,
     "qwen3": lambda size, vocab, ids: Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True)),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.models import tiny_hearing
 from octavo.models.tiny_parts import PATCH
 from octavo.models.tiny_seeing import TILE, TILES, TOKENS
 
@@ -67,7 +68,13 @@ _LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen
 
 
 def write_processor(family: str, directory: Path) -> None:
-    """Write them beside a tokenizer, which gets the processor's name; nothing for a family that sees nothing."""
+    """Write them beside a tokenizer, which gets the processor's name; nothing for a family that neither sees nor
+    hears."""
+    if family == "qwen2_audio":
+        _dump(directory / "preprocessor_config.json", tiny_hearing.EXTRACTOR)
+        _dump(directory / "processor_config.json", tiny_hearing.PROCESSOR)
+        _name(directory, tiny_hearing.PROCESSOR["processor_class"])
+        return
     if family in ("nvila", "nvila_lite"):  # as published: the tower's own processor, and no other
         more = {"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "rescale_factor": 1 / 255}
         _dump(directory / "preprocessor_config.json", {**_HALF, **more, "resample": 3})
@@ -83,8 +90,12 @@ def write_processor(family: str, directory: Path) -> None:
         video = {**frames, **_OF_VIDEOS.get(family, {}), **common, "video_processor_type": video_class}
         _dump(directory / "video_preprocessor_config.json", video)
     _dump(directory / "processor_config.json", {"processor_class": name, **own})
+    _name(directory, name)
+
+
+def _name(directory: Path, processor: str) -> None:
     file = directory / "tokenizer_config.json"
-    _dump(file, {**json.loads(file.read_text()), "processor_class": name})
+    _dump(file, {**json.loads(file.read_text()), "processor_class": processor})
 
 
 def _dump(file: Path, content: dict) -> None:

@@ -13,7 +13,7 @@ import inspect
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
-from octavo.models.skeleton import is_vision_config
+from octavo.models.skeleton import is_audio_config, is_vision_config
 
 TRAINED = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3_5", "qwen3_5_moe"),
@@ -21,6 +21,9 @@ TRAINED = (
     *("nvila", "nvila_lite"),
 )
 """`model_type` of the families whose images become batches here, and that train."""
+
+TRAINED_WITH_SOUND = ("qwen2_audio",)
+"""The same of families of sound."""
 
 TWO_WAYS = ("gemma3",)
 """Those of :data:`TRAINED` whose images attend to themselves both ways: in rows of one sample alone, not in packs."""
@@ -43,8 +46,10 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     """Why a model of this configuration is planned and not trained here, as the end of a sentence; None where it
     trains, as every text-only decoder does."""
     kind = config.model_type
-    if kind in TRAINED or not is_vision_config(config):
+    if kind in (*TRAINED, *TRAINED_WITH_SOUND):
         return None
+    if not is_vision_config(config):
+        return "how sound comes to its tower is not known to Octavo" if is_audio_config(config) else None
     if kind in WAITS:
         return WAITS[kind]
     taken = inspect.signature(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].forward).parameters
@@ -56,5 +61,5 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     if more:
         return f"its forward takes {', '.join(more[:3])}, which no family that trains here has"
     if sound := next((name for name in taken if name.startswith(_SOUND)), None):
-        return f"it takes sounds ({sound}), which rows of Octavo do not have"
+        return f"it takes sounds ({sound}), and how they come to its tower is not known to Octavo"
     return "its image processor and the cuts of its images are not known to Octavo"

@@ -22,13 +22,14 @@ from torch import nn
 from octavo import checkpoint, data, environment, fp8, hub, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, autocasts, gathers_bf16, keep_towers_running
+from octavo.train.forward import Forward, autocasts, chunked_head, gathers_bf16, keep_towers_running
 from octavo.train.optim import adamw
 from octavo.train.phase import SFT, Phase
 from octavo.train.step import Stepper
@@ -231,6 +232,10 @@ def check_family(cfg: Config, world: parallel.World) -> None:
             f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
             "lists what trains"
         )
+    if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
+        raise TrainError(
+            f"train.phase: {cfg.train.phase} is not for models of sound in this version ({config.model_type}). Use sft"
+        )
     if world.size > 1 and config.model_type == "ernie4_5_vl_moe":
         raise TrainError(
             "ernie4_5_vl_moe trains on one rank: its experts for images have no gradient where a micro-batch has no "
@@ -251,7 +256,7 @@ def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.
     """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None
-    head = fp8.chunked_head(model)
+    head = chunked_head(model)
     if isinstance(head, str):
         say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
         return None

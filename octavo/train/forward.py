@@ -39,13 +39,20 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
     return cfg.train.gather == "bf16" and ranks > 1
 
 
+def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
+    """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
+    return fp8.chunked_head(model)
+
+
 class Forward:
     """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
 
-    `images` says whether the batch at hand has an image; the dummy-image hook reads it. Without autocast, pixels come
-    in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
-    ``context``: the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this
-    rank's tokens, and ``dealt`` deals the images of a pack.
+    `images` says whether the batch at hand has an image, `sounds` whether a sound; the dummy hooks read it. Without
+    autocast, pixels come in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are
+    packs (None: none is). ``context``: the ranks that share the tokens of packs (None: none do); then logits, and
+    `keep`, are those of this rank's tokens, and ``dealt`` deals the images of a pack.
     """
 
     def __init__(
@@ -54,7 +61,7 @@ class Forward:
     ) -> None:  # fmt: skip
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
         self.context, self.dealt = context, dealt
-        self.images = False
+        self.images = self.sounds = False
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = dtype or own
         known = inspect.signature(model.forward).parameters
@@ -100,7 +107,7 @@ class Forward:
 
     def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
         """(logits at `keep`, all that the model returned)."""
-        self.images = batch["meta"].has_image
+        self.images, self.sounds = batch["meta"].has_image, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
             for name, value in self._mine(batch).items()
@@ -173,16 +180,15 @@ def log_probs(
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
-    """Let the vision tower run on a dummy image where a micro-batch has none, if it is trained or shared over ranks.
+    """Let the towers run on a dummy image or sound where a micro-batch has none, if they are trained or shared over
+    ranks.
 
     Otherwise a rank without images would miss collectives that the others wait in, and an unfrozen tower would have no
     gradients. The dummy enters no amax history, health figure, GEMM count, and no gradient other than zero.
     """
-    if not family.has_vision:
-        return
-    vision = ("image_encoder", "image_projector")
-    trained = any(
-        p.requires_grad for n, p in model.named_parameters() if family.component_of(n.rpartition(".")[0]) in vision
-    )
-    if trained or world.size > 1:
+    trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
+    shared = world.size > 1
+    if family.has_vision and (shared or trained & {"image_encoder", "image_projector"}):
         models.attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
+    if family.has_audio and (shared or trained & {"audio_encoder", "audio_projector"}):
+        models.attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)

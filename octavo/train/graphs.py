@@ -215,6 +215,7 @@ def why_not_this(model: nn.Module, family: models.Family, balance: float) -> str
     obstacles = {
         "the routers' loss depends on a number of the host; use train.router_aux_loss_coef: 0": bool(balance),
         f"dropout ({dropout}) draws other random numbers in a graph": dropout is not None,
+        f"{family.name} takes sound, which no graph holds in this version": family.has_audio,
         "a vision tower that is trained runs in every batch, and reads image sizes; freeze image_encoder": tower,
     }
     return next((why for why, found in obstacles.items() if found), None)

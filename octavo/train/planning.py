@@ -7,7 +7,7 @@ the plan that it began with, whatever a new measurement would say: its losses mu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -176,7 +176,7 @@ def plan_run(
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
         found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
-        return {"tokens": [dict(tokens.counts), tokens.row, tokens.image, tokens.sample], "found": found.to_json()}
+        return {"tokens": list(astuple(tokens)), "found": found.to_json()}
 
     answer = world.from_main(work)
     tokens = Tokens(*answer["tokens"])

@@ -27,6 +27,7 @@ from octavo.train.update import Loss, Update
 
 Batches = Sequence[dict[str, Any]]
 VISION = ("image_encoder", "image_projector")
+SOUND = ("audio_encoder", "audio_projector")
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,12 @@ class Stepper:
         """Gets what a checkpoint kept, that of all ranks and of others too."""
 
     def forwards(self, batches: Batches) -> dict[str, int]:
-        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image here."""
+        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image here;
+        those of sound, the ones with a sound."""
         with_image = sum(self.forward.sees(batch) for batch in batches)
-        return {c: with_image if c in VISION else len(batches) for c in self.family.components}
+        with_sound = sum(batch["meta"].has_sound for batch in batches)
+        reached = dict.fromkeys(VISION, with_image) | dict.fromkeys(SOUND, with_sound)
+        return {c: reached.get(c, len(batches)) for c in self.family.components}
 
 
 def edges_of(batch: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -18,14 +18,15 @@ _PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
 
 @dataclass(frozen=True)
 class Tokens:
-    """``counts``: component -> tokens of one forward. ``row`` and ``image``: tokens that attend to each
-    other, those of a row of the batch and the patches of an image. ``sample``: in a row that is a pack, those of a
-    sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
+    """``counts``: component -> tokens of one forward. ``row``, ``image`` and ``sound``: tokens that attend to each
+    other, those of a row of the batch, the patches of an image and the places of a sound. ``sample``: in a row that is
+    a pack, those of a sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
 
     counts: Mapping[str, int]
     row: int
     image: int
     sample: int = 0
+    sound: int = 0
 
     @property
     def rows(self) -> int:
@@ -83,10 +84,17 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         counts["image_encoder"] = _mean([patches for patches, _, _ in seen])
         counts["image_projector"] = _mean([tokens for _, tokens, _ in seen])
         image = max(1, sum(patches for patches, _, _ in seen) // sum(images for _, _, images in seen))
+    sound = 0
+    if family.has_audio:
+        hearing = models.hearing_of(config)
+        sounds = [n for batch in batches if (n := sum(batch["meta"].sounds))]
+        sound = hearing.positions if sounds else 0
+        counts["audio_encoder"] = sound and _mean(sounds) * sound
+        counts["audio_projector"] = sound and _mean(sounds) * hearing.features
     known = {name: _rounded(counts[name]) for name in family.components if name in counts}
     lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
     sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
-    return Tokens(known, row, image, sample)
+    return Tokens(known, row, image, sample, sound)
 
 
 def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
@@ -100,15 +108,19 @@ def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Token
             f"tokens were given for {', '.join(unknown)}, which {family.name} lacks; it has "
             f"{', '.join(family.components)}"
         )
-    lacking = [name for name in family.components if name not in asked and name not in ("lm_head", "image_projector")]
+    follow = ("lm_head", "image_projector", "audio_projector")
+    lacking = [name for name in family.components if name not in asked and name not in follow]
     if lacking:
         raise TrainError(f"tokens are missing for {', '.join(lacking)}; give each its tokens a forward, 0 for none")
     counts = dict(asked)
     counts.setdefault("lm_head", asked.get("foundation", 0))
     if "image_projector" in family.components:
         counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
+    if "audio_projector" in family.components:
+        counts.setdefault("audio_projector", asked.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_of(cfg)
-    return Tokens(counts, max(1, counts.get("foundation", 0) // rows), counts.get("image_encoder", 0) // rows)
+    image, sound = (counts.get(tower, 0) // rows for tower in ("image_encoder", "audio_encoder"))
+    return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
 def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
@@ -145,8 +157,15 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
+    sound = 0
+    if "audio_encoder" in components:
+        hearing = models.hearing_of(config)
+        fits = row - answer - 2 >= hearing.features
+        sound = hearing.positions if fits else 0
+        counts |= {"audio_encoder": rows * sound, "audio_projector": rows * hearing.features if fits else 0}
+        message += ", in each a sound of the longest" if fits else f", no sound: one is {hearing.features} tokens"
     known = {name: n for name, n in counts.items() if name in components}
-    return Tokens(known, row, max(0, image)), f"{message}; --tokens says otherwise"
+    return Tokens(known, row, max(0, image), sound=sound), f"{message}; --tokens says otherwise"
 
 
 def _vision(config: Any) -> models.Vision | None:
@@ -173,6 +192,10 @@ def attention_flops(config: Any, tokens: Tokens) -> float | None:
         if vision is not None and tokens.image:
             depth = getattr(vision, "depth", None) or vision.num_hidden_layers
             tower = 4 * tokens.counts.get("image_encoder", 0) * tokens.image * vision.hidden_size * depth
+        heard = getattr(config, "audio_config", None)
+        if heard is not None and tokens.sound:
+            places = tokens.counts.get("audio_encoder", 0) * tokens.sound
+            tower += 4 * places * heard.hidden_size * heard.num_hidden_layers
     except AttributeError:
         return None
     return 3.5 * (decoder + tower)

@@ -58,10 +58,11 @@ def test_defaults():
     ],
 )
 def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_alone(asked, expected):
-    """(the whole model, image encoder and projector, foundation); written out it says the same."""
+    """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
+    written out it says the same."""
     cfg = text(f"fp8: {asked}\n")
-    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS if name != "audio_encoder"]
-    assert recipe_of(cfg.fp8, "audio_encoder") == cfg.fp8.recipe
+    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS if "audio" not in name]
+    assert recipe_of(cfg.fp8, "audio_encoder") == recipe_of(cfg.fp8, "audio_projector") == cfg.fp8.recipe
     assert (cfg.fp8.recipe, *parts) == expected
     assert load_config_text(to_yaml(cfg)) == cfg
     assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"

@@ -122,8 +122,8 @@ def test_what_is_answered_goes_to_who_asked():
         return first, second
 
     def answer(wanted):
-        asked.append([text for text, _ in wanted])
-        return [ValueError("refused") if text == "1a" else "a" for text, _ in wanted]
+        asked.append([one.text for one in wanted])
+        return [ValueError("refused") if one.text == "1a" else "a" for one in wanted]
 
     asked = []
     found = together([row(number) for number in range(4)], answer)

@@ -21,7 +21,7 @@ LINEAR = re.compile(
     r"(layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.((experts\.\d+\.)?(gate|up|down)_proj))"
     r"|blocks\.\d+\.(attn\.(Wqkv|out_proj)|ffn\.(up|down)_proj))\.weight$"
 )
-TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "mlp1", "mm_projector")
+TOWERS = ("visual", "audio_tower", "vision_tower", "vision_model", "multi_modal_projector", "mlp1", "mm_projector")
 BLOCK = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -110,3 +110,22 @@ def test_a_text_model_has_no_dummy_image(checkpoint):
     model = models.load(checkpoint("qwen3"))
     with pytest.raises(models.ModelError, match="qwen3 takes no images"):
         models.attach_dummy_image(model, models.describe(model), lambda: True)
+
+
+def test_silence_reaches_the_tower_of_sound_with_zero_gradients_and_the_same_loss(checkpoint):
+    model = models.load(checkpoint("qwen2_audio"))
+    family = models.describe(model)
+    inputs = {"input_ids": torch.arange(5, 15)[None], "attention_mask": torch.ones(1, 10, dtype=torch.int64)}
+    loss, grads = step(model, inputs)
+    models.attach_dummy_sound(model, family, lambda: True)
+    with_dummy, dummy_grads = step(model, inputs)
+    assert torch.equal(loss, with_dummy)
+    positions = "model.audio_tower.embed_positions.weight"  # sinusoids, which transformers freezes
+    for name, grad in dummy_grads.items():
+        if "audio" in family.component_of(name.rpartition(".")[0]):
+            assert grads[name] is None and (name == positions or torch.count_nonzero(grad) == 0), name
+        else:
+            assert torch.equal(grad, grads[name]), name
+    with pytest.raises(models.ModelError, match="takes no sound"):
+        text = models.load(checkpoint("qwen3"))
+        models.attach_dummy_sound(text, models.describe(text), lambda: True)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTraine
 from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models import tiny
-from octavo.models.trained import TRAINED
+from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
 
@@ -20,16 +20,18 @@ def test_every_parameter_has_one_component(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     assert described.name == family
-    assert described.has_vision == (family in TRAINED)
-    expected = set(models.COMPONENTS) - {"audio_encoder"} if described.has_vision else {"foundation", "lm_head"}
+    assert described.has_vision == (family in TRAINED) and described.has_audio == (family in TRAINED_WITH_SOUND)
+    towers = {"image": described.has_vision, "audio": described.has_audio}
+    parts = {f"{of}_{part}" for of, there in towers.items() for part in ("encoder", "projector") if there}
     found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
-    assert found == expected == set(described.components)
+    assert found == {*parts, "foundation", "lm_head"} == set(described.components)
     layers = described.layers(model)
-    text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
-    seen = 0 if vision is None else getattr(vision, "depth", None) or vision.num_hidden_layers
-    seen -= family.startswith("nvila")  # the tower's last layer never runs
-    assert len(layers) == text.num_hidden_layers + seen >= 2
-    assert len({type(block) for _, block in layers}) == (2 if described.has_vision else 1)
+    text, of = model.config.get_text_config(), "audio_config" if described.has_audio else "vision_config"
+    tower = getattr(model.config, of, None)
+    own = 0 if tower is None else getattr(tower, "depth", None) or tower.num_hidden_layers
+    own -= family.startswith("nvila")  # the tower's last layer never runs
+    assert len(layers) == text.num_hidden_layers + own >= 2
+    assert len({type(block) for _, block in layers}) == 1 + sum(towers.values())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_a_decoder_that_nobody_listed():
 
 
 def test_what_is_no_decoder():
-    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images and text"):
+    with pytest.raises(models.ModelError, match="model_type 't5' is neither a model of images or sound and text"):
         models.empty(T5Config())
     with torch.device("meta"):
         bert = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=1))
@@ -82,7 +84,7 @@ def test_what_is_no_decoder():
 def test_a_text_model_that_takes_images_is_refused(checkpoint):
     model = models.empty(checkpoint("qwen3"))
     model.config.vision_config = PreTrainedConfig()
-    with pytest.raises(models.ModelError, match="it takes vision_config, and is no model of images and text"):
+    with pytest.raises(models.ModelError, match="it takes vision_config, and is no model that writes text to it"):
         models.describe(model)
 
 
@@ -94,7 +96,7 @@ def test_the_parts_have_the_names_that_plans_hold(checkpoint, family):
     if "qwen" in family:
         encoder = [f"visual.{part}" for part in ("blocks", "patch_embed", *["pos_embed"] * third, "rotary_pos_emb")]
         projector, blocks = ["visual.merger", *["visual.deepstack_merger_list"] * third], "visual.blocks"
-    assert list(described.components) == [part for part in models.COMPONENTS if part != "audio_encoder"]
+    assert list(described.components) == ["image_encoder", "image_projector", "foundation", "lm_head"]
     assert sorted(described.components["image_encoder"]) == [f"model.{part}.**" for part in encoder]
     assert described.components["image_projector"] == tuple(f"model.{part}.**" for part in projector)
     assert described.components["foundation"] == ("model.language_model.**",)
@@ -123,12 +125,15 @@ def test_an_audio_tower_is_a_component(checkpoint):
     tower = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(2))})
     model.model.audio_tower, model.model.embed_audio = tower.to("meta"), nn.Linear(64, 64, device="meta")
     family = models.describe(model)
-    assert family.components["audio_encoder"] == ("model.audio_tower.**", "model.embed_audio.**")
+    assert family.components["audio_encoder"] == ("model.audio_tower.**",)
+    assert (
+        family.components["audio_projector"] == ("model.embed_audio.**",) and family.audio_tower == "model.audio_tower"
+    )
     assert family.components["image_projector"] == ("model.multi_modal_projector.**",)
     assert "model.audio_tower.layers.*" in family.layer_globs
     plan = fp8.plan(model, fp8.Policy("rowwise", components={"audio_encoder": "blockwise"}), family.components)
     assert {row.recipe.name for row in plan.rows if row.component == "audio_encoder"} == {"blockwise"}
-    assert models.freeze(model, family, ["audio_encoder"]) == [
+    assert models.freeze(model, family, ["audio_encoder", "audio_projector"]) == [
         name for name, _ in model.named_parameters() if "audio" in name
     ]
     plan = fp8.plan(model, "rowwise", family.components)

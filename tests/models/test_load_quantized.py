@@ -16,7 +16,7 @@ from octavo.models import streaming, tiny
 from octavo.models.assembly import assemble, prepare
 from octavo.models.shards import open_weights
 from octavo.models.skeleton import read_config, skeleton
-from octavo.models.trained import TRAINED
+from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
@@ -80,8 +80,9 @@ def test_published_experts_lie_transposed(checkpoint, tmp_path):
 def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)
     stock = models.load(checkpoint(family))  # fp32, as on disk
-    parts = ["foundation", "image_encoder", *(["image_projector"] if family != "gemma3" else [])]  # whose is no layer
-    asked = dict.fromkeys(parts, kind) if family in TRAINED else kind
+    of = "audio" if family in TRAINED_WITH_SOUND else "image"
+    parts = ["foundation", f"{of}_encoder", *([f"{of}_projector"] if family != "gemma3" else [])]  # whose is no layer
+    asked = dict.fromkeys(parts, kind) if family in (*TRAINED, *TRAINED_WITH_SOUND) else kind
     seen = []
     model = models.load(
         checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail

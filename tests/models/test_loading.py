@@ -104,7 +104,7 @@ def test_a_config_of_an_unknown_or_unfit_model(folder):
     edit_config(folder, model_type="never_heard_of")
     refused(folder, "config.json cannot be used.*never_heard_of")
     edit_config(folder, model_type="clip")
-    refused(folder, "model_type 'clip' is neither a model of images and text")
+    refused(folder, "model_type 'clip' is neither a model of images or sound and text")
 
 
 def test_a_field_of_the_wrong_type(folder):

@@ -17,7 +17,7 @@ from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError, packed, segments, tiny
 from tests.models.conftest import conversation, some_image
 
-APART = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe")  # scores of its own, windows and images both ways, recurrences
+APART = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # scores of its own, both ways, recurrences, sound
 FAMILIES = [f for f in tiny.FAMILIES if f not in APART]
 KINDS = ("mm_token_type_ids", "moe_mm_token_type_ids")  # of tokens
 PADDING = 5

@@ -8,19 +8,19 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from octavo import atomic, models
 from octavo.checkpoint import hf, save_hf
 from octavo.models import tiny
+from octavo.models.skeleton import auto_class
 from octavo.parallel import World
 from tests.models.conftest import batch
 
 
 def stock(path, dtype=torch.float32):
     config = AutoConfig.from_pretrained(path)
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    return auto.from_pretrained(path, dtype=dtype)
+    return auto_class(config).from_pretrained(path, dtype=dtype)
 
 
 class Swapped(nn.Linear):

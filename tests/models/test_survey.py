@@ -37,7 +37,8 @@ def test_some_families():
 @pytest.mark.long
 def test_every_family_of_this_version():
     found = list(survey.survey())
-    assert {one.model_type for one in found} == {c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    names = {one.model_type for one in found}
+    assert names >= {"qwen2_audio", "voxtral", *(c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)}
     for one in found:
         assert one.here in survey.HERE
         described = one.here in (survey.TRAINS, survey.PLANNED)

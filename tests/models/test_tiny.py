@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
 from octavo.models import tiny
+from octavo.models.skeleton import auto_class
 from tests.models.conftest import batch, some_image
 
 
@@ -22,7 +23,7 @@ def test_stock_classes_load_it_and_agree(checkpoint, family):
     folder = checkpoint(family)
     model = models.load(folder)
     vision = models.describe(model).has_vision
-    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    auto = auto_class(model.config)
     inputs = batch(models.load_processor(folder), image=vision)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, auto.from_pretrained(folder)(**inputs).logits)

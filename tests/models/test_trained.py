@@ -30,7 +30,7 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
     [
         (PaliGemmaConfig, "its prompt attends both ways"),
         (Lfm2VlConfig, "its forward takes spatial_shapes, which no family that trains here has"),
-        (Qwen2_5OmniThinkerConfig, "it takes sounds (input_features), which rows of Octavo do not have"),
+        (Qwen2_5OmniThinkerConfig, "it takes sounds (input_features), and how they come to its tower"),
         (Gemma3Config, "its image processor and the cuts of its images are not known"),
     ],
 )
@@ -49,7 +49,8 @@ def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
 
 
 def test_experts_that_a_rank_may_not_reach_stay_on_one(checkpoint):
-    cfg = SimpleNamespace(model=SimpleNamespace(path=checkpoint("ernie4_5_vl_moe")))
+    model, settings = SimpleNamespace(path=checkpoint("ernie4_5_vl_moe")), SimpleNamespace(phase="sft")
+    cfg = SimpleNamespace(model=model, train=settings)
     check_family(cfg, World())
     with pytest.raises(TrainError, match="ernie4_5_vl_moe trains on one rank: its experts for images"):
         check_family(cfg, SimpleNamespace(size=2))

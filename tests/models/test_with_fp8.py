@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
 from octavo.models import tiny
+from octavo.models.skeleton import auto_class
 from octavo.parallel import World
 from tests.models.conftest import batch, conversation, some_image
 
@@ -29,7 +29,7 @@ def test_a_converted_model_saves_as_a_stock_one(checkpoint, tmp_path, family):
     out = save_hf(model, source, tmp_path / "hf", World())
     written, read = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
     assert written.keys() == read.keys() and all(torch.equal(value, read[name]) for name, value in written.items())
-    auto = AutoModelForImageTextToText if described.has_vision else AutoModelForCausalLM
+    auto = auto_class(model.config)
     inputs = batch(models.load_processor(out), image=described.has_vision)
     with torch.no_grad():
         exact, rounded = auto.from_pretrained(out)(**inputs).logits, model(**inputs).logits

@@ -1,4 +1,4 @@
-"""A vision tower under FSDP2 when only one of two ranks has an image: no hang, and the gradients of one process."""
+"""A tower under FSDP2 when only one of two ranks has an image or a sound: no hang, and gradients of one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from octavo.parallel import World, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference
 
+_BLOCKS = ("blocks", "layers")
+
 
 def _vision(world: World, path: str) -> dict:
     return {f"{frozen}": _one_vision(world, path, frozen) for frozen in (True, False)}
@@ -25,24 +27,29 @@ def _one_vision(world: World, path: str, frozen: bool) -> dict:
     rows = _rows(sharded, family)
     for model in (sharded, whole):
         if frozen:
-            models.freeze(model, family, ["image_encoder"])
+            models.freeze(model, family, ["audio_encoder" if family.has_audio else "image_encoder"])
     shard(sharded, family, world)
     batch: dict = {}
-    models.attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
+    if family.has_audio:
+        models.attach_dummy_sound(sharded, family, lambda: "input_features" not in batch)
+    else:
+        models.attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
     for row in rows:
         whole(**row).logits.float().logsumexp(-1).sum().div(100).backward()
     batch = rows[world.rank]
     sharded(**batch).logits.float().logsumexp(-1).sum().div(100).backward()
-    tower = sharded.get_submodule(family.tower)
+    tower = sharded.get_submodule(family.audio_tower or family.tower)
     return {
         "gap": worst_difference(sharded, whole),
         "tower_sharded": all(isinstance(p, DTensor) for p in tower.parameters()),
-        "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith("blocks")),
+        "tower_trains": any(p.grad is not None for n, p in tower.named_parameters() if n.startswith(_BLOCKS)),
     }
 
 
 def _rows(model: nn.Module, family: models.Family) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
+    if family.has_audio:
+        return _heard(model, family, generator)
     image = models.dummy_image_inputs(model, family)
     image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=generator)
     ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
@@ -52,9 +59,22 @@ def _rows(model: nn.Module, family: models.Family) -> list[dict]:
     return [with_image, {"input_ids": ids[1], "mm_token_type_ids": kinds[1]}]
 
 
+def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) -> list[dict]:
+    hearing = models.hearing_of(model.config)
+    ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
+    ids[0, 0, 2:4] = family.audio_token_id
+    mask = torch.zeros(1, hearing.frames, dtype=torch.int64)
+    mask[:, :7] = 1
+    sound = torch.randn(1, hearing.bins, hearing.frames, generator=generator)
+    asked = {"attention_mask": torch.ones_like(ids[0])}
+    heard = {"input_ids": ids[0], "input_features": sound, "feature_attention_mask": mask}
+    return [{**heard, **asked}, {"input_ids": ids[1], **asked}]
+
+
 @pytest.mark.long
-def test_a_rank_without_an_image_runs_the_tower_too(tmp_path):
-    path = tiny.write("qwen3_vl", tmp_path / "model", size="mini")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_audio"])
+def test_a_rank_without_an_image_runs_the_tower_too(family, tmp_path):
+    path = tiny.write(family, tmp_path / "model", size="mini")
     for answer in ranks.run(_vision, 2, str(path)):
         for frozen, got in answer.items():
             assert got["gap"] < 1e-4, (frozen, got)

@@ -70,7 +70,8 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
     text = (attention_flops(config, Tokens(tokens.counts, tokens.row, 0, tokens.sample)) or 0.0) / 3.5
     tower = (attention_flops(config, tokens) or 0.0) / 3.5 - text
     flops["attention"], forward["attention"] = 3 * (text + tower), text + tower
-    again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower})
+    sound = tower if tokens.sound and not tokens.image else 0.0  # no family is trained on both
+    again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower - sound, "audio_encoder": sound})
     decoder = decoder_of(config, plan, cfg.train.exchange)
     low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] else 4
     rows = Rows(
@@ -132,11 +133,14 @@ def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, 
 
 
 def _elements(config: Any, tokens: Tokens) -> float:
-    """Values of hidden states between operations of blocks, of both towers."""
+    """Values of hidden states between operations of blocks, of all towers."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     found = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
     depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
-    return found + tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
+    found += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
+    sound = getattr(config, "audio_config", None)
+    places = tokens.counts.get("audio_encoder", 0)
+    return found + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
 
 
 def _updated(sizes: Footprints, cfg: Config, layout: Layout) -> float:

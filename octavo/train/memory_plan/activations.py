@@ -37,7 +37,7 @@ from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
 from octavo.train import base, build, critic, losses, routing
 from octavo.train.errors import TrainError
-from octavo.train.forward import model_dtype
+from octavo.train.forward import chunked_head, model_dtype
 from octavo.train.memory import made_by_model
 from octavo.train.tokens import Tokens
 
@@ -138,7 +138,7 @@ def _counted(
     small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
     base.dress(small, dressed, family, cfg)
-    head = fp8.chunked_head(small) if cfg.train.logits == "chunked" else None
+    head = chunked_head(small) if cfg.train.logits == "chunked" else None
     small.train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)
@@ -377,10 +377,30 @@ def _batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTe
     patches = tokens.counts.get("image_encoder", 0)
     if family.has_vision and patches and tokens.image:
         batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode)
+    if family.has_audio and tokens.sound:
+        batch |= _sounds(model.config, ids, tokens.counts["audio_encoder"], family.audio_token_id, mode)
     known = inspect.signature(model.forward).parameters
     if "mm_token_type_ids" in known and family.has_vision:
         batch["mm_token_type_ids"] = (ids == family.image_token_id).to(torch.int64)
     return batch
+
+
+def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """Sounds of full length, as many as the tokens of the encoder make, which the first rows of ``ids`` get."""
+    hearing = models.hearing_of(config)
+    many = max(1, round(places / hearing.positions))
+    each = -(-many // len(ids))  # in one row
+    if each * (hearing.features + 1) >= ids.shape[1]:
+        raise TrainError(
+            f"{places} places of sounds become {each} x {hearing.features} tokens in a row of {ids.shape[1]}. Give "
+            "fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
+        )
+    for number in range(many):
+        row, start = number // each, (number % each) * (hearing.features + 1) + 1
+        ids[row, start : start + hearing.features] = token
+    with mode:
+        heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
+    return {"input_features": heard, "feature_attention_mask": torch.ones(many, hearing.frames, dtype=torch.int64)}
 
 
 def _images(

@@ -83,7 +83,12 @@ class Footprint:
         more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
-            "tokens": {**self.tokens.counts, "row": self.tokens.row, "image": self.tokens.image},
+            "tokens": {
+                **self.tokens.counts,
+                "row": self.tokens.row,
+                "image": self.tokens.image,
+                "sound": self.tokens.sound,
+            },
             "bytes": dict(self.kinds),
             "total": self.total,
             "per_token": dict(self.per_token),
@@ -338,7 +343,7 @@ class Footprints:
 
     def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
         """Component -> FLOPs of its linear layers in one forward of these tokens; attention with the language model."""
-        key = (tokens.row, tokens.image, *tokens.counts.values())
+        key = (tokens.row, tokens.image, tokens.sound, *tokens.counts.values())
         if key not in self._flops:
             out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
             attention = attention_flops(self.model.config, tokens)
@@ -349,8 +354,9 @@ class Footprints:
     def input_of(self, component: str, cfg: Config) -> int:
         """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
         config = self.model.config
-        vision = component == "image_encoder"
-        width = (config.vision_config if vision else config.get_text_config()).hidden_size
+        towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
+        own = getattr(config, towers[component]) if component in towers else config.get_text_config()
+        width = own.hidden_size
         return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property

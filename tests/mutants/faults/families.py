@@ -24,9 +24,21 @@ area(
     ),
     (
         "families-sound-in-the-projector", "models/structure.py",
-        "if glob not in audio)", "if glob)",
-        "an audio tower is the projector's too",
+        'if not sees or _of_sound(glob) == (of == "audio")]', 'if not sees or of == "image"]',
+        "what leads from an audio tower is the projector's too",
         "models/test_families.py",
+    ),
+    (
+        "sounds-of-one-token", "models/hearing.py",
+        "LEAST = 2", "LEAST = 1",
+        "a sound of one token goes to the model, which takes it for a placeholder of the old form",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-beyond-the-window", "data/sounds.py",
+        "<= file.frames <= limits.longest", "<= file.frames",
+        "a sound that is too long is cut by the stock processor, without a word",
+        "data/test_sounds.py",
     ),
     (
         "plan-padding-of-one-side", "fp8/policy/padding.py",

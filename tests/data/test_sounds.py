@@ -1,0 +1,164 @@
+"""Rows with sound: where it stands, what is refused, and what becomes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo import models
+from octavo.data import AudioRef, BadSample, DataError, LongSample, parse
+from octavo.data import sounds as of_sound
+from octavo.data.collate import collate
+from octavo.data.encode import Encoder
+from octavo.models import tiny
+
+soundfile = pytest.importorskip("soundfile", reason="rows with sound need the extra `audio`")
+RATE = 16000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sounds good and bad, and in `tiny/` a model that hears a second."""
+    made = tmp_path_factory.mktemp("sounds")
+    tiny.write("qwen2_audio", made / "tiny", size="mini")
+    wave = 0.4 * np.sin(np.arange(RATE) / 3)
+
+    def write(name: str, samples: np.ndarray, rate: int = RATE, **how: str) -> None:
+        soundfile.write(made / name, samples, rate, **how)
+
+    write("half.wav", wave[: RATE // 2])
+    write("half.flac", wave[: RATE // 2])
+    write("whole.wav", wave)
+    write("both.wav", np.stack([wave[:8000], np.zeros(8000)], axis=1), subtype="FLOAT")
+    write("long.wav", np.concatenate([wave, wave[:1]]))
+    write("one_token.wav", wave[:960])
+    write("two_tokens.wav", wave[:961])
+    write("empty.wav", wave[:0])
+    write("slow.wav", wave[:8000], 8000)
+    write("nan.wav", np.full(4000, np.nan), subtype="FLOAT")
+    write("odd.aiff", wave[:8000])
+    whole = (made / "half.flac").read_bytes()
+    (made / "cut.flac").write_bytes(whole[: len(whole) // 2])
+    (made / "noise.wav").write_bytes(b"RIFF and no more")
+    return made
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path):
+    return models.load_processor(folder / "tiny")
+
+
+def row(folder: Path, *names: str, text: str = "<audio>what?", **more):
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "a tone"}]
+    listed = {"audio": names[0] if len(names) == 1 else list(names)} if names else {}
+    return parse({"messages": turns, **listed, **more}, "messages", file="rows", row=3, images=folder)
+
+
+def test_three_ways_to_say_where_a_sound_stands(folder):
+    listed = row(folder, "half.wav", "half.flac", text="a<audio>b<audio>c")
+    parts = [{"type": "text", "text": "a"}, {"type": "audio", "audio": "half.wav"}, {"type": "text", "text": "b"},
+             {"type": "audio", "path": "half.flac"}, {"type": "text", "text": "c"}]  # fmt: skip
+    named = row(folder, text=parts)
+    openly = row(folder, text=[{"type": "audio"} if "type" in p and p["type"] == "audio" else p for p in parts],
+                 audios=["half.wav", "half.flac"])  # fmt: skip
+    assert listed == named == openly
+    assert [part.name for part in listed.turns[0].parts if isinstance(part, AudioRef)] == ["half.wav", "half.flac"]
+    assert [sound.name for sound in listed.sounds] == ["half.wav", "half.flac"]
+    llava = {"conversations": [{"from": "human", "value": "<audio>what?"}, {"from": "gpt", "value": "a tone"}]}
+    alpaca = {"instruction": "<audio>what?", "output": "a tone"}
+    for form, raw in (("llava", llava), ("sharegpt", llava), ("alpaca", alpaca)):
+        found = parse({**raw, "audio": "half.wav"}, form, file="rows", row=3, images=folder)
+        assert found.turns == row(folder, "half.wav").turns and len(found.sounds) == 1
+    assert row(folder, text="the tag <audio> of HTML").sounds == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "said"),
+    [
+        (("half.wav",), "what?", "0 <audio> placeholder.s. in its text and 1 sound"),
+        (("half.wav",), "<audio><audio>", "2 <audio> placeholder.s. in its text and 1 sound"),
+        ((), [{"type": "audio"}], "1 <audio> placeholder.s. in its text and 0 sound"),
+        (("half.wav",), [{"type": "audio", "audio": "half.wav"}], "keep one way"),
+        ((), [{"type": "audio", "audio": {"bytes": "x"}}], "expected one path in audio, path"),
+        (("none.wav",), "<audio>", "sound 'none.wav' is missing"),
+        (("../x.wav",), "<audio>", "lies outside"),
+        ((3,), "<audio>", "expected the name of a wav or flac file"),
+    ],
+)
+def test_what_no_row_may_say(folder, names, text, said):
+    with pytest.raises(BadSample, match=said):
+        row(folder, *names, text=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("long.wav", r"is too long: 1.00 s, and the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
+        ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
+        ("empty.wav", "is empty"),
+        ("slow.wav", r"has 8000 samples a second, and the model hears 16000; resample it \(ffmpeg"),
+        ("nan.wav", "no numbers"),
+        ("odd.aiff", "is AIFF; convert it to wav or flac"),
+        ("cut.flac", "is truncated|cannot be decoded"),
+        ("noise.wav", "cannot be decoded"),
+    ],
+)
+def test_files_that_are_refused(folder, processor, name, said):
+    with pytest.raises(BadSample, match=said):
+        Encoder(processor, 128).encode(row(folder, name))
+
+
+def test_a_sound_takes_its_place(folder, processor):
+    """As many tokens as the model makes of it; answers alone are learned; neighbours change nothing."""
+    encoder = Encoder(processor, 128)
+    rows = [row(folder, "half.wav"), row(folder, text="no sound"), row(folder, "two_tokens.wav", "whole.wav",
+            text="<audio><audio>?")]  # fmt: skip
+    alone, together = [encoder.encode(one) for one in rows], encoder.encode_all(rows)
+    place = processor.audio_token_id
+    assert [int((sample.input_ids == place).sum()) for sample in alone] == [12, 0, 2 + 25]
+    for one, same in zip(alone, together, strict=True):
+        assert np.array_equal(one.input_ids, same.input_ids) and np.array_equal(one.labels, same.labels)
+        assert one.more.keys() == same.more.keys() and one.sounds == same.sounds
+        assert all(np.array_equal(one.more[name].values, same.more[name].values) for name in one.more)
+        said = processor.tokenizer.decode(one.labels[one.labels != -100])
+        assert said == "a tone<|im_end|>"
+    batch = collate(together, 0)
+    assert batch["input_features"].shape == (3, 32, 100) and batch["meta"].sounds == (1, 0, 2)
+    assert batch["feature_attention_mask"].sum(-1).tolist() == [50, 7, 100]
+    assert "pixel_values" not in batch and batch["meta"].has_sound and not batch["meta"].has_image
+    assert not collate([alone[1]], 0)["meta"].has_sound
+
+
+def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
+    limits = of_sound.Limits(RATE, 961, RATE)
+    wav, flac, both = (of_sound.load(folder / name, limits) for name in ("half.wav", "half.flac", "both.wav"))
+    assert np.allclose(wav, flac, atol=1e-4) and wav.dtype == np.float32 and wav.shape == (8000,)
+    assert np.allclose(2 * both, wav, atol=1e-3)
+
+
+def test_rows_with_sound_are_not_cut(folder, processor):
+    with pytest.raises(LongSample, match="a row with sound is not cut"):
+        Encoder(processor, 16, on_long="cut").encode(row(folder, "half.wav"))
+    with pytest.raises(DataError, match="raise train.seq_length"):
+        Encoder(processor, 16, on_long="error").encode(row(folder, "half.wav"))
+
+
+def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, processor, tmp_path):
+    tiny.write("qwen3", tmp_path / "text", size="mini")
+    with pytest.raises(BadSample, match="holds a sound, but the model takes none"):
+        Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
+    with pytest.raises(BadSample, match="spells the model's own placeholder"):
+        Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
+    with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
+        processor(text=["none"], audio=[np.zeros(4000, np.float32)])
+    with pytest.raises(models.ModelError, match="sees nothing. Remove the limit"):
+        models.load_processor(folder / "tiny", max_pixels=4096)
+
+
+def test_without_soundfile_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
+    with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:
+        Encoder(processor, 128).encode(row(folder, "half.wav"))
+    assert not isinstance(caught.value, BadSample)
