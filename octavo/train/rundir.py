@@ -344,8 +344,8 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
     changed = list(_differences(saved, settings(cfg)))
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
-        if cfg.train.epochs is not None and any(key == "train.steps" for key, _, _ in changed):
-            shown += " (train.epochs makes them of the rows of data.train: did those change?)"
+        if any(key == "train.steps" for key, _, _ in changed):
+            shown += " (where train.epochs was given, they are made of the rows of data.train: did those change?)"
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
             "schedule and FP8 settings (run.* may change, the seed may not; train.recompute may, where blocks are not "

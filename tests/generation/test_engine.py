@@ -24,7 +24,7 @@ FAMILIES = {
     "qwen3_moe": 64,
     **dict.fromkeys((*FEW, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite"), 6),
 }
-ASKED_OTHERWISE = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe")  # by transformers, one by one
+ASKED_OTHERWISE = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # by transformers, one by one
 assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny.FAMILIES)
 
 

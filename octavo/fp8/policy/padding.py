@@ -38,7 +38,7 @@ def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Pad
             free, along = padded_sizes(n, k, casts.b, contracted)
             sizes = (free, along) if contracted else (along, free)
         found.append(sizes)
-    if not found:
+    if not found or not n * k:
         return Padding(shape, 0.0)
     part = sum(a * b / (n * k) - 1 for a, b in found) / len(found)
     return Padding((max(a for a, _ in found), max(b for _, b in found)), part)
