@@ -264,8 +264,9 @@ def model(tmp_path_factory):
     ],
     ids=" ".join,
 )
-def test_what_looks_at_a_model_answers_within_five_seconds_of_importing_torch(argv, model):
-    """CPU seconds, the best of up to three; doctor imports torch in a second process as well."""
+def test_what_looks_at_a_model_takes_few_times_what_importing_torch_does(argv, model):
+    """CPU seconds, the best of up to three: five more than torch's 1.6, told in torch's, which a busy machine stretches
+    as much; doctor imports torch in a second process as well."""
 
     def spent(arguments):
         before = cpu_seconds()
@@ -273,8 +274,8 @@ def test_what_looks_at_a_model_answers_within_five_seconds_of_importing_torch(ar
         assert done.returncode == 0, done.stderr + done.stdout
         return cpu_seconds() - before
 
-    torch = min(spent(["-c", "import torch"]) for _ in range(2)) * (2 if argv == ["doctor"] else 1)
-    assert any(spent(["-m", "octavo", *argv]) < torch + 5 for _ in range(3))
+    torch = min(spent(["-c", "import torch"]) for _ in range(2))
+    assert any(spent(["-m", "octavo", *argv]) < (3.2 + (2 if argv == ["doctor"] else 1)) * torch for _ in range(3))
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "plan"])
