@@ -37,7 +37,7 @@ lint: install     ## ruff: lint and format
 types: install    ## the type checker on fp8/ and config/
 	$(BIN)/mypy
 
-test: lint types  ## what every change must pass, in about 6 minutes on 2 cores; says what it cost
+test: lint types  ## what every change must pass, in about 8 minutes on 2 cores; says what it cost
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
