@@ -111,7 +111,7 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "llava_onevision": (stocked.LlavaOnevisionImageTextProcessor, LlavaOnevisionImages),
     "smolvlm": (stocked.SmolVLMImageTextProcessor, SmolVLMImages),
     "gemma3": (stocked.Gemma3ImageTextProcessor, Gemma3Images),
-    "glm4v": (stocked.Glm4vImageTextProcessor, Glm4vImages),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), (stocked.Glm4vImageTextProcessor, Glm4vImages)),
     "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
     "nvila": (NvilaProcessor, NvilaImages),
     "nvila_lite": (NvilaProcessor, NvilaImages),

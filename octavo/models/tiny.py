@@ -38,7 +38,7 @@ _SPECIAL: Mapping[str, Special] = {
     "llava_onevision": special.LLAVA_ONEVISION,
     "smolvlm": special.SMOLVLM,
     "gemma3": special.GEMMA3,
-    "glm4v": special.GLM4V,
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), special.GLM4V),
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
     "qwen2_audio": special.QWEN2_AUDIO,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),

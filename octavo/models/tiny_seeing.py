@@ -10,6 +10,8 @@ from transformers import (
     Ernie4_5_VLMoeConfig,
     Gemma3Config,
     Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm46VConfig,
     LlavaOnevisionConfig,
     Mistral3Config,
     PreTrainedConfig,
@@ -100,17 +102,32 @@ def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab)
-    rotated = decoder["hidden_size"] // decoder["num_attention_heads"] // 2  # half of each head
+def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
+    """Rotary turns half of each head."""
+    rotated = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
     decoder["rope_parameters"] = rope(rotated, partial_rotary_factor=0.5)
     more = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
-    return Glm4vConfig(
-        text_config=decoder,
-        vision_config=qwen_vision(decoder["hidden_size"], **more),
+    return {
+        "text_config": decoder,
+        "vision_config": qwen_vision(decoder["hidden_size"], **more),
         **_ids(ids, image="<|image|>", video="<|video|>"),
         **_around(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
-    )
+    }
+
+
+def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm4vConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm46v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm46VConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A dense layer, then one of eight experts and one that takes every token."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    decoder = {**text(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
+    return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
