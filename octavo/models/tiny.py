@@ -94,7 +94,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)
-        _fill_projection(model)
+        _fill_zeros(model)
     model.generation_config = GenerationConfig(
         eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=first
     )
@@ -104,12 +104,15 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     write_processor(family, directory)
 
 
-def _fill_projection(model: torch.nn.Module) -> None:
-    """Gemma 3's projection begins at zero in transformers: nothing of an image would come through, and no gradient
-    would reach the tower."""
-    for name, parameter in model.named_parameters():
+def _fill_zeros(model: torch.nn.Module) -> None:
+    """What transformers begins at zero and no test could tell from what was lost. Nothing of an image would come
+    through Gemma 3's projection, and no gradient would reach the tower; the corrections of routers, which training
+    without them leaves as they are, choose experts with the scores."""
+    for name, values in model.state_dict().items():
         if name.endswith("mm_input_projection_weight"):
-            torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+            torch.nn.init.normal_(values, std=values.shape[0] ** -0.5)
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(values, std=0.01)
 
 
 def _require_same(made: Path, target: Path, family: str) -> None:
