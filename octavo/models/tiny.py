@@ -31,14 +31,14 @@ from octavo.models.tokens import train_tokenizer
 
 FAMILIES = tuple(CONFIGS)
 _SPECIAL: Mapping[str, Special] = {
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special.QWEN_VL),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special.QWEN_VL),
     "llavaonevision1_5": special.QWEN_VL,
     "internvl": special.INTERNVL,
     "mistral3": special.MISTRAL3,
     "llava_onevision": special.LLAVA_ONEVISION,
     "smolvlm": special.SMOLVLM,
     "gemma3": special.GEMMA3,
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), special.GLM4V),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), special.GLM4V),
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
     "qwen2_audio": special.QWEN2_AUDIO,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),

@@ -119,6 +119,8 @@ CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
     "glm4v": seeing.glm4v,
     "glm46v": seeing.glm46v,
     "glm4v_moe": seeing.glm4v_moe,
+    "glm_ocr": seeing.glm_ocr,
+    "qwen2_vl": seeing.qwen2_vl,
     "qwen3_5": seeing.qwen3_5,
     "qwen3_5_moe": seeing.qwen3_5_moe,
     "ernie4_5_vl_moe": seeing.ernie4_5_vl_moe,

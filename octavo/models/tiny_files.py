@@ -22,6 +22,7 @@ _GLM = {**_PAIRS, "size": {"shortest_edge": 2 * _CELL, "longest_edge": 2 * 256 *
 #: family -> (processor, its own entries, image processor, its entries, video processor or None)
 _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = {
     "qwen3_vl": ("Qwen3VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen3VLVideoProcessor"),
+    "qwen2_vl": ("Qwen2VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
     "llavaonevision1_5": (
         "Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", {**_PATCHES, "temporal_patch_size": 1},
@@ -62,7 +63,11 @@ _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | Non
 }  # fmt: skip
 #: what videos have otherwise than images: pairs of frames, and no times drawn on them, which wants a font
 _OF_VIDEOS = {"ernie4_5_vl_moe": {"temporal_patch_size": 2, "draw_on_frames": False}}
-_LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "glm4v_moe": "glm4v"}
+_LIKE = {
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
+    "glm4v_moe": "glm4v",
+    "glm_ocr": "glm46v",
+}
 
 
 def write_processor(family: str, directory: Path) -> None:
