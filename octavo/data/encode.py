@@ -21,10 +21,11 @@ from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.sounds import AudioRef
-from octavo.data.template import TemplateProblem, check_tools, messages, rendered
+from octavo.data.template import TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.thinking import Thinking
 
 NOTHING_LEFT = "nothing to learn is left after the cut"
+LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
 MARKS = (
     ("<|vision_start|>", "<|vision_end|>"),  # Qwen
     ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
@@ -177,7 +178,7 @@ class Encoder:
         labels[image_mask] = IGNORE
         sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost)
         if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
-            raise Mismatch("its answers hold no token to learn from")
+            raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
         return sample
 
     def _learned(
@@ -211,6 +212,7 @@ class Encoder:
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)
+        check_system(text, turns, render, given is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, rendered(turns, self._render, given is None))
         return conversation, control, turns, render, text

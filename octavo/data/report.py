@@ -21,7 +21,7 @@ def left_out(answers: int) -> list[tuple[str, str]]:
     """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
     why = (
         f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
-        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
+        "answers; set data.split_turns: true, or data.template_args.preserve_thinking: true if the template reads it"
     )
     return [(LEFT_OUT, why)] if answers else []
 
