@@ -83,7 +83,7 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """One row of a data set: its turns, the files of its images and sounds in reading order, where it came from, and
-    the `tools` that it offers."""
+    the `tools` that it offers. The `given` first answers are context, and not learned."""
 
     turns: tuple[Turn, ...]
     images: tuple[ImageFile, ...] = ()
@@ -92,6 +92,7 @@ class Conversation:
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     sounds: tuple[Path, ...] = ()
+    given: int = 0
 
 
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:

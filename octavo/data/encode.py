@@ -141,8 +141,9 @@ class Encoder:
         return together([self.encoding(row) for row in rows], self.calls)
 
     def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
-        """Makes one conversation a `Sample`, whose first `given` answers belong to the prompt and have no labels. None:
-        all of it is a prompt, and what opens the answer (the generation prompt) is appended. Raises as `encode`."""
+        """Makes one conversation a `Sample`, whose first `given` answers (or `conversation.given`, where these are
+        more) belong to the prompt and have no labels. None: all of it is a prompt, and what opens the answer (the
+        generation prompt) is appended. Raises as `encode`."""
         try:
             sample = yield from self._encoding(conversation, given)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
@@ -156,7 +157,8 @@ class Encoder:
         files = (conversation.images, conversation.sounds)
         outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
-        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, given)
+        before = max(given or 0, conversation.given)
+        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, before)
         if outputs is None:
             outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)
@@ -169,7 +171,7 @@ class Encoder:
             shift = Expansion([image.growth for image in replaced(told)], starts, stops)
         for start, end in image_places(outputs):
             image_mask[start:end] = True
-        answers = [shift.tokens(start, end) for start, end in spans]
+        answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
         if self.train_on_prompt:
             labels[:] = ids

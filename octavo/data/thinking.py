@@ -93,15 +93,16 @@ class Thinking:
     def learned(
         self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], given: int = 0
     ) -> tuple[list[tuple[int, int]], int]:
-        """(what of each answer is learned, how many are not, since their reasoning was left out), of a conversation
-        that was rendered as `whole`. `spans` are its answers behind the `given` first ones. Raises `TemplateProblem`.
-        """
+        """(what of each answer is learned, nothing of one whose reasoning was left out; how many these are), of a
+        conversation that was rendered as `whole`. `spans` are its answers behind the `given` first ones. Raises
+        `TemplateProblem`."""
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][given:]
         asked = _last_question(messages)
         found, lost = [], 0
         for number, (start, end) in zip(answers, spans, strict=False):
             thought = self._thought(whole[start:end], messages[number], number, number < asked)
             if thought is None:
+                found.append((start, start))
                 lost += 1
                 continue
             begin = self._begin(whole, start, end, thought)

@@ -1,10 +1,8 @@
 """Reasoning in rows, through templates in the shape of published ones: what is found, learned, masked or refused."""
 
-import copy
 import json
 
 import pytest
-from transformers import AddedToken
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
@@ -13,30 +11,6 @@ from octavo.data.thinking import parted
 from tests.data.chat_templates import TEMPLATES
 
 ENDED = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def processors(models):
-    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
-    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
-    for processor in made.values():
-        processor.tokenizer = copy.deepcopy(processor.tokenizer)
-        processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-    return made
-
-
-@pytest.fixture
-def encoder(processors):
-    """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
-
-    def made(template, args=(), kind=Encoder, **options):
-        processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
-        processor.tokenizer = copy.copy(processor.tokenizer)
-        processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
-        processor.template_args = dict(args)
-        return kind(processor, 512, **options)
-
-    return made
 
 
 def row(*answers, **more):
@@ -50,8 +24,8 @@ def row(*answers, **more):
 
 
 def learned(encoder, sample):
-    """The stretches of a sample that have labels, as text; they are its answers."""
-    spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers]
+    """The stretches of a sample that have labels, as text; they are its answers, but for those that are context."""
+    spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers if end]
     labelled = encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
     assert labelled == "".join(spoken)
     return spoken
