@@ -159,6 +159,8 @@ class Encoder:
         reach = self._reach(conversation, text, outputs)
         before = max(given or 0, conversation.given)
         spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, before)
+        wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
+        spans = [(start, end if learn else start) for (start, end), learn in zip(spans, wanted, strict=False)]
         if outputs is None:
             outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)

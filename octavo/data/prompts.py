@@ -20,7 +20,6 @@ from typing import Any
 from octavo.data.batched import Encoding
 from octavo.data.conversations import (
     PLACEHOLDER,
-    REASONING,
     ROLES,
     Conversation,
     ImageRef,
@@ -209,7 +208,7 @@ def as_messages(value: Any, role: str) -> list[Any]:
 def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
     if "role" in turn:
         return turn
-    more = {key: turn[key] for key in REASONING if key in turn}
+    more = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if turn["from"] == "function_call":
         return {"role": "assistant", "content": None, "tool_calls": turn["value"], **more}
     return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"], **more}

@@ -104,16 +104,18 @@ class Split:
 
 
 def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
-    """(turns up to the last answer, answers before it) of each question that has an answer. Turns of the user behind
-    one another ask one question."""
-    found, before, answers, stop = [], 0, 0, 0
+    """(turns up to the last answer, answers before it) of each question that has an answer to learn. Turns of the user
+    behind one another ask one question."""
+    found = []
+    before = answers = stop = 0
+    learned = False
     for number, turn in enumerate(turns, 1):
-        if turn.role == "user" and answers > before:
-            found.append((stop, before))
-            before = answers
-        elif turn.role == "assistant":
-            answers, stop = answers + 1, number
-    return [*found, (stop, before)] if answers > before else found
+        if turn.role == "assistant":
+            answers, stop, learned = answers + 1, number, learned or turn.learned
+        elif turn.role == "user" and answers > before:
+            found += [(stop, before)] if learned else []
+            before, learned = answers, False
+    return [*found, (stop, before)] if learned else found
 
 
 def upto(conversation: Conversation, stop: int, given: int) -> Conversation:

@@ -23,6 +23,7 @@ from octavo.train import evaluation
 from tests.data.test_thinking import CALL, ENDED, TOOL, TURNS, WITHIN, as_messages, block, learned, row
 
 USER, SAID, TOLD, SYSTEM = (Turn(role, (Text("x"),)) for role in ("user", "assistant", "tool", "system"))
+KEPT = Turn("assistant", (Text("x"),), learned=False)
 CALLED = Turn("assistant", (), ({"function": CALL},))
 
 
@@ -35,6 +36,7 @@ CALLED = Turn("assistant", (), ({"function": CALL},))
         ([USER, CALLED, TOLD, SAID, USER, CALLED, TOLD, CALLED, TOLD, SAID], [(4, 0), (10, 2)]),
         ([USER, SAID, SYSTEM, USER, SAID, USER], [(2, 0), (5, 1)]),  # the last question has no answer
         ([USER, CALLED, TOLD, USER, SAID, TOLD], [(2, 0), (5, 1)]),
+        ([USER, KEPT, USER, SAID, KEPT, USER, KEPT], [(5, 1)]),
         ([USER], []),
     ],
 )
@@ -103,6 +105,13 @@ def test_a_question_that_nobody_answers_is_left_out(folder, encoder):
     assert len(rows) == 1 and learned(made, made.encode(rows[0])) == [f"r1\n</think>\n\na1{ENDED}"]
 
 
+def test_sounds_belong_to_their_question(folder):
+    for name in ("a.wav", "b.wav"):
+        (folder.path / name).write_bytes(b"nobody listens")
+    rows = split(folder.read([folder.llava("<audio>q1", "a1", "<audio>q2", "a2", audio=["a.wav", "b.wav"])]))
+    assert [[path.name for path in rows[n].sounds] for n in (0, 1)] == [["a.wav"], ["a.wav", "b.wav"]]
+
+
 def test_a_prompt_with_an_answer_is_split_too(folder, encoder):
     asked = {"prompt": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}], "answer": ["a2", "x"]}
     made, rows = encoder("qwen3_5"), split(folder.read([asked, {"prompt": "q"}]))
@@ -158,10 +167,12 @@ run: {{dir: {path}/run}}
 @pytest.fixture
 def cfg(folder):
     rows = [row(*((f"r{n}{m}", f"a{n}{m}") for m in range(1 + n % 4))) for n in range(8)]
-    rows[5]["messages"][-1]["content"] = "long " * 200
+    rows[5]["messages"][1]["content"] = "long " * 200  # and so both of its questions are
     folder.json(rows)
     held = {**row(("r1", "a1"), ("r2", "a2"), "a3"), "source": ["one", "two", "three"]}
-    folder.json([row("a0"), held], "held.json")
+    seen = {**row("a1"), "images": [folder.image()]}
+    seen["messages"][0]["content"] = "<image>"
+    folder.json([row("a0"), held, seen], "held.json")
     return load_config_text(CONFIG.format(path=folder.path))
 
 
@@ -175,7 +186,7 @@ def seen(loader, steps, of):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, encoder, cfg, packing):
-    """20 questions in 8 rows, one of them too long; packed or not, by workers or here, whole or after a stop."""
+    """20 questions in 8 rows, two of them too long; packed or not, by workers or here, whole or after a stop."""
     made = encoder("qwen3_5")
     cfg = override(cfg, ["data.packing=true", "data.window=20"]) if packing else cfg
     said = []
@@ -186,10 +197,14 @@ def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, enc
     assert rows_of_an_epoch(cfg, lambda: None) == 20 == sum(loader.mixture.sizes)
     whole = seen(loader, 9, made)
     epoch = [text for step in whole for text in step][: len(loader.packs(0)) if packing else 20]
-    wanted = {f"r{n}{m}\n</think>\n\na{n}{m}" for n in range(8) for m in range(1 + n % 4)} - {"r51\n</think>\n\na51"}
-    assert sorted("".join(epoch).split(ENDED)[:-1]) == sorted(wanted) and len(wanted) == 19
+    wanted = {f"r{n}{m}\n</think>\n\na{n}{m}" for n in range(8) for m in range(1 + n % 4)}
+    wanted -= {f"r5{m}\n</think>\n\na5{m}" for m in range(2)}
+    assert sorted("".join(epoch).split(ENDED)[:-1]) == sorted(wanted) and len(wanted) == 18
     records = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [(one["row"], one["question"], one["action"]) for one in records] == [(5, 2, "dropped")]
+    assert sorted((one["row"], one["question"], one["action"]) for one in records) == [
+        (5, 1, "dropped"),
+        (5, 2, "dropped"),
+    ]
     first = train_loader(cfg, made.processor)
     seen(first, 2, made)
     place = {"place": first.place} if packing else {"start_row": first.rows}
@@ -203,13 +218,14 @@ def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, enc
 def test_held_out_questions_are_numbered_as_in_their_conversation(encoder, cfg):
     """Also those that are context, or that a template leaves out: `source` of a row names each."""
     made = encoder("qwen3_5")
-    for chosen, wanted in ((cfg, [(0, 0), (1, 0), (1, 1), (1, 2)]),
-                           (override(cfg, ["data.split_turns=false"]), [(0, 0), (1, 2)])):  # fmt: skip
+    for chosen, wanted in ((cfg, [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]),
+                           (override(cfg, ["data.split_turns=false"]), [(0, 0), (1, 2), (2, 0)])):  # fmt: skip
         found = eval_set(chosen, made.processor, micro_batch=2)
         pieces: list = []
         for batch in found:
             evaluation._judge(torch.zeros(*batch["input_ids"].shape, len(made.tokenizer)), batch, pieces)
         assert [(piece["row"], piece["answer"]) for piece in pieces] == wanted
-        named = [found.origin(piece["file"], piece["row"], piece["answer"]) for piece in pieces if piece["row"]]
-        assert named == [("one", "two", "three")[number] for _, number in wanted[1:]]
-        assert found.rows == (4 if chosen is cfg else 2)
+        named = [found.origin(piece["file"], piece["row"], piece["answer"]) for piece in pieces]
+        assert named[1:-1] == [("one", "two", "three")[number] for _, number in wanted[1:-1]]
+        assert named[0].endswith("held.json:0") and named[-1].endswith("a.png")
+        assert found.rows == (5 if chosen is cfg else 3)

@@ -6,7 +6,8 @@ import pytest
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
-from octavo.data.report import LEFT_OUT
+from octavo.data.report import CONTROL, LEFT_OUT
+from octavo.data.splitting import split
 from octavo.data.thinking import parted
 from tests.data.chat_templates import TEMPLATES
 
@@ -135,6 +136,12 @@ def test_reasoning_that_a_template_loses_is_told(folder, encoder):
         encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
 
 
+def test_a_template_may_read_reasoning_by_another_name(folder, encoder):
+    made = encoder(TEMPLATES["qwen3_5"].replace("m.reasoning_content", "m.thinking"))
+    for answers in (APART, RAW):
+        assert learned(made, made.encode(folder.read([row(*answers)])[0])) == [f"{block(2, False)}{ENDED}"]
+
+
 def test_raw_output_gets_no_second_block(folder, encoder):
     """A template that asks for both marks would write an empty block before "r1</think>a1"."""
     both = TEMPLATES["qwen3_5"].replace("'</think>' in text", "'<think>' in text and '</think>' in text")
@@ -150,6 +157,9 @@ def test_an_answer_may_speak_of_the_marks(folder, encoder):
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
     made = encoder("qwen3_vl", mask_reasoning=True)
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
+    asked = [{"role": "user", "content": "Is it <think>?"}, {"role": "assistant", "content": "Look, </think> ends it."}]
+    with pytest.raises(BadSample, match="without the mark <think>"):  # the question's is no mark of the answer
+        made.encode(folder.read([{"messages": asked}])[0])
     blind = TEMPLATES["qwen3_5"].replace("m.reasoning_content is string", "false")  # it takes such words to pieces
     with pytest.raises(BadSample, match="takes away words of message 2: 'Models write'"):
         encoder(blind).encode(folder.read([row(said)])[0])
@@ -232,6 +242,58 @@ def test_bad_reasoning_is_named(folder, change, message):
         folder.read([{"messages": good}, {"messages": [good[0], {**good[1], **change}, *good[2:]]}])[1]
 
 
+def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
+    """As OpenAI's rows say it, or others; such an answer is no reason for a row of its own."""
+    for template, last in (("qwen3_vl", "a3"), ("qwen3_5", "r3\n</think>\n\na3")):
+        made, third = encoder(template), "a3" if template == "qwen3_vl" else ("r3", "a3")
+        for key, value in (("weight", 0), ("loss", False), ("train", 0.0)):
+            given = row("a1", "a2", third)
+            given["messages"][1][key], given["messages"][3][key] = value, 1
+            sample = made.encode(folder.read([given])[0])
+            assert learned(made, sample) == [f"a2{ENDED}", last + ENDED] and sample.answers[0] == (0, 0)
+            rows = split(folder.read([given]))
+            assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
+    spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
+    for asked, format in (({"conversations": spoken}, "sharegpt"), ({"prompt": spoken, "completion": None}, "prompt")):
+        assert learned(made, made.encode(folder.read([asked], format=format)[0])) == [f"a2{ENDED}"]
+    with pytest.raises(BadSample, match="has no assistant turn that is learned .weight 0., so there is nothing to"):
+        folder.read([{"conversations": spoken[:2]}], "none.json")[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"from": "gpt", "value": "x", "tool_calls": [{"name": "look"}]}, "has tool_calls, .* calls as a turn of func"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "look"}}, "has function_call, .*tool_calls"),
+        ({"role": "assistant", "content": "x", "images": ["a.png"]}, "has images; list files in the row, or write the"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "has the weight 0.5; expected 1 or 0, true or false"),
+    ],
+)  # fmt: skip
+def test_what_a_turn_asks_in_vain_is_told(folder, turn, message):
+    asked = {"from": "human", "value": "q"} if "from" in turn else {"role": "user", "content": "q"}
+    with pytest.raises(BadSample, match=f"turn 2 {message}"):
+        folder.read([{"conversations": [asked, turn]}])[0]
+
+
+@pytest.mark.parametrize("where", ["reasoning", "arguments", "tools"])
+def test_what_is_spelt_out_of_sight_is_found(folder, encoder, where):
+    """Control tokens in reasoning, in a call's arguments and in tools become what they spell, as in words."""
+
+    def spelling(said):
+        turns = row(("r1", "a1"))["messages"]
+        if where == "reasoning":
+            turns[1]["reasoning_content"] = said
+            return {"messages": turns}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look", "arguments": {"at": said}}]}
+        turns[1:1] = [call, {"role": "tool", "content": "x"}] if where == "arguments" else []
+        return {"messages": turns, "tools": [{**TOOL, "description": said if where == "tools" else ""}]}
+
+    made = encoder("qwen3_5")
+    with pytest.raises(BadSample, match=r"its text spells the model's own placeholder '<\|image_pad\|>'; remove it"):
+        made.encode(folder.read([spelling("<|image_pad|>")])[0])
+    assert [action for action, _ in made.encode(folder.read([spelling(ENDED)], "b.json")[0]).notes] == [CONTROL]
+
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"name": "look", "arguments": {"at": "sea"}}
 TURNS = [
@@ -296,6 +358,7 @@ def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
 
 ANSWER = {"role": "assistant", "content": "a1", "reasoning": "r1"}
 SPOKEN = {"from": "gpt", "value": "a1", "thinking": "r1"}
+RAW_TURNS = [{"from": "human", "value": "q2"}, {"from": "gpt", "value": "a2"}]
 
 
 @pytest.mark.parametrize(

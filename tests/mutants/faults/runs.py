@@ -90,6 +90,12 @@ area(
         "data/test_thinking.py",
     ),
     (
+        "context-of-a-question-is-learned", "data/encode.py",
+        "max(given or 0, conversation.given)", "given or 0",
+        "answers are learned again in each later row of a conversation that is split",
+        "data/test_splitting.py",
+    ),
+    (
         "answers-begin-with-the-mark", "data/answers.py",
         "for length in range(len(opening), 0, -1):", "for length in range(0):",
         "what a prompt opens is learned",
