@@ -143,7 +143,7 @@ class Thinking:
         if self.shut and not self.mask_reasoning:
             raise TemplateProblem(
                 f"message {number + 1} has reasoning, and prompts end with a closed block of thinking, behind which a "
-                "model writes none; leave enable_thinking out of data.template_args, set data.mask_reasoning: true, or "
+                "model writes none; set enable_thinking: true in data.template_args, or data.mask_reasoning: true, or "
                 "remove the reasoning"
             )
 
