@@ -85,7 +85,7 @@ area(
     ),
     (
         "answers-without-their-reasoning-are-learned", "data/thinking.py",
-        "                lost += 1\n                continue\n", "                lost += 1\n",
+        "found.append((start, start))", "found.append((start, end))",
         "an answer whose reasoning was left out is learned",
         "data/test_thinking.py",
     ),
