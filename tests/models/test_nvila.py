@@ -112,7 +112,31 @@ HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20)
 @pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
 def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
     """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
-    assert NvilaImages(size={"height": 8, "width": 8}).grid(*size) == (tiles, 1, 1)
+    assert images_of().grid(*size) == (tiles, 1, 1)
+
+
+def images_of(**limits: int) -> NvilaImages:
+    """Of a model with tiles of 8 x 8 pixels."""
+    images = NvilaImages(size={"height": 8, "width": 8})
+    images.of(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
+    return images
+
+
+def test_the_model_says_how_many_tiles_there_may_be() -> None:
+    """12 where it says nothing, and more than transformers' processor has by itself where it does."""
+    assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
+    assert images_of(min_tiles=3).grid(8, 8)[0] == 5
+    for limits in ({"min_tiles": 0}, {"max_tiles": 0}, {"min_tiles": 7, "max_tiles": 6}, {"max_tiles": 65}):
+        with pytest.raises(ValueError, match=r"min_tiles \d and max_tiles \d+ are no limits within 1 and 64"):
+            images_of(**limits)
+
+
+def test_tiles_are_made_bicubic() -> None:
+    image = some_image(1, (20, 9))
+    (*tiles, whole) = images_of()(images=[image])["pixel_values"]
+    for size, made in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
+        wanted = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
+        assert np.allclose(made, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
