@@ -126,6 +126,12 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
     """12 where it says nothing, and more than transformers' processor has by itself where it does."""
     assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
     assert images_of(min_tiles=3).grid(8, 8)[0] == 5
+    for limits, most in (
+        ({}, 13),
+        ({"max_tiles": 1}, 1),
+        ({"s2_scales": [448, 896]}, 12),
+    ):  # planned for
+        assert models.vision_of(nvila.NvilaLiteConfig(**limits)).most == most
     for limits in ({"min_tiles": 0}, {"max_tiles": 0}, {"min_tiles": 7, "max_tiles": 6}, {"max_tiles": 65}):
         with pytest.raises(ValueError, match=r"min_tiles \d and max_tiles \d+ are no limits within 1 and 64"):
             images_of(**limits)

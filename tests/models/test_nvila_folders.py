@@ -67,6 +67,28 @@ def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> N
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+def test_a_decoder_that_ties_its_head(checkpoint, tmp_path) -> None:
+    """As the small ones do, whose llm/ has no lm_head: in all layouts, though only the decoder's part says so."""
+    folder = split(checkpoint("nvila_lite"), tmp_path / "three")
+    edit(folder / "llm" / "config.json", tie_word_embeddings=True)
+    file = folder / "llm" / "model.safetensors"
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file, {"format": "pt"})
+    one = export(models.stream(folder), folder, tmp_path / "one", "bf16").directory
+    edit(one / "config.json", "tie_word_embeddings")
+    assert "llm.lm_head.weight" not in load_file(one / "model.safetensors")
+    for place in (folder, one):
+        model = models.load(place, torch.bfloat16)
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        checkpoint_.save_hf(model, place, tmp_path / "out" / place.name, World())
+        before, after = files_of(place), files_of(tmp_path / "out" / place.name)
+        assert before.keys() == after.keys()
+        for name, held in before.items():
+            assert held.keys() == after[name].keys()
+            assert all(torch.equal(value, after[name][leaf]) for leaf, value in held.items())
+
+
 def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_path) -> None:
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
     config, processor = models.read_config(folder), models.load_processor(folder)

@@ -59,7 +59,6 @@ class NvilaLiteConfig(PreTrainedConfig):
         min_tiles: int = 1,
         max_tiles: int = 12,
         s2_scales: Sequence[int] | None = None,
-        tie_word_embeddings: bool = False,
         **more: Any,
     ) -> None:
         self.text_config = _text(text_config)
@@ -79,7 +78,8 @@ class NvilaLiteConfig(PreTrainedConfig):
         side = self.vision_config.image_size
         if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
             raise ValueError(f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, from one on")
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
+        tied = bool(getattr(self.text_config, "tie_word_embeddings", False))  # whatever stands above
+        super().__init__(**{**more, "tie_word_embeddings": tied})
 
     @property
     def merge(self) -> int:

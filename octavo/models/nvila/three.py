@@ -66,7 +66,6 @@ def read_three(folder: Path) -> NvilaLiteConfig:
         min_tiles=top.get("min_tiles") or 1,
         max_tiles=1 if cut == "resize" else top.get("max_tiles") or 12,
         s2_scales=scales,
-        tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
         name_or_path=str(folder),
     )
 
