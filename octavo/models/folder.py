@@ -102,7 +102,7 @@ def one_folder(folder: Path, what: str) -> None:
     if parts := parts_of(folder):
         raise ModelError(
             f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes models of one folder alone. "
-            "Train and ask it as it is; octavo.models.load(...).save_pretrained(...) writes its weights as one folder."
+            f"`octavo export {folder} DIR --format bf16` makes one of it."
         )
 
 
