@@ -111,7 +111,7 @@ def fake_forward(
         _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
         return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
         raise TrainError(
@@ -243,7 +243,7 @@ def _shrunk(
     shapes: dict[str, list[int]] = {tower: [] for tower in towers}
     blocks = family.layers(model)
     memo: dict[int, Any] = {
-        id(block): _Passing(shapes[name.rpartition(".")[0]])
+        id(block): _passing(block, shapes[name.rpartition(".")[0]])
         for i, (name, block) in enumerate(blocks)
         if i not in stands
     }
@@ -267,11 +267,17 @@ class _Passing(nn.Module):
     """In place of a block that does not run: hands the hidden states on in the form that the block would."""
 
     def __init__(self, parts: list[int]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the block's class
         self.parts = parts  # filled by the blocks of this tower that run, the first of them before all others
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, *[None] * (self.parts[0] - 1)) if self.parts else hidden_states
+
+
+def _passing(block: nn.Module, parts: list[int]) -> nn.Module:
+    """Of the block's class: transformers counts layers by it, where a projector asks for the output of one."""
+    kind = type(block)
+    return type(f"Passing{kind.__name__}", (_Passing, kind), {})(parts)
 
 
 def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from octavo import models
 from octavo.models import shapes
 from octavo.train import planning
 from octavo.train.errors import TrainError
@@ -35,6 +36,25 @@ def test_objects_that_the_caller_froze_stay_frozen(make, place) -> None:
     assert gc.get_freeze_count() > 100_000
     sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0)).of(cfg)
     assert gc.get_freeze_count() > 100_000
+
+
+@pytest.mark.parametrize("family", ["mistral3", "llava_onevision"])
+def test_a_deep_tower_of_which_a_layer_is_asked_for(make, tmp_path, family: str) -> None:
+    """Layers that do not run count where the projector asks for the output of one by its number."""
+    cfg = make("fp8.recipe=off")
+    kept = []
+    for depth in (5, 10):
+        config = models.tiny_config(family, "mini")
+        config.vision_config.num_hidden_layers = depth
+        model = models.empty(config)
+        described = models.describe(model)
+        plan, _, _ = planning.plan_model(cfg, model, described)
+        tokens = Tokens({"foundation": 64, "lm_head": 64, "image_encoder": 32, "image_projector": 32}, 64, 16)
+        all_of = Footprints(cfg, model, described, plan, tokens, device="cpu")
+        kept.append(all_of.forward(cfg, 1).blocks["image_encoder"])
+    assert kept[1] == 2 * kept[0] > 0
+    masks = 4 * 32**2 if family == "mistral3" else 0  # over all patches, in fp32
+    assert all_of.of(cfg).parts.get("mask", 0) == masks
 
 
 def test_the_largest_shard_is_counted() -> None:
