@@ -8,10 +8,15 @@ and get a line break behind each line. Of several images none is cut: each is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers.image_processing_utils import select_best_resolution
+
+
+def alone(counts: Iterable[int]) -> list[bool]:
+    """Whether each image is the only one of its row, by how many the rows have, in order."""
+    return [count == 1 for count in map(int, counts) for _ in range(count)]
 
 
 def tiles(config: Any, size: Sequence[int], alone: bool) -> int:
