@@ -86,6 +86,18 @@ def test_padded_rows_have_the_logits_of_rows_alone(loaded, source, family):
         assert float((together[row, :count] - own[0]).abs().max()) <= TOLERANCE, row
 
 
+def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):
+    """Mistral 3's stock model takes the width for the number of features."""
+    model, processor = loaded("mistral3")
+    names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
+    rows = folder.read([folder.llava("<image>what?", "3", image=name) for name in names])
+    dot, more = Encoder(processor, 512).encode_all([rows[0], rows[1]])
+    own, _ = logits(model, collate([dot], 0))
+    together, _ = logits(model, collate([dot, more], 0))
+    assert (dot.input_ids == processor.image_token_id).sum() == 1
+    assert float((together[0, : len(dot.input_ids)] - own[0]).abs().max()) <= TOLERANCE
+
+
 def test_images_of_gemma_see_themselves_both_ways(loaded, source):
     """Without kinds of tokens its stock model says nothing, and looks back alone."""
     model, processor = loaded("gemma3")
