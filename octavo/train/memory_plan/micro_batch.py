@@ -122,8 +122,7 @@ def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _
     """Images that are cut because each is the only one of its row (of its sample, in a pack): as few as have so many
     tiles. A single tile is one of several images."""
     tiles = max(1, round(patches / vision.cells / rows))
-    most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
-    each, alone = -(-tiles // most), tiles > 1
+    each, alone = -(-tiles // vision.most), tiles > 1
     size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
     length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
     more = {

@@ -203,6 +203,21 @@ def test_tokens_without_data_are_said(make) -> None:
     assert "micro_batch 2 x train.seq_length 128" in said and "4 patches" in said
 
 
+@pytest.mark.parametrize("length", [40, 90, 128, 400])
+@pytest.mark.parametrize("packing", [False, True])
+def test_tokens_that_are_assumed_can_be_counted(make, length: int, packing: bool) -> None:
+    """Images cut into tiles have line breaks besides, and no more tiles than their grids."""
+    more = ("data.packing=true", "train.micro_batch=1") if packing else ()
+    cfg = make("fp8.recipe=off", f"train.seq_length={length}", *more)
+    config = models.tiny_config("llava_onevision", "mini")
+    model = models.empty(config)
+    described = models.describe(model)
+    tokens, _ = assumed(cfg, described.components, config)
+    assert packing or tokens.counts["image_encoder"] <= cfg.train.micro_batch * 5 * 16
+    plan, _, _ = planning.plan_model(cfg, model, described)
+    assert Footprints(cfg, model, described, plan, tokens, device="cpu").of(cfg).kinds["activations"] > 0
+
+
 @pytest.mark.parametrize("text", ["80", "80GB", "80 gb"])
 def test_cards(text: str) -> None:
     card = Card.parse(text)
