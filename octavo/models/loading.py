@@ -29,6 +29,7 @@ from octavo.models.folder import check_companions, check_weight_files, parts_of,
 from octavo.models.headers import DTYPES
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
+from octavo.models.single import keep_single_features
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
 
 #: dtypes on disk of which BF16 does not hold every value
@@ -113,6 +114,7 @@ def _load_stock(
     refuse_incomplete(folder, info)
     if bad := fp8.not_finite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
+    keep_single_features(model)
     return model
 
 

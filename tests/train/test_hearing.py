@@ -88,7 +88,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path):
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
     with pytest.raises(train.TrainError, match="preference is not for models of sound"):
-        build.check_family(phase, None)
+        build.check_family(phase)
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
     assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
