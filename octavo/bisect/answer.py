@@ -30,7 +30,7 @@ class Answer:
 
     status   found; sound (no worse than high precision by the margin); diffuse (many break it a little each, and
              ``how`` works); unsolved (nothing that was tried works)
-    bar      the share above which a run is broken, over its first ``steps`` steps
+    bar      the margin: above that share a configuration is broken. Its harm was seen in its first ``steps`` steps
     sets     each a smallest set that breaks a run
     out      what had to go until the rest worked
     how      the change that works, in words; ``works`` the configuration with it

@@ -21,7 +21,7 @@ from typing import Any
 from octavo import atomic
 from octavo.bisect.answer import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
 from octavo.bisect.candidates import GEMMS, Candidate, Space, extras
-from octavo.bisect.judging import MARGINS, Bar, By, bar_of, bar_over
+from octavo.bisect.judging import MARGINS, Bar, By, short
 from octavo.bisect.page import document, write
 from octavo.bisect.search import Diffuse, smallest
 from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
@@ -89,18 +89,21 @@ class _Asked:
         self.trials, self.by, self.say = trials, by, trials.say
         self.lines: list[Line] = []
 
-    def broken(self, cfg: Config, bar: Bar, words: str) -> bool:
-        """Whether a configuration's run is broken."""
+    def figure(self, cfg: Config, bar: Bar, words: str) -> float:
+        """The figure of a configuration's run."""
+        before = self.trials.trained
         outcome = self.trials.outcome(cfg, bar.steps, words)
-        line = Line(words, outcome, bar.figure(outcome), bar.broken(outcome))
-        self.lines.append(line)
-        self.say(f"  {said(self.by, line.figure)}: {'broken' if line.broken else 'whole'}")
-        return line.broken
+        found = bar.figure(outcome)
+        if self.trials.trained == before:
+            self.say(f"read: {words}")
+        self.lines.append(Line(words, outcome, found, found > bar.bar))
+        self.say(f"  {said(self.by, found)}: {'broken' if found > bar.bar else 'whole'}")
+        return found
 
     def works(self, cfg: Config, bar: Bar, words: str) -> bool:
         """Whether a change works, which may not fit the model at all."""
         try:
-            return not self.broken(cfg, bar, words)
+            return self.figure(cfg, bar, words) <= bar.bar
         except PlanError as error:
             self.say(f"  cannot be: {error}")
             return False
@@ -114,15 +117,14 @@ def _answer(cfg: Config, asked: _Asked, by: By, margin: float, total: int) -> An
         raise BisectError(f"the configuration fails before it has a plan: {whole.failure}")
     space = Space.of(cfg, plan)
     reference = trials.outcome(space.with_only([]), total, "high precision")
-    seen = bar_of(whole, reference, by, margin)
-    bar = seen or Bar(by, reference, total, margin)
-    figure = bar.figure(whole)
-    asked.lines += [Line("high precision", reference, 0.0, False), Line("as it is", whole, figure, seen is not None)]
-    asked.say(f"as it is: {said(by, figure)} over {bar.steps} steps; {len(space.candidates)} candidates")
-    answer = Answer(SOUND, by, bar.bar, bar.steps, len(space.candidates))
-    if seen is not None:
-        full = bar_over(total, whole, reference, by, margin)
-        sets, out = _culprits(space, asked, seen, full)
+    full = Bar(by, reference, total, margin)
+    bar = short(whole, full)
+    seen = bar.figure(whole)
+    asked.lines += [Line("high precision", reference, 0.0, False), Line("as it is", whole, seen, seen > margin)]
+    asked.say(f"as it is: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
+    answer = Answer(SOUND, by, margin, bar.steps, len(space.candidates))
+    if seen > margin:
+        sets, out = _culprits(space, asked, seen, bar, full)
         if sets:
             how, works = _mildest(space, asked, out, full)
             answer = replace(answer, status=FOUND, sets=tuple(sets), out=tuple(out), how=how, works=works)
@@ -133,30 +135,34 @@ def _answer(cfg: Config, asked: _Asked, by: By, margin: float, total: int) -> An
     return replace(answer, lines=tuple(asked.lines), trained=trials.trained)
 
 
-def _culprits(space: Space, asked: _Asked, bar: Bar, full: Bar) -> tuple[list[tuple[Candidate, ...]], list[Candidate]]:
-    """(smallest sets that break a run, what has to go so that none does); empty where they are not few."""
+def _culprits(
+    space: Space, asked: _Asked, seen: float, bar: Bar, full: Bar
+) -> tuple[list[tuple[Candidate, ...]], list[Candidate]]:
+    """(smallest sets that break a run, what has to go so that none does); empty where they are not few. ``seen``: the
+    figure of the configuration over the steps of ``bar``."""
     sets: list[tuple[Candidate, ...]] = []
     out: list[Candidate] = []
     while len(sets) < MOST_SETS:
-        if out:
-            words = f"without {named(out)}"
-            if not asked.broken(space.without(out), bar, words):
-                if bar.steps == full.steps or not asked.broken(space.without(out), full, f"{words}, all steps"):
-                    return sets, out
-                bar = full  # another fault, which shows later
-        fails = _question(space, asked, bar)
+        left = [one for one in space.candidates if one not in out]
         try:
-            found = smallest(fails, [one for one in space.candidates if one not in out])
+            found = smallest(_question(space, asked, bar.half(seen)), left)
         except Diffuse:
             break
         sets.append(tuple(found))
         out.append(min(found, key=lambda one: (bool(one.gemm), one.flops)))  # whose loss costs least
         asked.say(f"found: {named(found)}")
+        words, rest = f"without {named(out)}", space.without(out)
+        seen = asked.figure(rest, bar, words)
+        if seen <= bar.bar and bar.steps < full.steps:  # another fault may show later
+            bar = full
+            seen = asked.figure(rest, bar, f"{words}, all steps")
+        if seen <= bar.bar:
+            return sets, out
     return [], []
 
 
 def _question(space: Space, asked: _Asked, bar: Bar) -> Any:
-    return lambda on: asked.broken(space.with_only(on), bar, f"with {brief(on)}")
+    return lambda on: asked.figure(space.with_only(on), bar, f"with {brief(on)}") > bar.bar
 
 
 def _mildest(space: Space, asked: _Asked, out: Sequence[Candidate], full: Bar) -> tuple[str, Config]:

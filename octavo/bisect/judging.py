@@ -2,15 +2,15 @@
 
 A run that raises, or whose loss is not finite, is broken. Else by its figure: ``loss`` is how far its mean loss over
 the last half of the steps lies above high precision's on the same data, as a share of it; ``time`` its median seconds a
-step over high precision's, less one. A configuration is worth a search where its own figure exceeds the margin; a run
-of the search is broken above the bar, half of that figure: as far from what is whole as from what is broken, so that
-noise counts least.
+step over high precision's, less one. A configuration is broken, and a change works, by the margin. Within a search into
+what is broken the bar is half of its figure: as far from what is whole as from what is broken, so that noise counts
+least.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ LEAST = 4  # steps that a figure is taken of
 
 @dataclass(frozen=True)
 class Bar:
-    """What a search holds its runs against: high precision, for how many steps, and above which figure."""
+    """What runs are held against: high precision, over how many steps, and above which figure they are broken."""
 
     by: By
     reference: Outcome
@@ -35,8 +35,9 @@ class Bar:
         """A run's figure; infinite where it broke off."""
         return figure(outcome, self.reference, self.by, self.steps)
 
-    def broken(self, outcome: Outcome) -> bool:
-        return self.figure(outcome) > self.bar
+    def half(self, seen: float) -> Bar:
+        """The bar for a search into a configuration of this figure."""
+        return self if math.isinf(seen) else replace(self, bar=seen / 2)
 
 
 def figure(outcome: Outcome, reference: Outcome, by: By, steps: int) -> float:
@@ -50,9 +51,9 @@ def figure(outcome: Outcome, reference: Outcome, by: By, steps: int) -> float:
     return float((ours.mean() - theirs.mean()) / abs(theirs.mean()))
 
 
-def bar_of(whole: Outcome, reference: Outcome, by: By, margin: float) -> Bar | None:
-    """The bar of a search, over no more steps than it takes to see the harm; None where the configuration is no worse
-    than high precision by the margin. Raises BisectError where high precision fails itself."""
+def short(whole: Outcome, full: Bar) -> Bar:
+    """The bar over no more steps than show the harm. Raises BisectError where high precision fails itself."""
+    reference = full.reference
     if (at := reference.fails_at) is not None:
         raise BisectError(
             f"high precision itself fails at step {reference.begins + at} "
@@ -60,25 +61,11 @@ def bar_of(whole: Outcome, reference: Outcome, by: By, margin: float) -> Bar | N
             "data, train.lr and train.clip first"
         )
     if (at := whole.fails_at) is not None:
-        return Bar(by, reference, at, margin)
-    total = len(whole.losses)
-    if not figure(whole, reference, by, total) > margin:
-        return None
-    steps = total if by == "time" else _seen_after(whole, reference, margin)
-    return bar_over(steps, whole, reference, by, margin)
-
-
-def bar_over(steps: int, whole: Outcome, reference: Outcome, by: By, margin: float) -> Bar:
-    """The bar over so many steps: half of what the configuration itself shows, where it goes on for so long."""
-    seen = figure(whole, reference, by, steps)
-    return Bar(by, reference, steps, margin if math.isinf(seen) else seen / 2)
-
-
-def _seen_after(whole: Outcome, reference: Outcome, margin: float) -> int:
-    """Steps after which the loss is above the margin for good, and a quarter more, so that it is so clearly."""
-    total = len(whole.losses)
-    sizes = np.arange(min(LEAST, total), total + 1)
-    above = np.array([figure(whole, reference, "loss", int(n)) > margin for n in sizes])
+        return replace(full, steps=at)
+    if full.by == "time" or not full.figure(whole) > full.bar:
+        return full
+    sizes = np.arange(min(LEAST, full.steps), full.steps + 1)
+    above = np.array([replace(full, steps=int(n)).figure(whole) > full.bar for n in sizes])
     below = np.flatnonzero(~above)
-    first = int(sizes[below[-1] + 1]) if below.size else int(sizes[0])
-    return min(total, first + max(LEAST, first // 4))
+    first = int(sizes[below[-1] + 1]) if below.size else int(sizes[0])  # above from here on
+    return replace(full, steps=min(full.steps, first + max(LEAST, first // 4)))  # and clearly so
