@@ -1,6 +1,6 @@
 """One channel of an MLP a million times larger, and the weights behind it as much smaller: in high precision the model
 computes what it computed, and one scale for a whole tensor has no codes left for the other channels. Trained models
-have such channels (M. Fishman et al., Scaling FP8 training to trillion-token LLMs, 2024, section 4).
+have such channels (M. Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517).
 
 python examples/outliers.py FOLDER OUT [LAYER]
 """
