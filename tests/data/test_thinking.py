@@ -136,6 +136,18 @@ def test_reasoning_that_a_template_loses_is_told(folder, encoder):
         encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
 
 
+def test_templates_whose_defaults_are_others(folder, encoder):
+    """Small models of Qwen3.5 think when they are asked to; Qwen3.8's template keeps all reasoning by itself."""
+    one, two = (folder.read([row(*APART[:count])], f"{count}.json")[0] for count in (1, 2))
+    small = TEMPLATES["qwen3_5"].replace("enable_thinking is false", "enable_thinking is not true")
+    with pytest.raises(BadSample, match="closed block of thinking, .* set enable_thinking: true in data.template_args"):
+        encoder(small).encode(one)
+    made = encoder(small, {"enable_thinking": True})
+    assert learned(made, made.encode(one)) == [block(1, False) + ENDED]
+    made = encoder(TEMPLATES["qwen3_6"].replace("is defined and preserve_thinking is true", "is not false"))
+    assert learned(made, made.encode(two)) == [block(1, False) + ENDED, block(2, False) + ENDED]
+
+
 def test_a_template_may_read_reasoning_by_another_name(folder, encoder):
     made = encoder(TEMPLATES["qwen3_5"].replace("m.reasoning_content", "m.thinking"))
     for answers in (APART, RAW):
