@@ -265,6 +265,11 @@ def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
             assert learned(made, sample) == [f"a2{ENDED}", last + ENDED] and sample.answers[0] == (0, 0)
             rows = split(folder.read([given]))
             assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
+    given = row(("r1", "a1"), "a2")
+    given["messages"][1]["weight"] = 0
+    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**SHUT, **KEPT})):  # nor is its reasoning a matter
+        sample = made.encode(folder.read([given], "thinks.json")[0])
+        assert learned(made, sample) == [f"a2{ENDED}"] and not sample.notes
     spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
     for asked, format in (({"conversations": spoken}, "sharegpt"), ({"prompt": spoken, "completion": None}, "prompt")):
         assert learned(made, made.encode(folder.read([asked], format=format)[0])) == [f"a2{ENDED}"]
