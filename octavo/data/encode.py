@@ -158,9 +158,8 @@ class Encoder:
         outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
         before = max(given or 0, conversation.given)
-        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, before)
         wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
-        spans = [(start, end if learn else start) for (start, end), learn in zip(spans, wanted, strict=False)]
+        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
         if outputs is None:
             outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)
@@ -186,12 +185,14 @@ class Encoder:
         return sample
 
     def _learned(
-        self, text: str, turns: Any, render: Any, reach: int | None, given: int
+        self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`)."""
+        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`); `wanted`: whether
+        each of the last ones is to be, the others are given."""
         self.thinking.check(text, turns)
+        given = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
         spans = self.answers.spans(text, turns, render, reach, given)
-        return self.thinking.learned(text, spans, turns, given)
+        return self.thinking.learned(text, spans, turns, wanted)
 
     def written(self, row: Any) -> Written:
         """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or

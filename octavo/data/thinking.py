@@ -91,15 +91,18 @@ class Thinking:
                 self._thought(whole, message, number, number < asked)
 
     def learned(
-        self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], given: int = 0
+        self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
         """(what of each answer is learned, nothing of one whose reasoning was left out; how many these are), of a
-        conversation that was rendered as `whole`. `spans` are its answers behind the `given` first ones. Raises
-        `TemplateProblem`."""
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][given:]
+        conversation that was rendered as `whole`. `spans` are its last answers, of which those that are not
+        `wanted` are context. Raises `TemplateProblem`."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         asked = _last_question(messages)
         found, lost = [], 0
-        for number, (start, end) in zip(answers, spans, strict=False):
+        for number, (start, end), learn in zip(answers[-len(wanted) :], spans, wanted, strict=False):
+            if not learn:
+                found.append((start, start))
+                continue
             thought = self._thought(whole[start:end], messages[number], number, number < asked)
             if thought is None:
                 found.append((start, start))

@@ -136,6 +136,18 @@ def test_reasoning_that_a_template_loses_is_told(folder, encoder):
         encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
 
 
+def test_templates_whose_defaults_are_others(folder, encoder):
+    """Small models of Qwen3.5 think when they are asked to; Qwen3.8's template keeps all reasoning by itself."""
+    one, two = (folder.read([row(*APART[:count])], f"{count}.json")[0] for count in (1, 2))
+    small = TEMPLATES["qwen3_5"].replace("enable_thinking is false", "enable_thinking is not true")
+    with pytest.raises(BadSample, match="closed block of thinking, .* set enable_thinking: true in data.template_args"):
+        encoder(small).encode(one)
+    made = encoder(small, {"enable_thinking": True})
+    assert learned(made, made.encode(one)) == [block(1, False) + ENDED]
+    made = encoder(TEMPLATES["qwen3_6"].replace("is defined and preserve_thinking is true", "is not false"))
+    assert learned(made, made.encode(two)) == [block(1, False) + ENDED, block(2, False) + ENDED]
+
+
 def test_a_template_may_read_reasoning_by_another_name(folder, encoder):
     made = encoder(TEMPLATES["qwen3_5"].replace("m.reasoning_content", "m.thinking"))
     for answers in (APART, RAW):
@@ -253,6 +265,11 @@ def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
             assert learned(made, sample) == [f"a2{ENDED}", last + ENDED] and sample.answers[0] == (0, 0)
             rows = split(folder.read([given]))
             assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
+    given = row(("r1", "a1"), "a2")
+    given["messages"][1]["weight"] = 0
+    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**SHUT, **KEPT})):  # nor is its reasoning a matter
+        sample = made.encode(folder.read([given], "thinks.json")[0])
+        assert learned(made, sample) == [f"a2{ENDED}"] and not sample.notes
     spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
     for asked, format in (({"conversations": spoken}, "sharegpt"), ({"prompt": spoken, "completion": None}, "prompt")):
         assert learned(made, made.encode(folder.read([asked], format=format)[0])) == [f"a2{ENDED}"]

@@ -85,7 +85,8 @@ area(
     ),
     (
         "answers-without-their-reasoning-are-learned", "data/thinking.py",
-        "found.append((start, start))", "found.append((start, end))",
+        "found.append((start, start))\n                lost += 1",
+        "found.append((start, end))\n                lost += 1",
         "an answer whose reasoning was left out is learned",
         "data/test_thinking.py",
     ),
