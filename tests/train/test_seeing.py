@@ -40,7 +40,8 @@ def test_it_trains_and_stock_transformers_gives_its_logits(family, make: Make, t
     losses = list(result.losses().values())
     assert len(losses) == STEPS and sum(losses[-5:]) < 0.7 * sum(losses[:5])
     proof = json.loads((result.dir / "proof.json").read_text())
-    assert proof["share"] > 0.99 and not proof["missing"] and not proof["pending"]
+    least = 0.98 if family == "qwen3_5_moe" else 0.99  # routers, and gates of its recurrence, stay
+    assert proof["share"] > least and not proof["missing"] and not proof["pending"]
     assert {"image_encoder", "foundation", "lm_head"} <= set(proof["components"])
     stock = AutoModelForImageTextToText.from_pretrained(result.dir / "hf").eval()
     with torch.no_grad():

@@ -36,7 +36,7 @@ def decisions(
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
+            _gates(row, modules) or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
         )
         for row in rows
     ]
@@ -58,6 +58,14 @@ def asks_for_head(policy: Policy, row: Row) -> bool:
     given = policy.components.get(HEAD)
     named = any(rule.match == row.name and rule.recipe is not None for rule in policy.rules)
     return row.kind == HEAD and (named or (given is not None and given.recipe is not None))
+
+
+def _gates(row: Row, modules: Mapping[str, nn.Module]) -> str | None:
+    """Why a layer that says how fast a state is forgotten, a number or two a head, stays: ``in_proj_a`` and
+    ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other."""
+    decay = modules[row.module.rpartition(".")[0]]._parameters.get("A_log")
+    gates = row.kind == "linear" and decay is not None and row.shape[0] in (decay.numel(), 2 * decay.numel())
+    return GATE if gates else None
 
 
 def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
@@ -90,6 +98,8 @@ STAYS = {
     "patch_embed": "patch embedding stays in high precision",
     "router": "router stays in high precision",
 }
+GATE = "gate of a recurrence stays in high precision"
+"""Its error is multiplied into all that a state remembers."""
 CONVOLUTION = "convolution stays in high precision"
 """Of a projector, such as GLM's ``downsample``: what is no patch embedding, though it merges squares as one does."""
 
