@@ -36,7 +36,7 @@ def decisions(
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _gates(row, modules) or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
+            _gates(row, modules, policy) or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
         )
         for row in rows
     ]
@@ -60,12 +60,19 @@ def asks_for_head(policy: Policy, row: Row) -> bool:
     return row.kind == HEAD and (named or (given is not None and given.recipe is not None))
 
 
-def _gates(row: Row, modules: Mapping[str, nn.Module]) -> str | None:
+def _gates(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
     """Why a layer that says how fast a state is forgotten, a number or two a head, stays: ``in_proj_a`` and
-    ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other."""
+    ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other, and for one that a
+    rule names, as plan files of runs do that were begun when they did not stay."""
     decay = modules[row.module.rpartition(".")[0]]._parameters.get("A_log")
     gates = row.kind == "linear" and decay is not None and row.shape[0] in (decay.numel(), 2 * decay.numel())
-    return GATE if gates else None
+    return GATE if gates and not any(_names(rule, row) for rule in policy.rules) else None
+
+
+def _names(rule: Rule, row: Row) -> bool:
+    """Whether a rule gives a layer a recipe by its own name, at whatever depth."""
+    own = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
+    return own and rule.recipe is not None and applies(rule, row)
 
 
 def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
