@@ -202,9 +202,7 @@ def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
     with pytest.raises(models.ModelError, match="mm_projector/config.json gives mm_projector_type None"):
         models.read_config(folder)
     shutil.rmtree(folder / "mm_projector")
-    with pytest.raises(
-        models.ModelError, match=f"{kind}', of which .* three folders .*mm_projector has no config.json"
-    ):
+    with pytest.raises(models.ModelError, match=f"{kind}', .* three folders .*mm_projector has no config.json"):
         models.read_config(folder)
 
 
