@@ -142,6 +142,8 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
 def test_what_is_no_number_is_refused(field, value) -> None:
     with pytest.raises(ValueError, match=f"{field} is .* whole numbers from 0 alone"):
         nvila.NvilaLiteConfig(**{field: value})
+    with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
+        nvila.NvilaLiteConfig(newlines=65)
 
 
 def test_tiles_are_made_bicubic() -> None:

@@ -115,6 +115,8 @@ def _check_whole(**fields: Any) -> None:
         for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
             if type(one) is not int or one < 0:
                 raise ValueError(f"{name} is {value!r:.80}, and there stand whole numbers from 0 alone")
+    if fields["newlines"] > MOST_TILES:
+        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MOST_TILES} at most")
 
 
 def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
