@@ -137,6 +137,15 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
             images_of(**limits)
 
 
+@pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
+@pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
+def test_what_is_no_number_is_refused(field, value) -> None:
+    with pytest.raises(ValueError, match=f"{field} is .* whole numbers from 0 alone"):
+        nvila.NvilaLiteConfig(**{field: value})
+    with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
+        nvila.NvilaLiteConfig(newlines=65)
+
+
 def test_tiles_are_made_bicubic() -> None:
     image = some_image(1, (20, 9))
     (*tiles, whole) = images_of()(images=[image])["pixel_values"]

@@ -186,11 +186,24 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
         ({"image_encoder": {"end_tokens": "#"}}, "image_encoder.end_tokens '#'"),
         ({"image_aspect_ratio": "dynamic_s2", "dynamic_s2": False}, "dynamic_s2 False"),
         ({"image_aspect_ratio": "dynamic_s2", "s2_resize_output_to_scale_idx": 0}, "s2_resize_output_to_scale_idx 0"),
+        ({"image_aspect_ratio": "dynamic_s2", "s2_resize_output_to_scale_idx": None}, "to_scale_idx None"),
     ],
 )
 def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
     with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA computes"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
+
+
+@pytest.mark.parametrize("kind", ["llava_llama", "vila"])
+def test_a_model_that_is_there_in_part(checkpoint, tmp_path, kind) -> None:
+    """Else transformers would be blamed, or the code that the folder names."""
+    folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"model_type": kind, "auto_map": {"AutoModel": "a.B"}})
+    (folder / "mm_projector" / "config.json").write_text("{}")
+    with pytest.raises(models.ModelError, match="mm_projector/config.json gives mm_projector_type None"):
+        models.read_config(folder)
+    shutil.rmtree(folder / "mm_projector")
+    with pytest.raises(models.ModelError, match=f"{kind}', .* three folders .*mm_projector has no config.json"):
+        models.read_config(folder)
 
 
 def test_what_ends_an_image_is_as_its_encoder_says(checkpoint, tmp_path) -> None:

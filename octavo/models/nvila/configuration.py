@@ -39,8 +39,8 @@ class NvilaLiteConfig(PreTrainedConfig):
     s2_scales                    sides in pixels of the squares that an image is seen as, the last one cut to its aspect
                                  (dynamic S2); none: tiles
 
-    Raises ValueError for another projector, for scales that are no squares of tiles, and for limits that no number of
-    tiles keeps.
+    Raises ValueError for another projector, for scales that are no squares of tiles, for limits that no number of tiles
+    keeps, and for what is no number.
     """
 
     model_type = "nvila_lite"
@@ -68,6 +68,10 @@ class NvilaLiteConfig(PreTrainedConfig):
             raise ValueError(
                 f"the projector {self.projector_type!r} is not one that Octavo knows; it knows {', '.join(PROJECTORS)}"
             )
+        _check_whole(
+            image_token_id=image_token_id, newline_token_id=newline_token_id, min_tiles=min_tiles, max_tiles=max_tiles,
+            newlines=0 if newlines is None else newlines, s2_scales=() if s2_scales is None else s2_scales,
+        )  # fmt: skip
         self.image_token_id, self.video_token_id = image_token_id, video_token_id
         self.newline_token_id = newline_token_id
         self.newlines = self._newlines if newlines is None else newlines
@@ -104,6 +108,15 @@ class NvilaConfig(NvilaLiteConfig):
 
     def __init__(self, **fields: Any) -> None:  # transformers makes one of the annotations of a class that has none
         super().__init__(**fields)
+
+
+def _check_whole(**fields: Any) -> None:
+    for name, value in fields.items():
+        for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
+            if type(one) is not int or one < 0:
+                raise ValueError(f"{name} is {value!r:.80}, and there stand whole numbers from 0 alone")
+    if fields["newlines"] > MOST_TILES:
+        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MOST_TILES} at most")
 
 
 def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:

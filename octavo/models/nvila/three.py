@@ -11,16 +11,19 @@ Folders that name Python code beside this (`auto_map`) are read by what they hol
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from octavo import reading
 from octavo.models.errors import ModelError
 from octavo.models.folder import PARTS, check_sizes, check_weight_files, read_json
-from octavo.models.nvila.configuration import NvilaConfig, NvilaLiteConfig
+from octavo.models.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
 from octavo.models.nvila.templates import TEMPLATES, vila_1_5
 
 SENTINEL, IMAGE, VIDEO = MEDIA = ("<vila/sentinel>", "<image>", "<vila/video>")
+#: `model_type` of config.json above the three folders
+KINDS = ("llava_llama", "vila")
 #: how images are cut -> line breaks that the prompt writes behind each tile
 _CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
 _PUBLISHED = "448,896,1344"
@@ -56,10 +59,12 @@ def read_three(folder: Path) -> NvilaLiteConfig:
     _one_of(folder, "vision_resolution", top.get("vision_resolution") or -1, (-1, side))  # the positions' table has it
     scales = _scales(folder, top) if several else ()
     image = _image_token(folder, text)
+    projector = raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type"))
+    _one_of(folder / "mm_projector", "mm_projector_type", projector, PROJECTORS)
     return (NvilaConfig if scales else NvilaLiteConfig)(
         text_config=text,
         vision_config=vision,
-        projector_type=raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type")),
+        projector_type=projector,
         image_token_id=image,
         video_token_id=image + 1,
         newlines=_ends(folder, top, cut) + _CUTS[cut],
@@ -68,6 +73,16 @@ def read_three(folder: Path) -> NvilaLiteConfig:
         s2_scales=scales,
         name_or_path=str(folder),
     )
+
+
+def refuse_incomplete(folder: Path, model_type: object) -> None:
+    """Raises ModelError for a model of three folders that is there in part."""
+    lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
+    if model_type in KINDS and lacking:
+        raise ModelError(
+            f"{folder} is of model_type {model_type!r}, of which Octavo reads VILA's models, stored in three folders "
+            f"({', '.join(PARTS)}), and {folder / lacking[0]} has no config.json. Download the whole model."
+        )
 
 
 def add_media(tokenizer: Any) -> None:
@@ -108,7 +123,13 @@ def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
 
 def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
     """The sides of dynamic S2, the smallest first; features of all are resized to those of the largest."""
-    scales = tuple(sorted(int(scale) for scale in str(top.get("s2_scales") or _PUBLISHED).split(",")))
+    stated = top.get("s2_scales") or _PUBLISHED
+    if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
+        raise ModelError(
+            f"{folder}/config.json gives s2_scales {stated!r:.80}, and they are sides in pixels, such as "
+            f"{_PUBLISHED!r}. Mend the field."
+        )
+    scales = tuple(sorted(map(int, stated.split(","))))
     key = "s2_resize_output_to_scale_idx"
     _one_of(folder, key, top.get(key), (-1, len(scales) - 1))  # where it is absent VILA takes the smallest
     return scales
