@@ -144,16 +144,17 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     if "image_encoder" in components and vision is None:
         message += ", without images, of which it is not known how they come to the tower of this family"
     elif vision is not None:
-        room = row - answer - 2
+        room, breaks = row - answer - 2, 0
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
             image, out = vision.seen(tiles)
+            breaks = tiles * (vision.ends + 1)  # and a token of text behind each
         else:
             out = min(pixels // vision.merge**2, room)
             image = out * vision.merge**2
         if cfg.data.packing and out > 0:
-            each = max(1, row // (out + 2))  # as many as there is room for
+            each = max(1, row // (out + breaks + 2))  # as many as there is room for
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"

@@ -351,12 +351,12 @@ def _nothing_older() -> Iterator[None]:
 
 
 class _ForFakeTensors(TorchDispatchMode):
-    """Three things that fake tensors do slowly or not at all.
+    """Four things that fake tensors do slowly or not at all.
 
     Their device is known at once: half of what a forward asks of its tensors is that, and no operation. A boolean mask
     says by its values how much it selects: masks are real here and become indices without values. Whether
     floats equal a number is asked of pixels, to throw tiles away that are nothing but filling: here none is (a real
-    tensor of one element, repeated).
+    tensor of one element, repeated). The shape of what experts in high precision make torch tells of BF16 alone.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -364,6 +364,9 @@ class _ForFakeTensors(TorchDispatchMode):
             return args[0].fake_device
         if func is _EQUALS and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
             return torch.zeros((), dtype=torch.bool).expand(args[0].shape)
+        if func is _GROUPED and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
+            with args[0].fake_mode:
+                return torch.empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype, device="cpu")
         if func in _INDEXING and isinstance(args[0], FakeTensor):
             indices: list[Tensor | None] = []
             for index in args[1]:
@@ -382,6 +385,7 @@ class _ForFakeTensors(TorchDispatchMode):
 _DEVICE = torch.ops.prim.device.default
 _aten = torch.ops.aten
 _EQUALS = _aten.eq.Scalar
+_GROUPED = _aten._grouped_mm.default
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 

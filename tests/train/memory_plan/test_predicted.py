@@ -114,6 +114,15 @@ def test_other_models(make, tmp_path, family: str, overrides) -> None:
 
 
 @pytest.mark.long
+def test_experts_in_high_precision_in_fp32(make, tmp_path) -> None:
+    """Whose products torch gives a shape to in BF16 alone."""
+    tiny.write("qwen3_vl_moe", tmp_path / "model", size="mini")
+    cfg = make(f"model.path={tmp_path / 'model'}", *ONE, "fp8.recipe=off")
+    train.run(cfg)
+    agree(counted(cfg), predicted(cfg))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
