@@ -29,6 +29,12 @@ area(
         "models/test_families.py",
     ),
     (
+        "sounds-positions-trained", "models/loading.py",
+        "if not parameter.requires_grad:", "if parameter.grad is not None:",
+        "one rank trains a tower's table of sinusoids, and several do not",
+        "models/test_loading.py",
+    ),
+    (
         "sounds-of-one-token", "models/hearing.py",
         "LEAST = 2", "LEAST = 1",
         "a sound of one token goes to the model, which takes it for a placeholder of the old form",
