@@ -41,9 +41,29 @@ area(
         "data/test_sounds.py",
     ),
     (
-        "sounds-beyond-the-window", "data/sounds.py",
-        "<= file.frames <= limits.longest", "<= file.frames",
+        "sounds-beyond-the-window", "data/waves.py",
+        "<= length <= limits.longest", "<= length",
         "a sound that is too long is cut by the stock processor, without a word",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-dropped-in-prompts", "data/prompts.py",
+        '"videos", *SOUND_KEYS)', '"videos")',
+        "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-unnamed", "data/encode.py",
+        "if self.calls.sound_limits is not None and any(SOUND in text", "if any(SOUND in text[:0]",
+        "a model that hears learns the word for the place of a sound that nobody named",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-by-every-third-sample", "data/waves.py",
+        'made = soxr.resample(samples, rate, wanted, quality="HQ")',
+        "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
+        "np.arange(len(samples)), samples)",
+        "what the model's rate cannot hold comes back as false tones",
         "data/test_sounds.py",
     ),
     (
