@@ -67,6 +67,13 @@ area(
         "data/test_sounds.py",
     ),
     (
+        "sounds-places-of-a-row", "train/tokens.py",
+        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        'sound = counts["audio_encoder"] // rows',
+        "several sounds of a row attend to each other, in figures of a plan",
+        "train/test_hearing.py",
+    ),
+    (
         "plan-padding-of-one-side", "fp8/policy/padding.py",
         'contracted = int(name == "fwd")', 'contracted = int(name == "dgrad")',
         "forward and dgrad are said to contract each other's side",
