@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
+from io import SEEK_END, BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from octavo.data.sounds import Recording, SoundFile
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
 RATES = (4_000, 384_000)  # of files, in samples a second; beyond them a header is broken, or means to cost much
+UNKNOWN = 0x7FFF0000  # bytes of a WAV from which on its writer, into a pipe, could not know them
 _BLOCK = 1 << 16  # samples that are decoded at a time, of all channels
 
 
@@ -78,6 +79,10 @@ def _length(samples: int, rate: int, wanted: int) -> int:
 def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
+    if file.format != "FLAC" and (lost := _lost(path)):
+        raise Mismatch(f"sound {path} is truncated: {lost} bytes fewer are there than its header says")
+    if file.frames == (1 << 63) - 1:
+        raise Mismatch(f"sound {path} does not say how long it is, as what was written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:
         raise Mismatch(f"sound {path} has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read; "
                        "its header is broken, or it is no sound; write it again")  # fmt: skip
@@ -86,6 +91,18 @@ def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
         what = "empty" if not file.frames else "too short" if length < limits.shortest else "too long"
         raise Mismatch(f"sound {path} is {what}: {file.frames / file.samplerate:.2f} s, and the model takes "
                        f"{limits.shortest / limits.rate:.2f} to {limits.longest / limits.rate:g} s")  # fmt: skip
+
+
+def _lost(path: SoundFile) -> int:
+    """How many bytes the header of a WAV promises that are not there: libsndfile reads what is, without a word."""
+    with BytesIO(path.data) if isinstance(path, Recording) else path.open("rb") as file:
+        order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
+        while len(chunk := file.read(8)) == 8:
+            size, start = int.from_bytes(chunk[4:], order), file.tell()
+            if chunk[:4] == b"data":
+                return max(0, start + size - file.seek(0, SEEK_END)) if size < UNKNOWN else 0
+            file.seek(start + size + size % 2)
+    return 0
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from transformers import Qwen2AudioProcessor
 
 from octavo import models
 from octavo.data import AudioRef, BadSample, DataError, LongSample, parse, waves
@@ -57,6 +58,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (made / "half.flac").read_bytes()
     (made / "cut.flac").write_bytes(whole[: len(whole) // 2])
     (made / "noise.wav").write_bytes(b"RIFF and no more")
+    whole = (made / "half.wav").read_bytes()
+    (made / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    piped, size = whole.find(b"data") + 4, b"\xff" * 4
+    (made / "piped.wav").write_bytes(whole[:piped] + size + whole[piped + 4 :])
+    whole = bytearray((made / "half.flac").read_bytes())
+    whole[21:26] = bytes([whole[21] & 0xF0, 0, 0, 0, 0])  # samples in all: unknown
+    (made / "piped.flac").write_bytes(whole)
     return made
 
 
@@ -119,6 +127,8 @@ def test_what_no_row_may_say(folder, names, text, said):
         ("nan.wav", "no numbers"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
+        ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
+        ("piped.flac", "does not say how long it is"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
@@ -148,9 +158,22 @@ def test_a_sound_takes_its_place(folder, processor):
     assert not collate([alone[1]], 0)["meta"].has_sound
 
 
+def test_numbers_are_those_of_the_stock_processor(processor):
+    """Tokens and features, of sounds of every length in tokens."""
+    stock = Qwen2AudioProcessor(processor.feature_extractor, processor.tokenizer, audio_token=processor.audio_token)
+    rng = np.random.default_rng(0)
+    sounds = [rng.normal(size=size).astype(np.float32) for size in (961, 1600, 1601, 4321, 15999, RATE)]
+    text = ["a".join([processor.audio_token] * len(sounds))]
+    ours, theirs = (one(text=text, audio=sounds, return_tensors="np", sampling_rate=RATE) for one in (processor, stock))
+    for name in ("input_ids", "input_features", "feature_attention_mask"):
+        assert np.array_equal(ours[name], theirs[name]), name
+
+
 def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
     limits = waves.Limits(RATE, 961, RATE)
-    wav, flac, both = (waves.load(folder / name, limits) for name in ("half.wav", "half.flac", "both.wav"))
+    names = ("half.wav", "half.flac", "both.wav", "piped.wav")
+    wav, flac, both, piped = (waves.load(folder / name, limits) for name in names)
+    assert np.array_equal(wav, piped)
     assert np.allclose(wav, flac, atol=1e-4) and wav.dtype == np.float32 and wav.shape == (8000,)
     assert np.allclose(2 * both, wav, atol=1e-3)
 

@@ -47,6 +47,12 @@ area(
         "data/test_sounds.py",
     ),
     (
+        "sounds-cut-short", "data/waves.py",
+        "return max(0, start + size - file.seek(0, SEEK_END)) if size < UNKNOWN else 0", "return 0",
+        "of a WAV that was not copied whole the part that is there is learned",
+        "data/test_sounds.py",
+    ),
+    (
         "sounds-dropped-in-prompts", "data/prompts.py",
         '"videos", *SOUND_KEYS)', '"videos")',
         "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
