@@ -15,6 +15,8 @@ from octavo.data import BadSample
 from octavo.models import tiny
 from octavo.train import build, graphs, planning, tokens
 from octavo.train.memory_plan import states
+from octavo.train.memory_plan.footprint import Footprints, changed
+from octavo.train.memory_plan.switches import savings
 from tests.train.memory_plan.test_predicted import ONE, agree, counted, predicted
 
 from .conftest import Make
@@ -125,6 +127,9 @@ def test_the_plan_counts_sounds(hears):
     assert tokens.assumed(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
     silent = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
     assert tokens.attention_flops(config, asked) > tokens.attention_flops(config, silent)
+    sizes = Footprints(cfg, planning.model_of(cfg)[0], family, plan, assumed, device="cpu")
+    full = sizes.of(changed(cfg, {"train.logits": "full"})).kinds  # which chunked cannot better here, nor is it offered
+    assert sizes.of(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}
     reached = states.backward_reaches(models.empty(cfg.model.path))  # whose first projection is k
     assert {f"model.audio_tower.layers.0.self_attn.{name}_proj" for name in "qkv"} <= reached
 
