@@ -54,7 +54,11 @@ class Source:
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
-        return KINDS[self.kind](present(self.rows[row]), self.format, file=self.rows.path, row=row, images=self.images)
+        return KINDS[self.kind](self.raw(row), self.format, file=self.rows.path, row=row, images=self.images)
+
+    def raw(self, row: int) -> Any:
+        """A row as its file has it, without keys that are null."""
+        return present(self.rows[row])
 
     @property
     def shards(self) -> Sequence[int] | None:

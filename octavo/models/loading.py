@@ -29,6 +29,7 @@ from octavo.models.folder import check_companions, check_weight_files, parts_of,
 from octavo.models.headers import DTYPES
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
+from octavo.models.single import keep_single_features
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
 
 #: dtypes on disk of which BF16 does not hold every value
@@ -117,6 +118,7 @@ def _load_stock(
     for name, parameter in skeleton(config, dtype, attn_implementation, scores).named_parameters():
         if not parameter.requires_grad:  # tables of sinusoids; from_pretrained lets all parameters be trained
             model.get_parameter(name).requires_grad_(False)
+    keep_single_features(model)
     return model
 
 

@@ -18,7 +18,7 @@ from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
-from octavo.models.nvila.three import add_media
+from octavo.models.nvila.three import add_media, template_of
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
@@ -208,4 +208,5 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         if file.exists():
             jinja = name.endswith("jinja")
             return reading.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
-    return tokenizer.chat_template
+    own = template_of(folder, tokenizer) if parts_of(folder) else None
+    return tokenizer.chat_template if own is None else own

@@ -77,6 +77,16 @@ def test_values_dtype_and_mode(folder):
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+def test_layers_that_the_model_leaves_out_may_lie_in_the_folder(checkpoint, tmp_path):
+    """GLM-OCR's 17th, which predicts several tokens; any other is a tensor too many."""
+    folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
+    edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
+    wanted, found = models.load(checkpoint("glm_ocr")), models.load(folder)
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    edit_weights(folder, lambda w: w.update({"model.language_model.layers.15.eh_proj.weight": torch.ones(2)}))
+    refused(folder, "layers.15.eh_proj")
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl"])
 def test_attention_implementations(checkpoint, family, implementation):

@@ -73,7 +73,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: Stock | None, 
     part = "image" if kind in TRAINED else "audio" if kind in TRAINED_WITH_SOUND else None
     with found.failing("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if part and made else models.load_tokenizer(folder)
-        _check_ids(getattr(loaded, "tokenizer", loaded), stock, found)
+        _check_ids(loaded, stock, found)
         if not loaded.chat_template:
             found.warn("companions/template", folder=folder)
         else:
@@ -94,12 +94,16 @@ def _names_template(folder: Path) -> bool:
     )
 
 
-def _check_ids(tokenizer: Any, stock: Stock | None, found: Findings) -> None:
-    """That the model has a row of embeddings for each token."""
+def _check_ids(loaded: Any, stock: Stock | None, found: Findings) -> None:
+    """That the model has a row of embeddings for each token that it looks up, which some families do not for media."""
     embeddings = None if stock is None else stock.model.get_input_embeddings()
-    rows = None if embeddings is None else embeddings.weight.shape[0]
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if rows is not None and largest >= rows:
+    if stock is None or embeddings is None:
+        return
+    rows = embeddings.weight.shape[0]
+    never = set(loaded.image_token_ids if getattr(stock.model, "media_outside", False) else ())
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    largest = max((number for number in tokenizer.get_vocab().values() if number not in never), default=-1)
+    if largest >= rows:
         found.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
 
 

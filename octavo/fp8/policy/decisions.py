@@ -64,7 +64,7 @@ def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | 
     """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once. ``head``:
     it is a head, and meant."""
     if row.kind in STAYS and not head:
-        return STAYS[row.kind]
+        return CONVOLUTION if row.kind == "patch_embed" and row.component.endswith("_projector") else STAYS[row.kind]
     if row.kind == "subclass" or (head and type(module) not in (nn.Linear, Linear)):
         return f"{row.type} is a subclass of nn.Linear and is left as it is"
     if "forward" in module.__dict__:
@@ -90,6 +90,8 @@ STAYS = {
     "patch_embed": "patch embedding stays in high precision",
     "router": "router stays in high precision",
 }
+CONVOLUTION = "convolution stays in high precision"
+"""Of a projector, such as GLM's ``downsample``: what is no patch embedding, though it merges squares as one does."""
 
 
 def applies(rule: Rule, row: Row) -> bool:

@@ -262,6 +262,7 @@ class Footprints:
         values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
         gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
         keys       of a layer, from the other ranks that share a row (octavo.train.memory_plan.mesh)
+        mask       of a tower that tells the images of a micro-batch apart by one over all their patches (Pixtral)
         stream     buffers of an optimizer whose states come and go
 
         A reference's forward, while activations are there, makes less than the backward does. The first two are at
@@ -299,6 +300,8 @@ class Footprints:
             parts["gathered"] = sum(self._gather(cfg, plan, layout.expert))
         if layout.context > 1:
             parts["keys"] = keys(cfg, self.config, layout, tokens, low)
+        if tokens.image and models.vision_of(self.config).kind == "whole":
+            parts["mask"] = low * tokens.counts.get("image_encoder", 0) ** 2
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}

@@ -128,6 +128,20 @@ def qwen3_vl():
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
 
 
+@pytest.mark.parametrize("name", ["patch_embed", "patch_projection", "video_patch_projection"])
+def test_linear_layers_over_pixels_are_patch_embeddings(name):
+    model = nn.ModuleDict({name: nn.Linear(768, 64), "blocks": nn.ModuleList([nn.Linear(64, 64)])})
+    assert {n: row.kind for n, row in by_name(model).items()} == {name: "patch_embed", "blocks.0": "linear"}
+
+
+def test_a_convolution_of_a_projector_is_no_patch_embedding():
+    model = nn.ModuleDict({"merger": nn.Conv2d(64, 96, 2, 2), "proj": nn.Conv2d(3, 64, 4, 4), "up": nn.Linear(96, 96)})
+    plan = fp8.plan(model, components={"image_projector": ("merger",), "image_encoder": ("proj",), "rest": ("up",)})
+    assert [row.reason for row in plan.rows][:2] == [
+        "convolution stays in high precision", "patch embedding stays in high precision",
+    ]  # fmt: skip
+
+
 def test_qwen3_vl_by_conventional_names():
     rows = by_name(meta(qwen3_vl))
     where = {n: (r.kind, r.component) for n, r in rows.items()}

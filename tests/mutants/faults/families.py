@@ -80,6 +80,31 @@ area(
         "train/test_hearing.py",
     ),
     (
+        "families-token-by-index", "models/structure.py",
+        'return getattr(config, "image_token_index", None) if found is None else found', "return found",
+        "older configurations have no token for an image",
+        "models/test_families.py",
+    ),
+    (
+        "families-any-list-is-blocks", "models/structure.py",
+        "len(module) and all(any(entry.children()) for entry in module)", "len(module)",
+        "a list of linear layers is sharded and recomputed as blocks are",
+        "models/test_families.py",
+    ),
+    (
+        "plan-projectors-embed-patches", "fp8/policy/decisions.py",
+        'CONVOLUTION if row.kind == "patch_embed" and row.component.endswith("_projector") else STAYS[row.kind]',
+        "STAYS[row.kind]",
+        "a convolution of the projector is called a patch embedding",
+        "fp8/policy/test_topology.py",
+    ),
+    (
+        "plan-padding-copies-nothing", "fp8/policy/padding.py",
+        "if width % ALIGN)", "if width % 4)",
+        "results of 3420 columns are said to be written as they are",
+        "fp8/policy/test_padding.py",
+    ),
+    (
         "plan-padding-of-one-side", "fp8/policy/padding.py",
         'contracted = int(name == "fwd")', 'contracted = int(name == "dgrad")',
         "forward and dgrad are said to contract each other's side",
