@@ -23,7 +23,8 @@ from typing import Any
 
 from octavo.data.errors import BadSample, RowProblem, shown
 from octavo.data.images import ImageFile, ImageProblem, Picture, locate
-from octavo.data.sounds import AudioRef, placed, sound_part
+from octavo.data.inline import file_named, no_file
+from octavo.data.sounds import AudioRef, SoundFile, find_sounds, placed, sound_part
 from octavo.data.tools import Call, calls_of, tools_of
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
@@ -95,7 +96,7 @@ class Conversation:
     row: int = 0
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    sounds: tuple[Path, ...] = ()
+    sounds: tuple[SoundFile, ...] = ()
     given: int = 0
 
 
@@ -108,8 +109,7 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     with naming(raw, file, row) as identity:
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        heard = [part.name for turn in turns for part in turn.parts if isinstance(part, AudioRef)]
-        sounds = tuple(locate(images, name, "sound") for name in heard)
+        sounds = find_sounds(turns, images)
         return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw), sounds)
 
 
@@ -303,7 +303,7 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
     if isinstance(kind, str) and kind.startswith("video"):
         raise RowProblem(VIDEO)
     if kind == "image":
-        given = [part[key] for key in ("image", "path", "url") if not no_image(part.get(key))]
+        given = [part[key] for key in ("image", "path", "url") if not no_file(part.get(key))]
     elif kind == "image_url":
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
@@ -311,29 +311,10 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
         raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image or audio")
     if not given:
         return None, None
-    name = image_name(given[0]) if len(given) == 1 else None
+    name = file_named(given[0], Picture) if len(given) == 1 else None
     if name is None:
         raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
     return None, name
-
-
-def no_image(value: Any) -> bool:
-    """Null, or what a table makes of it: {"bytes", "path"} with neither."""
-    return value is None or (
-        isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
-    )
-
-
-def image_name(value: Any) -> Name | None:
-    """An image as rows name it: a file's name, or {"bytes", "path"} as tables have it. None: neither."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
-        return None
-    data, path = value.get("bytes"), value.get("path")
-    if isinstance(data, bytes) and isinstance(path, str | None):
-        return Picture(data, path or "")
-    return path if data is None and isinstance(path, str) else None
 
 
 def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
@@ -355,7 +336,7 @@ def image_names(raw: dict[str, Any], format: str) -> list[Name]:
     if format == "llava" and "images" in given:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
     for key, value in given.items():
-        names = [image_name(one) for one in (value if isinstance(value, list) else [value])]
+        names = [file_named(one, Picture) for one in (value if isinstance(value, list) else [value])]
         if (found := [name for name in names if name is not None]) != names:
             raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
         return found

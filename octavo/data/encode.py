@@ -20,7 +20,8 @@ from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stret
 from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
-from octavo.data.sounds import AudioRef
+from octavo.data.sounds import PLACEHOLDER as SOUND
+from octavo.data.sounds import UNNAMED, AudioRef
 from octavo.data.template import TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.thinking import Thinking
 
@@ -206,7 +207,8 @@ class Encoder:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
         the text that they are)."""
         if conversation.images and not self.calls.sees:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            what = "hears and sees nothing" if self.multimodal else "is text-only"
+            raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
         if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
             if self.calls.sound_limits is None:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
@@ -273,6 +275,8 @@ class Encoder:
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+        if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
+            raise Mismatch(UNNAMED)
         return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
 
     def _bounded(self, conversation: Conversation) -> Conversation:

@@ -39,11 +39,13 @@ from octavo.data.encode import Encoder
 from octavo.data.errors import DataError
 from octavo.data.images import ImageFile, Picture
 from octavo.data.sample import Sample
+from octavo.data.sounds import PLACEHOLDER as SOUND
+from octavo.data.sounds import SOUND_KEYS, AudioRef, find_sounds
 from octavo.data.tools import tools_of
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
-IMAGE_KEYS = ("image", "images", "video", "videos")
+MEDIA_KEYS = ("image", "images", "video", "videos", *SOUND_KEYS)
 COLUMNS = ("answer", "prompt", "messages", "images")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 
@@ -105,7 +107,8 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw))
+        sounds = find_sounds(prompt, images)
+        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds)
         return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]}, reasoning)
 
 
@@ -146,7 +149,7 @@ def further(keys: Iterable[str], format: str) -> list[str]:
     """Which keys of rows are columns for rewards and no more."""
     own = (
         *TURN_KEYS,
-        *IMAGE_KEYS,
+        *MEDIA_KEYS,
         "system",
         "answer",
         "completion",
@@ -217,7 +220,7 @@ def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
 def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
     """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
     any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
-    listed = {key: raw[key] for key in (*IMAGE_KEYS, "system") if key in raw}
+    listed = {key: raw[key] for key in (*MEDIA_KEYS, "system") if key in raw}
     if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
         count = len(names) if isinstance(names, list) else 1
@@ -252,8 +255,9 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     check_turns([*prompt, said] if said else prompt, answered=False)
     if said is not None and said.calls:
         raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
-    if said is not None and any(isinstance(part, ImageRef) for part in said.parts):
-        raise RowProblem("has an image in its last answer, and completions are text; name the reference in 'answer'")
+    if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
+        what = "an image" if isinstance(held, ImageRef) else "a sound"
+        raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
         raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
@@ -283,5 +287,6 @@ def _text(answer: Any) -> str:
 
 
 def _message(turn: Turn) -> dict[str, str]:
-    words = (part.text if isinstance(part, Text) else PLACEHOLDER for part in turn.parts)
-    return {"role": turn.role, "content": "".join(words)}
+    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND}
+    said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
+    return {"role": turn.role, "content": "".join(said)}

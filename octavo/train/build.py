@@ -231,6 +231,11 @@ def check_family(cfg: Config) -> None:
             f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
             "lists what trains"
         )
+    if left := getattr(getattr(config, "audio_config", None), "encoder_layerdrop", 0):
+        raise TrainError(
+            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {left:g}, by which layers are left "
+            "out at random in training, and what ran could not be held against the plan. Set it to 0"
+        )
     if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
         raise TrainError(
             f"train.phase: {cfg.train.phase} is not for models of sound in this version ({config.model_type}). Use sft"

@@ -41,9 +41,14 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
 
 def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
     """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
-    return fp8.chunked_head(model)
+    return why_not_chunked(model) or fp8.chunked_head(model)
+
+
+def why_not_chunked(model: nn.Module) -> str | None:
+    """Why the head of a class of models cannot be given some positions alone; None where it can."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return None
+    return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
 
 
 class Forward:

@@ -119,7 +119,9 @@ def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Token
     if "audio_projector" in family.components:
         counts.setdefault("audio_projector", asked.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_of(cfg)
-    image, sound = (counts.get(tower, 0) // rows for tower in ("image_encoder", "audio_encoder"))
+    image, sound = counts.get("image_encoder", 0) // rows, 0
+    if counts.get("audio_encoder", 0):
+        sound = models.hearing_of(models.read_config(cfg.model.path)).positions  # of each, however many
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
@@ -161,10 +163,12 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     sound = 0
     if "audio_encoder" in components:
         hearing = models.hearing_of(config)
-        fits = row - answer - 2 >= hearing.features
+        heard = min(hearing.features, row - answer - 2)  # the tower takes a sound of any length for the longest
+        fits = heard >= hearing.least
         sound = hearing.positions if fits else 0
         counts |= {"audio_encoder": rows * sound, "audio_projector": rows * hearing.features if fits else 0}
-        message += ", in each a sound of the longest" if fits else f", no sound: one is {hearing.features} tokens"
+        longest = "the longest" if heard == hearing.features else f"{heard} tokens"
+        message += f", in each a sound of {longest}" if fits else f", no sound: one is {hearing.least} tokens or more"
     known = {name: n for name, n in counts.items() if name in components}
     return Tokens(known, row, max(0, image), sound=sound), f"{message}; --tokens says otherwise"
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from octavo import models
+from octavo import fp8, models
 from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
 from octavo.models import headers, loading
@@ -54,6 +54,18 @@ def shard(folder: Path) -> dict[str, str]:
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(models.ModelError, match=message):
         models.load(folder)
+
+
+def test_what_a_family_keeps_from_training_stays_so(checkpoint):
+    """In whatever way it is loaded, as on several ranks: the positions of a tower of sound are sinusoids."""
+    hears = checkpoint("qwen2_audio")
+    ways = [
+        models.load(hears), models.load(hears, load_in_fp8={"foundation": "row"}), models.load_split(hears)[0],
+        models.fresh(hears), models.defer(hears, torch.float32, torch.device("cpu")).model,
+    ]  # fmt: skip
+    for model in ways:
+        still = [name for name, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+        assert still == ["model.audio_tower.embed_positions.weight"]
 
 
 def test_values_dtype_and_mode(folder):

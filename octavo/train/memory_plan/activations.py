@@ -145,7 +145,7 @@ def _counted(
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
     build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
-    batch = micro_batch(small, family, replace(tokens, image=0) if head_alone else tokens, mode)
+    batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
         keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict

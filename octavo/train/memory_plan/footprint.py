@@ -36,7 +36,7 @@ from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocasts, gathers_bf16, model_dtype
+from octavo.train.forward import autocasts, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.memory_plan.mesh import keys, layout_of, part
@@ -160,6 +160,10 @@ class Footprints:
             self._forwards[key] = self._fake_forward(plain, head_alone=True)
         return self._forwards[key].logits
 
+    def chunks(self, cfg: Config) -> bool:
+        """Whether losses come without full logits: asked for, and possible with this model."""
+        return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
+
     def forward_of(self, cfg: Config) -> tuple[torch.dtype, bool]:
         """In what a forward computes: the dtype of the parameters, and whether autocast surrounds it."""
         return model_dtype(cfg), autocasts(cfg, torch.device(self.device))
@@ -268,7 +272,7 @@ class Footprints:
         each, about = states.width(cfg), self._about
         low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
-        if cfg.train.logits == "chunked":
+        if self.chunks(cfg):
             chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
             codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden

@@ -38,21 +38,25 @@ def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: F
 
 
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """Sounds of full length, as many as the tokens of the encoder make, which the first rows of ``ids`` get."""
+    """As many sounds as the tokens of the encoder make, as long as the rows of ``ids`` have room for: the tower takes
+    each for the longest."""
     hearing = models.hearing_of(config)
     many = max(1, round(places / hearing.positions))
     each = -(-many // len(ids))  # in one row
-    if each * (hearing.features + 1) >= ids.shape[1]:
+    length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
+    if length < hearing.least:
         raise TrainError(
-            f"{places} places of sounds become {each} x {hearing.features} tokens in a row of {ids.shape[1]}. Give "
-            "fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
+            f"{places} places of sounds are {each} sounds in a row of {ids.shape[1]} tokens, and each takes "
+            f"{hearing.least} or more. Give fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
         )
     for number in range(many):
-        row, start = number // each, (number % each) * (hearing.features + 1) + 1
-        ids[row, start : start + hearing.features] = token
+        row, start = number // each, (number % each) * (length + 1) + 1
+        ids[row, start : start + length] = token
     with mode:
         heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
-    return {"input_features": heard, "feature_attention_mask": torch.ones(many, hearing.frames, dtype=torch.int64)}
+    mask = torch.zeros(many, hearing.frames, dtype=torch.int64)
+    mask[:, : hearing.shortest(length)] = 1
+    return {"input_features": heard, "feature_attention_mask": mask}
 
 
 class _Images(NamedTuple):

@@ -29,16 +29,55 @@ area(
         "models/test_families.py",
     ),
     (
+        "sounds-positions-trained", "models/loading.py",
+        "if not parameter.requires_grad:", "if parameter.grad is not None:",
+        "one rank trains a tower's table of sinusoids, and several do not",
+        "models/test_loading.py",
+    ),
+    (
         "sounds-of-one-token", "models/hearing.py",
         "LEAST = 2", "LEAST = 1",
         "a sound of one token goes to the model, which takes it for a placeholder of the old form",
         "data/test_sounds.py",
     ),
     (
-        "sounds-beyond-the-window", "data/sounds.py",
-        "<= file.frames <= limits.longest", "<= file.frames",
+        "sounds-beyond-the-window", "data/waves.py",
+        "<= length <= limits.longest", "<= length",
         "a sound that is too long is cut by the stock processor, without a word",
         "data/test_sounds.py",
+    ),
+    (
+        "sounds-cut-short", "data/waves.py",
+        "return max(0, start + size - file.seek(0, SEEK_END)) if size < UNKNOWN else 0", "return 0",
+        "of a WAV that was not copied whole the part that is there is learned",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-dropped-in-prompts", "data/prompts.py",
+        '"videos", *SOUND_KEYS)', '"videos")',
+        "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-unnamed", "data/encode.py",
+        "if self.calls.sound_limits is not None and any(SOUND in text", "if any(SOUND in text[:0]",
+        "a model that hears learns the word for the place of a sound that nobody named",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-by-every-third-sample", "data/waves.py",
+        'made = soxr.resample(samples, rate, wanted, quality="HQ")',
+        "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
+        "np.arange(len(samples)), samples)",
+        "what the model's rate cannot hold comes back as false tones",
+        "data/test_sounds.py",
+    ),
+    (
+        "sounds-places-of-a-row", "train/tokens.py",
+        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        'sound = counts["audio_encoder"] // rows',
+        "several sounds of a row attend to each other, in figures of a plan",
+        "train/test_hearing.py",
     ),
     (
         "families-token-by-index", "models/structure.py",

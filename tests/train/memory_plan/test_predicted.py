@@ -39,7 +39,12 @@ def first_tokens(cfg) -> Tokens:
         patches, out, images = _patches(batch, models.read_config(Path(cfg.model.path)))
         counts |= {"image_encoder": patches, "image_projector": out}
         image = patches // images
-    return Tokens(counts, length, image)
+    sound = 0
+    if sounds := sum(batch["meta"].sounds):
+        hearing = models.hearing_of(models.read_config(Path(cfg.model.path)))
+        counts |= {"audio_encoder": sounds * hearing.positions, "audio_projector": sounds * hearing.features}
+        sound = hearing.positions
+    return Tokens(counts, length, image, sound=sound)
 
 
 def predicted(cfg, ranks: int = 1) -> Footprint:
