@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,6 +140,21 @@ def test_images_of_gemma_see_themselves_both_ways(loaded, source):
     batch.pop("token_type_ids")
     back, _ = logits(model, batch)
     assert float((both - back).abs().max()) > 1e-3
+
+
+def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
+    """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
+    model, processor = loaded("smolvlm")
+    plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
+    mask = plain.more["pixel_attention_mask"].values.copy()
+    assert mask.all()
+    mask[..., mask.shape[-1] // 2 :] = 0
+    hidden = replace(plain, more={"pixel_attention_mask": Input("pixels", mask)})
+    count = len(plain.input_ids)
+    own, _ = logits(model, collate([hidden], 0))
+    together, _ = logits(model, collate([other, hidden], 0))
+    assert float((together[1, :count] - own[0]).abs().max()) <= TOLERANCE
+    assert float((logits(model, collate([plain], 0))[0] - own).abs().max()) > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

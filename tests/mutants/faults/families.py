@@ -110,4 +110,28 @@ area(
         "forward and dgrad are said to contract each other's side",
         "fp8/policy/test_padding.py",
     ),
+    (
+        "images-idle-experts", "models/dummy.py",
+        "if self.called:", "if self.called or True:",
+        "experts that images alone reach have no gradient where there is no image",
+        "models/test_dummy.py",
+    ),
+    (
+        "images-of-one-feature", "models/single.py",
+        "if len(features) == 1 else None", "if len(features) == 0 else None",
+        "an image of one feature, alone in its batch, ends Mistral 3's forward",
+        "data/test_inputs.py",
+    ),
+    (
+        "images-alone-come-first", "parallel/images.py",
+        "own.sort(key=lambda n: not alone[n])", "own.sort()",
+        "a tower that is told how many images a row has cuts others than those that are alone",
+        "parallel/test_context_models.py",
+    ),
+    (
+        "plan-kinds-of-tokens", "train/memory_plan/micro_batch.py",
+        '_KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")', '_KINDS = ("mm_token_type_ids",)',
+        "a forward without values attends without Gemma's mask and runs no experts for images",
+        "train/memory_plan/test_predicted.py",
+    ),
 )  # fmt: skip
