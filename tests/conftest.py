@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
+gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +30,21 @@ settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")
 
 pytest_plugins = ["tests.cpu_budget"]  # what the tests cost, and the ten dearest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collection ends: what there is now is set apart, and garbage is looked for again."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What still lives dies with the process: pytest and the interpreter would go through it six times more."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
