@@ -3,9 +3,9 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
-gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
 # A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -38,6 +39,8 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        if "transformers" in sys.modules:  # it renders every configuration that it reads, for a log at a level unseen
+            sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
         gc.freeze()
         gc.enable()
 

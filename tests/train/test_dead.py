@@ -19,6 +19,8 @@ from octavo.train.update import AfterBackward
 
 from .. import ranks
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 NORM = "model.language_model.layers.1.input_layernorm.weight"
 SHORT = ("fp8.recipe=off", "data.eval=[]", "train.warmup=0", "run.hf=true")
 
