@@ -31,6 +31,17 @@ settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")
 
 pytest_plugins = ["tests.cpu_budget"]  # what the tests cost, and the ten dearest
+LIKE_OTHERS = ("glm46v", "glm_ocr", "qwen2_vl")
+"""Families whose layers, inputs and masks are those of glm4v and qwen2_5_vl, under names of their own: what `make test`
+says of these holds for them, and `make test-long` tries them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if given.get("family") in LIKE_OTHERS:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(wrapper=True)

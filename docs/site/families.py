@@ -7,7 +7,12 @@ from pathlib import Path
 
 import transformers
 
-from octavo.models.survey import COLUMNS, TRAINS, Surveyed, summary, survey
+from octavo import fp8, models
+from octavo.models.folder import quiet
+from octavo.models.own import is_own
+from octavo.models.packed import why_not_packed
+from octavo.models.survey import COLUMNS, TRAINS, Surveyed, config_classes, summary, survey, whole
+from octavo.parallel import Images, WorldError
 
 PAGE = Path(__file__).resolve().parents[1] / "families.md"
 HEAD = """# Families
@@ -17,12 +22,7 @@ takes what lies beside them for the projector. So a family that nobody listed ca
 refused by that rule. Whether a family trains is another question: its images or sounds must become batches here,
 and its masks and positions must be known to the collation.
 
-- **trains**: `octavo train` takes it. Those of images train in FP8 in `tests/train/test_seeing.py`, that
-  of sound in `tests/train/test_hearing.py`, from the small
-  checkpoints with random weights that `octavo tiny` writes: {tiny}.
-  What a released folder brings besides (its sizes, its processor's files, its chat template) is read from the folder,
-  and was not tried for this table. transformers has no model of `llavaonevision1_5`, `nvila` and
-  `nvila_lite`: Octavo does (pages of [the first](onevision.md) and of [NVILA](nvila.md)).
+- **trains**: `octavo train` takes it; [the first table](#what-trains) says what of it was tried.
 - **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for the
   reason given.
 - **refused**: a rule did not find its parts. `octavo.fp8` plans it without components, by conventional names.
@@ -36,15 +36,70 @@ image token is the default configuration's.
 
 {summary}
 
+## What trains
+
+Tried is what a checkpoint shows that `octavo tiny` writes: the family's architecture, tokens and template in small,
+with random weights. Each trains 20 steps in FP8 in `tests/train/test_seeing.py` or `test_hearing.py`, the GEMMs counted
+against the plan, and what it leaves in `hf/` gives the same logits to the classes named here: those of transformers, or
+Octavo's where transformers has none (pages of [LLaVA-OneVision-1.5](onevision.md) and of [NVILA](nvila.md)). Packed
+rows are held against single ones in `tests/models/test_packed.py`. Each may train on several ranks; tried there, with
+their towers sharded, are those of `tests/parallel/test_towers.py`, and with shared rows those of
+`tests/parallel/test_context_models.py`.
+
+No released weights were read. For all of them a real folder's sizes, its processor's files and its chat template are
+taken as the folder has them, and wait for one; the last column says what was inferred besides.
+
+{trained}
+## All of them
+
 """
+
+TESTS = {"image": "test_seeing", "audio": "test_hearing"}
+INFERRED = {
+    "llavaonevision1_5": "the 4B's `rope_theta` and the chat template (both are read from the folder)",
+    "nvila": "the processor of the layout of one folder; whether VILA 1.5 wants a line break behind each image",
+    "nvila_lite": "the processor of the layout of one folder",
+}
+"""What no primary source says of a family."""
+TRAINED = ("model type", "may run in FP8", "packs", "rows that ranks share", "tried in", "`hf/` read by", "inferred")
 
 
 def page(found: Sequence[Surveyed]) -> str:
     """The page, of what a survey of the installed transformers found."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(one) for one in found)]
-    tiny = ", ".join(f"`{one.model_type}`" for one in found if one.here == TRAINS and (one.tower or one.audio))
-    head = HEAD.format(tiny=tiny, version=transformers.__version__, summary=summary(found))
-    return head + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    trains = [one.model_type for one in found if one.here == TRAINS and (one.tower or one.audio)]
+    trained = _table([TRAINED, ["---"] * len(TRAINED), *map(_trained, trains)])
+    head = HEAD.format(version=transformers.__version__, summary=summary(found), trained=trained)
+    return head + _table(lines)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _trained(model_type: str) -> list[str]:
+    """The line of a family that trains, told by the code that would refuse it."""
+    with quiet():
+        model = models.empty(whole(config_classes()[model_type]))
+    family = models.describe(model)
+    rows = fp8.topology(model, family.components)
+    inside = {row.component for row in rows if row.kind in ("linear", "experts")}
+    parts = [part for part in family.components if part in inside]
+    packed = why_not_packed(model)
+    test = TESTS["image" if family.has_vision else "audio"]
+    reader = "Octavo's" if is_own(model_type) else "transformers"
+    told = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
+    shared = "no" if packed is not None else _shared(model, family)
+    return [f"`{model_type}`", ", ".join(parts), told, shared, f"`{test}`", reader, INFERRED.get(model_type, "")]
+
+
+def _shared(model: transformers.PreTrainedModel, family: models.Family) -> str:
+    """Whether ranks may share a packed row (`parallel.context`)."""
+    try:
+        Images(model, family, None)
+    except WorldError as error:
+        return "no: " + str(error).partition(": ")[2].partition(". ")[0]
+    return "yes"
 
 
 def _cells(one: Surveyed) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,17 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """An argparse type: a whole number of at least 0."""
     return _whole(text, 0)
+
+
+def share(text: str) -> float:
+    """An argparse type: a number above 0 and below 10."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < 10:
+        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {named(text)}")
+    return found
 
 
 def _whole(text: str, least: int) -> int:

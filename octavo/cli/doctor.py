@@ -1,7 +1,7 @@
 """Shows what this machine can run, what it cannot, and the fix. Exit code 1 where something required is broken.
 
 octavo doctor --all          everything one by one
-octavo doctor --families     what each model of images and text that transformers has can do here; --all adds parts
+octavo doctor --families     what each model of images, sound and text can do here; --all adds parts
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="list everything one by one, with the fix for what is optional and absent"
     )
     parser.add_argument(
-        "--families", action="store_true", help="list the models of images and text of the installed transformers"
+        "--families",
+        action="store_true",
+        help="list the models of images, sound and text of the installed transformers",
     )
 
 
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def families(args: argparse.Namespace) -> int:
-    """Which models of images and text train here, are planned alone, or are refused, and why."""
+    """Which models of images, sound and text train here, are planned alone, or are refused, and why."""
     with arguments.importing():
         from octavo.models import survey
     found = list(survey.survey())

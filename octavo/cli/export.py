@@ -19,7 +19,7 @@ import argparse
 from octavo.cli import arguments, terminal
 
 FORMATS = ("bf16", "fp8-block", "fp8-dynamic", "fp8-tensor")
-INCLUDE = ("image_encoder", "image_projector")
+INCLUDE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

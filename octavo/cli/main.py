@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "train": "run one training job from a YAML file",
     "plan": "show which layer would run in which recipe and why; reads no weights",
     "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
+    "bisect": "find which layer, GEMM or feature breaks a run, by short runs; leaves a configuration that works",
     "report": "write the page of a run, or of several side by side",
     "eval": "evaluate a run, a model folder or an adapter on held-out data",
     "generate": "ask a trained model about an image",

@@ -38,6 +38,11 @@ def rules(config: Sections) -> Iterator[Finding]:
     if config.data.mask_reasoning and (config.data.train_on_prompt or phase == "pretrain"):
         by = "train.phase" if phase == "pretrain" else "data.train_on_prompt"
         yield finding("data.mask_reasoning", "loss falls on all text, reasoning too", "remove one of them", by)
+    if config.data.split_turns and phase != "sft":
+        yield finding("data.split_turns", f"phase {phase} splits no conversation", "remove it", "train.phase")
+    elif config.data.split_turns and config.data.train_on_prompt:
+        found = "what was said before a question would be learned again in each of its rows"
+        yield finding("data.split_turns", found, "remove one of them", "data.train_on_prompt")
     if not config.data.join and phase != "pretrain":
         yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
     for where in ("train", "eval"):

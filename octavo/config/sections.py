@@ -289,6 +289,11 @@ class DataSection(Section):
     mask_reasoning: bool = Field(
         default=False, description="No loss on reasoning nor on the marks around it: it is context of the answer."
     )
+    split_turns: bool = Field(
+        default=False,
+        description="Phase sft: a conversation becomes a row for each of its questions, which ends with the answer and "
+        "teaches that alone. So all reasoning is learned by templates that leave out that of earlier turns.",
+    )
 
 
 Recompute = Literal["none", "selective", "full"]

@@ -49,6 +49,7 @@ from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
+from octavo.data.splitting import Split, split
 from octavo.hub import is_name
 
 if TYPE_CHECKING:
@@ -58,11 +59,12 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack", "pair_loader",
-    "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read",
+    "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack",
+    "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read",
     "reward_columns", "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
+Rows = Source | Split | Joined
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
 
 
@@ -122,14 +124,18 @@ def train_loader(
     return loader
 
 
-def _learned(
-    cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None
-) -> tuple[Encoder, list[Source | Joined]]:
+def _learned(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Encoder, list[Rows]]:
     """The rows that SFT and pretraining learn from, and what makes them numbers."""
     if cfg.train.phase != "pretrain":
-        return encoder(cfg, processor), [read(d, cache=_cache(cfg)) for d in datasets]
+        return encoder(cfg, processor), [_conversations(cfg, d) for d in datasets]
     encodes = encoder(cfg, processor, DocumentEncoder)
     return encodes, [_documents(cfg, d, encodes, seed) for d in datasets]
+
+
+def _conversations(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source | Split:
+    """A data set of phase sft, split at its questions where that is asked for."""
+    source = read(dataset, cache=_cache(cfg))
+    return split(source, _cache(cfg), say, _what(dataset)) if cfg.data.split_turns else source
 
 
 def prepare(cfg: Config, processor: Any, say: Say) -> None:
@@ -138,6 +144,8 @@ def prepare(cfg: Config, processor: Any, say: Say) -> None:
         opened(dataset, _cache(cfg), say)
         if cfg.train.phase == "pretrain":
             _documents(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, say)
+        elif cfg.data.split_turns:
+            _conversations(cfg, dataset, say)
 
 
 def _documents(
@@ -160,7 +168,7 @@ def _what(dataset: Dataset) -> str:
     return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
-def _list(sources: Iterable[Source | Joined], report: SkipReport) -> None:
+def _list(sources: Iterable[Rows], report: SkipReport) -> None:
     """Put what was found when documents were joined where it is told of other rows."""
     for record in (record for source in sources if isinstance(source, Joined) for record in source.records):
         report.add(record)
@@ -229,11 +237,14 @@ def _cache(cfg: Config) -> Path | None:
 
 
 def rows_of_an_epoch(cfg: Config, processor: Callable[[], Any]) -> int:
-    """How many rows `data.train` has in all, which is a round of its mixture; of joined documents how many samples.
+    """How many rows `data.train` has in all, which is a round of its mixture; of joined documents how many samples, of
+    rows that are split how many questions.
     `processor` is called where that needs tokens. Raises `DataError`."""
-    sources: Sequence[Source | Joined]
+    sources: Sequence[Rows]
     if cfg.train.phase == "pretrain":
         sources = _learned(cfg, processor(), cfg.data.train, cfg.run.seed)[1]
+    elif cfg.data.split_turns:
+        sources = [_conversations(cfg, d) for d in cfg.data.train]
     else:
         of_pairs = cfg.train.phase == "preference"
         kinds = [(preferences(d, _cache(cfg)) if of_pairs else None) or "conversations" for d in cfg.data.train]
@@ -256,7 +267,7 @@ def eval_set(
     if not cfg.data.eval:
         return None
     encodes: Encoder
-    sources: list[Source | Joined]
+    sources: list[Rows]
     if cfg.train.phase == "preference":
         encodes = encoder(cfg, processor, HeldOutEncoder)
         sources = [read(d, preferences(d, _cache(cfg)) or "conversations", _cache(cfg)) for d in cfg.data.eval]

@@ -5,8 +5,7 @@ a last one: Qwen3.5 opens a prompt with "<think>", writes the last answer behind
 So a conversation is rendered with a mark in place of each text, of each reasoning, and of the tool's name where an
 answer says nothing else. What stands between the marks is the template's own, the glue. Where glue and a row's texts
 give the row's rendering, character by character, its answers stand where those of the marks do; where they do not, the
-row is refused. A row stays one row: parting it at its questions would give each answer the prompt of inference, and
-would make the number of rows depend on what is in them.
+row is refused. Splitting it at its questions (`splitting.py`) needs none of this, and costs what was said before again.
 
 The glue is remembered for each sequence of roles, so that most rows are rendered once.
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,8 +17,9 @@ from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageFile, ImageProblem, load
 from octavo.data.inputs import check_lengths, further
-from octavo.data.sounds import Limits
-from octavo.data.sounds import load as load_sound
+from octavo.data.sounds import SoundFile
+from octavo.data.waves import Limits
+from octavo.data.waves import load as load_sound
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
     text: str
     images: tuple[ImageFile, ...] = ()
-    sounds: tuple[Path, ...] = ()
+    sounds: tuple[SoundFile, ...] = ()
 
 
 Encoding = Generator[Wanted, Outputs, T]

@@ -23,7 +23,8 @@ from typing import Any
 
 from octavo.data.errors import BadSample, RowProblem, shown
 from octavo.data.images import ImageFile, ImageProblem, Picture, locate
-from octavo.data.sounds import AudioRef, placed, sound_part
+from octavo.data.inline import file_named, no_file
+from octavo.data.sounds import AudioRef, SoundFile, find_sounds, placed, sound_part
 from octavo.data.tools import Call, calls_of, tools_of
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
@@ -44,6 +45,8 @@ ROLES = {
     },
     "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
 }
+_FILES = ("image", "images", "audio", "audios", "video", "videos")
+LEARNED = ("weight", "loss", "train")  # names of whether a turn is learned, in a turn
 VIDEO = "holds a video; video is not available in this version: remove the row, or set on_bad_sample: skip"
 
 
@@ -65,7 +68,8 @@ class ImageRef:
 class Turn:
     """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images and sounds in reading
     order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers,
-    where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart."""
+    where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart; not
+    `learned`: context, as the row says."""
 
     role: str
     parts: tuple[Text | ImageRef | AudioRef, ...]
@@ -73,6 +77,7 @@ class Turn:
     name: str | None = None
     reasoning: str | None = None
     call: str | None = None
+    learned: bool = True
 
     @property
     def text(self) -> str:
@@ -83,7 +88,7 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """One row of a data set: its turns, the files of its images and sounds in reading order, where it came from, and
-    the `tools` that it offers."""
+    the `tools` that it offers. The `given` first answers are context, and not learned."""
 
     turns: tuple[Turn, ...]
     images: tuple[ImageFile, ...] = ()
@@ -91,7 +96,8 @@ class Conversation:
     row: int = 0
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    sounds: tuple[Path, ...] = ()
+    sounds: tuple[SoundFile, ...] = ()
+    given: int = 0
 
 
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
@@ -103,8 +109,7 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     with naming(raw, file, row) as identity:
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        heard = [part.name for turn in turns for part in turn.parts if isinstance(part, AudioRef)]
-        sounds = tuple(locate(images, name, "sound") for name in heard)
+        sounds = find_sounds(turns, images)
         return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw), sounds)
 
 
@@ -187,13 +192,16 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
         if "<video>" in turn["value"]:
             raise RowProblem(VIDEO)
+        _check_keys(turn, number, ("tool_calls", "function_call"), "a turn of function_call of their own")
         role = _role(turn["from"], format, number)
         reasoning = reasoning_of(turn, role, number)
         if turn["from"] == "function_call" and format == "sharegpt":
-            turns.append(Turn(role, (), calls_of(turn["value"], f"turn {number}"), reasoning=reasoning))
+            calls = calls_of(turn["value"], f"turn {number}")
+            turns.append(Turn(role, (), calls, reasoning=reasoning, learned=_learned(turn, number)))
             continue
         seen += turn["value"].count(PLACEHOLDER)
-        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning))
+        learned = _learned(turn, number)
+        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning, learned=learned))
     match_count(seen, len(names))
     return turns, names
 
@@ -212,6 +220,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
         calls = calls_of(turn.get("tool_calls"), f"turn {number}") if isinstance(turn, dict) else ()
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
+        _check_keys(turn, number, ("function_call",), "tool_calls")
         role, content = _role(turn["role"], "messages", number), turn.get("content")
         name, call = turn.get("name"), turn.get("tool_call_id")
         if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
@@ -241,7 +250,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
                 names.append(image)
         reasoning = reasoning_of(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
-        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call))
+        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, _learned(turn, number)))
     if listed is not None or seen:
         match_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
@@ -250,6 +259,24 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             'parts: {"type": "image", "image": FILE}'
         )
     return turns, names
+
+
+def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead: str) -> None:
+    """That a turn has nothing that would be passed over: calls of tools as rows of another kind write them, or files
+    of its own. Raises `RowProblem`."""
+    if found := next((key for key in calls if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {found}, which rows of this kind do not read; write calls as {instead}")
+    if found := next((key for key in _FILES if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {found}; list files in the row, or write the content as parts")
+
+
+def _learned(turn: dict[str, Any], number: int) -> bool:
+    """Whether an assistant's turn is learned: 1 or true, 0 or false, which makes it context. Raises `RowProblem`."""
+    given = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected 1 or 0, true or false")
+    return all(given.values())
 
 
 def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
@@ -276,7 +303,7 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
     if isinstance(kind, str) and kind.startswith("video"):
         raise RowProblem(VIDEO)
     if kind == "image":
-        given = [part[key] for key in ("image", "path", "url") if not no_image(part.get(key))]
+        given = [part[key] for key in ("image", "path", "url") if not no_file(part.get(key))]
     elif kind == "image_url":
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
@@ -284,29 +311,10 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
         raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image or audio")
     if not given:
         return None, None
-    name = image_name(given[0]) if len(given) == 1 else None
+    name = file_named(given[0], Picture) if len(given) == 1 else None
     if name is None:
         raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
     return None, name
-
-
-def no_image(value: Any) -> bool:
-    """Null, or what a table makes of it: {"bytes", "path"} with neither."""
-    return value is None or (
-        isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
-    )
-
-
-def image_name(value: Any) -> Name | None:
-    """An image as rows name it: a file's name, or {"bytes", "path"} as tables have it. None: neither."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
-        return None
-    data, path = value.get("bytes"), value.get("path")
-    if isinstance(data, bytes) and isinstance(path, str | None):
-        return Picture(data, path or "")
-    return path if data is None and isinstance(path, str) else None
 
 
 def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
@@ -328,7 +336,7 @@ def image_names(raw: dict[str, Any], format: str) -> list[Name]:
     if format == "llava" and "images" in given:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
     for key, value in given.items():
-        names = [image_name(one) for one in (value if isinstance(value, list) else [value])]
+        names = [file_named(one, Picture) for one in (value if isinstance(value, list) else [value])]
         if (found := [name for name in names if name is not None]) != names:
             raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
         return found
@@ -362,8 +370,10 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     if not turns:
         raise RowProblem("the conversation is empty")
     spoken = [turn for turn in turns if turn.role != "system"]
-    if answered and not any(turn.role == "assistant" for turn in spoken):
-        raise RowProblem("has no assistant turn, so there is nothing to learn from it")
+    answers = [turn for turn in spoken if turn.role == "assistant"]
+    if answered and not any(turn.learned for turn in answers):
+        none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
+        raise RowProblem(f"has {none}, so there is nothing to learn from it")
     if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):

@@ -29,6 +29,7 @@ from octavo.data.loader import Place, by_workers
 from octavo.data.mixture import Mixture
 from octavo.data.sample import Sample
 from octavo.data.sources import Source
+from octavo.data.splitting import Split
 from octavo.data.template import TemplateProblem
 
 FORM = 2  # of the file; rises when the same rows give other numbers
@@ -119,18 +120,20 @@ class Counts:
             pass
 
 
-def counts(source: Source | Joined, encoder: Encoder, folder: Path | None, more: str) -> Counts:
+def counts(source: Source | Split | Joined, encoder: Encoder, folder: Path | None, more: str) -> Counts:
     """What the cache knows of a data set; `more`: what else than its file and the encoder decides what its rows are.
     Raises DataError where the cache cannot be used."""
     if isinstance(source, Joined):
         return Counts(len(source), encoder.seq_length)
-    length = len(source.rows)
+    of, asked = (source.source, len(source)) if isinstance(source, Split) else (source, None)
+    length = len(of.rows) if asked is None else asked
 
     def write(file: Path, progress: Any) -> None:
         np.zeros(length, "<i4").tofile(file)
 
-    key = json.dumps([FORM, length, source.kind, source.format, str(source.images), more, _print_of(encoder)])
-    return Counts(length, encoder.seq_length, cache.kept(folder, source.rows.path, write, more=key, form="counts"))
+    what = [of.kind, of.format, str(of.images), *([] if asked is None else ["split", len(of)])]
+    key = json.dumps([FORM, length, *what, more, _print_of(encoder)])
+    return Counts(length, encoder.seq_length, cache.kept(folder, of.rows.path, write, more=key, form="counts"))
 
 
 def _print_of(encoder: Encoder) -> str:

@@ -31,11 +31,9 @@ from octavo.data.conversations import (
     Turn,
     find_images,
     half_character,
-    image_name,
     image_names,
     match_count,
     naming,
-    no_image,
     object_of,
     refuse_video,
     shown,
@@ -44,9 +42,12 @@ from octavo.data.conversations import (
 from octavo.data.encode import Encoder, Written, image_places
 from octavo.data.errors import BadSample, DataError
 from octavo.data.expansion import Mismatch
+from octavo.data.images import Picture
+from octavo.data.inline import file_named, no_file
 from octavo.data.inputs import further
 from octavo.data.prompts import parse_answered
 from octavo.data.sample import IGNORE, Sample, spelling
+from octavo.data.sounds import listed
 
 EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of one length"
 IMAGE_KEYS = ("image", "images")
@@ -76,6 +77,8 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
         if not is_document(raw) or ("text" in raw and "texts" in raw):
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; {EXPECTED}")
         parts, names = _interleaved(raw) if "texts" in raw else _in_one(raw)
+        if listed(raw):
+            raise RowProblem("is a text with a sound, and texts hold none in this version; write it as turns, for sft")
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
             raise RowProblem("has a text of no letters; there is nothing to learn from it")
@@ -109,8 +112,8 @@ def _interleaved(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[N
     parts: list[Text | ImageRef] = []
     names: list[Name] = []
     for place, (text, image) in enumerate(zip(texts, given, strict=True), 1):
-        name = None if no_image(image) else image_name(image)
-        if (text is None) == no_image(image) or (text is None) == (name is None) or not isinstance(text, str | None):
+        name = None if no_file(image) else file_named(image, Picture)
+        if (text is None) == no_file(image) or (text is None) == (name is None) or not isinstance(text, str | None):
             raise RowProblem(
                 f"place {place} has the text {shown(text)} and the image {shown(image)}; expected one of the two, as "
                 "text or file name, and null for the other"

@@ -20,11 +20,13 @@ from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stret
 from octavo.data.images import ImageFile, ImageProblem, size
 from octavo.data.inputs import further, of_row
 from octavo.data.sample import IGNORE, Sample
-from octavo.data.sounds import AudioRef
-from octavo.data.template import TemplateProblem, check_tools, messages, rendered
+from octavo.data.sounds import PLACEHOLDER as SOUND
+from octavo.data.sounds import UNNAMED, AudioRef
+from octavo.data.template import TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.thinking import Thinking
 
 NOTHING_LEFT = "nothing to learn is left after the cut"
+LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
 MARKS = (
     ("<|vision_start|>", "<|vision_end|>"),  # Qwen
     ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
@@ -140,8 +142,9 @@ class Encoder:
         return together([self.encoding(row) for row in rows], self.calls)
 
     def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
-        """Makes one conversation a `Sample`, whose first `given` answers belong to the prompt and have no labels. None:
-        all of it is a prompt, and what opens the answer (the generation prompt) is appended. Raises as `encode`."""
+        """Makes one conversation a `Sample`, whose first `given` answers (or `conversation.given`, where these are
+        more) belong to the prompt and have no labels. None: all of it is a prompt, and what opens the answer (the
+        generation prompt) is appended. Raises as `encode`."""
         try:
             sample = yield from self._encoding(conversation, given)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
@@ -155,7 +158,9 @@ class Encoder:
         files = (conversation.images, conversation.sounds)
         outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
-        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, given)
+        before = max(given or 0, conversation.given)
+        wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
+        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
         if outputs is None:
             outputs = yield Wanted(text, *files)
         ids = _array(outputs["input_ids"], np.int64)
@@ -168,7 +173,7 @@ class Encoder:
             shift = Expansion([image.growth for image in replaced(told)], starts, stops)
         for start, end in image_places(outputs):
             image_mask[start:end] = True
-        answers = [shift.tokens(start, end) for start, end in spans]
+        answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
         if self.train_on_prompt:
             labels[:] = ids
@@ -177,16 +182,18 @@ class Encoder:
         labels[image_mask] = IGNORE
         sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost)
         if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
-            raise Mismatch("its answers hold no token to learn from")
+            raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
         return sample
 
     def _learned(
-        self, text: str, turns: Any, render: Any, reach: int | None, given: int
+        self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`)."""
+        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`); `wanted`: whether
+        each of the last ones is to be, the others are given."""
         self.thinking.check(text, turns)
+        given = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
         spans = self.answers.spans(text, turns, render, reach, given)
-        return self.thinking.learned(text, spans, turns, given)
+        return self.thinking.learned(text, spans, turns, wanted)
 
     def written(self, row: Any) -> Written:
         """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
@@ -200,7 +207,8 @@ class Encoder:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
         the text that they are)."""
         if conversation.images and not self.calls.sees:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            what = "hears and sees nothing" if self.multimodal else "is text-only"
+            raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
         if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
             if self.calls.sound_limits is None:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
@@ -211,6 +219,7 @@ class Encoder:
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)
+        check_system(text, turns, render, given is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, rendered(turns, self._render, given is None))
         return conversation, control, turns, render, text
@@ -266,6 +275,8 @@ class Encoder:
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+        if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
+            raise Mismatch(UNNAMED)
         return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
 
     def _bounded(self, conversation: Conversation) -> Conversation:

@@ -11,6 +11,7 @@ from octavo.data.joined import Joined
 from octavo.data.loader import CACHE_BYTES, Encodes, Judge, Processed
 from octavo.data.report import SkipReport
 from octavo.data.sources import Source
+from octavo.data.splitting import Split
 
 
 class EvalSet:
@@ -24,7 +25,7 @@ class EvalSet:
 
     def __init__(
         self,
-        sources: Sequence[Source | Joined],
+        sources: Sequence[Source | Split | Joined],
         encoder: Encodes,
         micro_batch: int,
         rank: int = 0,
@@ -53,8 +54,9 @@ class EvalSet:
 
     def origin(self, file: str, row: int, answer: int | None) -> str:
         """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
-        `source` (a name, or one for each answer), else the names of its images, else the row itself."""
-        rows = next(source for source in self.sources if source.name == file and row < len(source))
+        `source` (a name, or one for each answer), else the names of its images and sounds, else the row itself."""
+        sources = (source.source if isinstance(source, Split) else source for source in self.sources)
+        rows = next(source for source in sources if source.name == file and row < len(source))
         if isinstance(rows, Joined):  # a sample of several documents
             return f"{file}:{row}"
         raw = rows.rows[row]
@@ -63,8 +65,8 @@ class EvalSet:
             named = named[answer]
         if isinstance(named, str | int):
             return str(named)
-        images = rows[row].images
-        return "|".join(map(str, images)) if images else f"{file}:{row}"
+        about = [*rows[row].images, *getattr(rows[row], "sounds", ())]
+        return "|".join(map(str, about)) if about else f"{file}:{row}"
 
     def __len__(self) -> int:
         return -(-self.rows // (self.micro_batch * self.world))

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from octavo.data.inline import Inline
+
 ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
 
 
-@dataclass(frozen=True)
-class Picture:
-    """An image file whose bytes stand in the row itself, as tables have them. `name`: what it was called, if at all."""
+class Picture(Inline):
+    """An image file whose bytes stand in the row itself."""
 
-    data: bytes
-    name: str = ""
-
-    def __str__(self) -> str:
-        """A name that tells it from others."""
-        return f"{self.name or 'image'} ({hashlib.sha256(self.data).hexdigest()[:12]})"
+    what: ClassVar[str] = "image"
 
 
 ImageFile = Path | Picture
@@ -53,7 +48,7 @@ def locate(root: Path, name: str, what: str = "image") -> Path:
             f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
         )
     if not name or "\0" in name:
-        raise ImageProblem(f"image name {name!r} is not a file name")
+        raise ImageProblem(f"{what} name {name!r} is not a file name")
     try:
         os.fsencode(name)
         root = _resolved(root)

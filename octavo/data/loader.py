@@ -22,6 +22,7 @@ from octavo.data.collate import collate
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.mixture import Mixture
 from octavo.data.report import SkipReport
+from octavo.data.splitting import Split
 
 CACHE_BYTES = 512 << 20
 AT_ONCE = 8  # rows that are made in one call of the processor: it costs them less, and they wait for each other
@@ -136,11 +137,11 @@ class Judge:
         if not isinstance(made, DataError):
             for action, reason in made.notes:
                 named = {"file": made.file, "row": made.row, "id": made.id}
-                self.report.add({**named, "action": action, "reason": reason})
+                self._list(place, {**named, "action": action, "reason": reason})
             return made
         if not isinstance(made, BadSample) or (self.on_bad == "error" and not isinstance(made, LongSample)):
             raise made
-        self.report.add(made.record())
+        self._list(place, made.record())
         source, row = place
         self._bad[source].add(row)
         if len(self._bad[source]) == len(self.sources[source]):
@@ -149,6 +150,12 @@ class Judge:
                 f"the last one (row {made.row}) because it {made.reason}"
             )
         return None
+
+    def _list(self, place: tuple[int, int], record: dict[str, Any]) -> None:
+        """Put a row into the report; of a row that is split with the number of the question, from 1."""
+        source, row = place
+        of = self.sources[source]
+        self.report.add({**record, "question": of.place(row)[1] + 1} if isinstance(of, Split) else record)
 
 
 class Steps:

@@ -20,7 +20,6 @@ from typing import Any
 from octavo.data.batched import Encoding
 from octavo.data.conversations import (
     PLACEHOLDER,
-    REASONING,
     ROLES,
     Conversation,
     ImageRef,
@@ -40,11 +39,13 @@ from octavo.data.encode import Encoder
 from octavo.data.errors import DataError
 from octavo.data.images import ImageFile, Picture
 from octavo.data.sample import Sample
+from octavo.data.sounds import PLACEHOLDER as SOUND
+from octavo.data.sounds import SOUND_KEYS, AudioRef, find_sounds
 from octavo.data.tools import tools_of
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
-IMAGE_KEYS = ("image", "images", "video", "videos")
+MEDIA_KEYS = ("image", "images", "video", "videos", *SOUND_KEYS)
 COLUMNS = ("answer", "prompt", "messages", "images")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 
@@ -100,33 +101,39 @@ class PromptEncoder(Encoder):
 def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
     """One decoded row as a `PromptRow`; `format` is "prompt" or one that SFT knows. Raises `BadSample`."""
     with naming(raw, file, row) as identity:
-        if format != "prompt":
-            turns, names = read_turns(raw, format)
-        elif isinstance(raw, dict) and "prompt" in raw:
-            turns, names = asked(raw, as_messages(raw["prompt"], "user"))
-        else:
-            raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+        prompt, names, answer, reasoning = _read(raw, format)
         fields = raw if isinstance(raw, dict) else {}
-        reasoning = None
-        if fields.get("answer") is None:
-            content, reasoning = _said(fields.get("completion"))
-            answer = _reference(content)
-        else:
-            answer = _reference(fields["answer"])
-        whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
-        prompt, said = _parted(turns, answer is not None or whole)
-        if answer is None and said is not None:
-            answer, reasoning = said.text, said.reasoning
-        if "completions" in fields:
-            raise RowProblem(
-                "has a key 'completions', the name by which rewards are given what was generated; rename it"
-            )
         columns = {key: _without_bytes(fields[key]) for key in further(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw))
+        sounds = find_sounds(prompt, images)
+        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds)
         return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]}, reasoning)
+
+
+def _read(raw: Any, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
+    """(the prompt of a row, the names of its images, the answer, what is thought before it). Raises `RowProblem`."""
+    if format != "prompt":
+        turns, names = read_turns(raw, format)
+    elif isinstance(raw, dict) and "prompt" in raw:
+        turns, names = asked(raw, as_messages(raw["prompt"], "user"))
+    else:
+        raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+    fields = raw if isinstance(raw, dict) else {}
+    reasoning = None
+    if fields.get("answer") is None:
+        content, reasoning = _said(fields.get("completion"))
+        answer = _reference(content)
+    else:
+        answer = _reference(fields["answer"])
+    whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
+    prompt, said = _parted(turns, answer is not None or whole)
+    if answer is None and said is not None:
+        answer, reasoning = said.text, said.reasoning
+    if "completions" in fields:
+        raise RowProblem("has a key 'completions', the name by which rewards are given what was generated; rename it")
+    return prompt, names, answer, reasoning
 
 
 def _without_bytes(value: Any) -> Any:
@@ -142,7 +149,7 @@ def further(keys: Iterable[str], format: str) -> list[str]:
     """Which keys of rows are columns for rewards and no more."""
     own = (
         *TURN_KEYS,
-        *IMAGE_KEYS,
+        *MEDIA_KEYS,
         "system",
         "answer",
         "completion",
@@ -158,14 +165,27 @@ def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images:
     if format != "prompt":
         return parse(raw, format, file=file, row=row, images=images)
     found = parse_prompt(raw, format, file=file, row=row, images=images)
-    answer = found.answer[0] if isinstance(found.answer, list) else found.answer
+    with naming(raw, file, row):
+        answer = _answer(found.answer, found.reasoning)
+    return replace(found.conversation, turns=(*found.conversation.turns, answer))
+
+
+def turns_of(raw: Any, format: str) -> list[Turn]:
+    """The turns of what `parse_answered` makes of a row, whose files it does not look for. Raises `RowProblem`."""
+    if format != "prompt":
+        turns = read_turns(raw, format)[0]
+    else:
+        prompt, _, answer, reasoning = _read(raw, format)
+        turns = [*prompt, _answer(answer, reasoning)]
+    check_turns(turns)
+    return turns
+
+
+def _answer(answer: str | list[str] | None, reasoning: str | None) -> Turn:
+    """The turn with which a prompt is answered, by the first answer where several are right. Raises `RowProblem`."""
     if answer is None:
-        with naming(raw, file, row):
-            raise RowProblem(
-                "has a prompt and no answer to learn from or to be held against; give it one, or remove it"
-            )
-    asked = found.conversation
-    return replace(asked, turns=(*asked.turns, Turn("assistant", (Text(answer),), reasoning=found.reasoning)))
+        raise RowProblem("has a prompt and no answer to learn from or to be held against; give it one, or remove it")
+    return Turn("assistant", (Text(answer if isinstance(answer, str) else answer[0]),), reasoning=reasoning)
 
 
 def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
@@ -191,7 +211,7 @@ def as_messages(value: Any, role: str) -> list[Any]:
 def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
     if "role" in turn:
         return turn
-    more = {key: turn[key] for key in REASONING if key in turn}
+    more = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if turn["from"] == "function_call":
         return {"role": "assistant", "content": None, "tool_calls": turn["value"], **more}
     return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"], **more}
@@ -200,7 +220,7 @@ def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
 def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
     """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
     any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
-    listed = {key: raw[key] for key in (*IMAGE_KEYS, "system") if key in raw}
+    listed = {key: raw[key] for key in (*MEDIA_KEYS, "system") if key in raw}
     if messages and any(listed.get(key) for key in ("image", "images")) and not any(map(_places_images, messages)):
         names = listed.get("image") or listed.get("images")
         count = len(names) if isinstance(names, list) else 1
@@ -235,8 +255,9 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     check_turns([*prompt, said] if said else prompt, answered=False)
     if said is not None and said.calls:
         raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
-    if said is not None and any(isinstance(part, ImageRef) for part in said.parts):
-        raise RowProblem("has an image in its last answer, and completions are text; name the reference in 'answer'")
+    if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
+        what = "an image" if isinstance(held, ImageRef) else "a sound"
+        raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
         raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
@@ -266,5 +287,6 @@ def _text(answer: Any) -> str:
 
 
 def _message(turn: Turn) -> dict[str, str]:
-    words = (part.text if isinstance(part, Text) else PLACEHOLDER for part in turn.parts)
-    return {"role": turn.role, "content": "".join(words)}
+    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND}
+    said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
+    return {"role": turn.role, "content": "".join(said)}

@@ -21,30 +21,38 @@ def left_out(answers: int) -> list[tuple[str, str]]:
     """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
     why = (
         f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
-        "answers; end a row with each, or set data.template_args.preserve_thinking: true if the template reads it"
+        "answers; set data.split_turns: true, or data.template_args.preserve_thinking: true if the template reads it"
     )
     return [(LEFT_OUT, why)] if answers else []
+
+
+Key = tuple[str, int, str, int | None]  # file, row, action, and question of a row that is split
+
+
+def _key(record: dict[str, Any]) -> Key:
+    return record["file"], record["row"], record["action"], record.get("question")
 
 
 class SkipReport:
     """Writes records of rows left out or cut, and counts them.
 
     Several processes (ranks, a resumed run) may share one file: under a lock each first reads what the others wrote,
-    so no row is listed twice for the same reason. `path=None` counts only. `counts` maps action (skipped, dropped, cut,
-    and those `NOTED`) to rows that this process met, `first` to the first of them.
+    so no row (and no question of one that is split) is listed twice for the same reason. `path=None` counts only.
+    `counts` maps action (skipped, dropped, cut, and those `NOTED`) to rows that this process met, `first` to the first
+    of them.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
         self.counts: Counter[str] = Counter()
         self.first: dict[str, dict[str, Any]] = {}
-        self._met: set[tuple[str, int, str]] = set()
-        self._listed: set[tuple[str, int, str]] = set()
+        self._met: set[Key] = set()
+        self._listed: set[Key] = set()
         self._read = 0
 
     def add(self, record: dict[str, Any]) -> None:
         """Count a row, and list it where nobody has."""
-        key = (record["file"], record["row"], record["action"])
+        key = _key(record)
         if key in self._met:
             return
         self._met.add(key)
@@ -72,6 +80,6 @@ class SkipReport:
         for line in text.splitlines():
             try:
                 found = json.loads(line)
-                self._listed.add((found["file"], found["row"], found["action"]))
+                self._listed.add(_key(found))
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue

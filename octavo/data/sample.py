@@ -21,10 +21,10 @@ class Sample:
     the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
     [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`,
     `sounds`: how many · `answers`: (start, end) in tokens of what is learned of each assistant turn, end-of-turn token
-    included · `length`: the tokens before a cut · `control`: the control tokens that its text spells out · `lost`: how
-    many answers are not learned, since the template left their reasoning out · `more`: further tensors for the model,
-    by their names (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what stands for each image, marks
-    and text around it included, where the processor tells.
+    included; (0, 0) of one that is context · `length`: the tokens before a cut · `control`: the control tokens that its
+    text spells out · `lost`: how many answers are not learned, since the template left their reasoning out · `more`:
+    further tensors for the model, by their names (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what
+    stands for each image, marks and text around it included, where the processor tells.
     """
 
     input_ids: np.ndarray

@@ -1,8 +1,8 @@
-"""Sound: where rows name it, and how it is opened without trusting it.
+"""Sound in rows: where they name it, or hold it.
 
-A row lists its sounds under `audio` or `audios` (a file's name, or several), and `<audio>` in its text, or a part
-`{"type": "audio"}`, is the place of the next; or a part names its own file. Files are WAV or FLAC, read by soundfile
-(the extra `audio`), and at the rate of the model: nothing is resampled here, since a poor filter teaches its own noise.
+A row lists its sounds under `audio` or `audios` (a file's name, {"bytes", "path"} as tables have it, or several), and
+`<audio>` in its text, or a part `{"type": "audio"}`, is the place of the next; or a part names its own file. What is in
+a file is read elsewhere (:mod:`octavo.data.waves`).
 """
 
 from __future__ import annotations
@@ -10,51 +10,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
-
-from octavo.data.errors import DataError, RowProblem, shown
-from octavo.data.expansion import Mismatch
+from octavo.data.errors import RowProblem, shown
+from octavo.data.images import locate
+from octavo.data.inline import Inline, file_named, no_file
 
 PLACEHOLDER = "<audio>"
-FORMATS = ("WAV", "WAVEX", "FLAC")
-_KEYS = ("audio", "audios")
+SOUND_KEYS = ("audio", "audios")
+UNNAMED = f"writes {PLACEHOLDER} in its text, but names no sound; list it under 'audio', or remove the word"
 _OF_PART = ("audio", "path", "url", "audio_url")
+
+
+class Recording(Inline):
+    """A file of sound whose bytes stand in the row itself."""
+
+    what: ClassVar[str] = "sound"
+
+
+Name = str | Recording  # of a sound in a row: a file's name, or the file itself
+SoundFile = Path | Recording
 
 
 @dataclass(frozen=True)
 class AudioRef:
-    """The place of a sound, by the name of its file; "" before it is known which of the row's list it is."""
+    """The place of a sound, by what the row calls it; "" before it is known which of the row's list it is."""
 
-    name: str = ""
+    name: Name = ""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a model takes: `rate` in samples a second, and samples of the shortest and longest sound."""
-
-    rate: int
-    shortest: int
-    longest: int
+def find_sounds(turns: Sequence[Any], folder: Path) -> tuple[SoundFile, ...]:
+    """The files of the sounds in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
+    `ImageProblem`."""
+    names = [part.name for turn in turns for part in turn.parts if isinstance(part, AudioRef)]
+    return tuple(name if isinstance(name, Recording) else locate(folder, name, "sound") for name in names)
 
 
 def sound_part(part: Any, number: int) -> AudioRef | None:
     """The sound that a part of turn `number` is; None for another part. Raises `RowProblem`."""
     if not isinstance(part, dict) or part.get("type") not in ("audio", "audio_url"):
         return None
-    given = [part[key] for key in _OF_PART if part.get(key) is not None]
+    given = [part[key] for key in _OF_PART if not no_file(part.get(key))]
     if not given:
         return AudioRef()
-    if len(given) > 1 or not isinstance(given[0], str) or not given[0]:
+    inner = given[0].get("url") if isinstance(given[0], dict) and "url" in given[0] else given[0]
+    name = file_named(inner, Recording) if len(given) == 1 else None
+    if not name:
         raise RowProblem(f"turn {number} has the audio part {shown(part)}; expected one path in {', '.join(_OF_PART)}")
-    return AudioRef(given[0])
+    return AudioRef(name)
 
 
 def placed(raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
-    """Turns (:class:`octavo.data.Turn`) in which each sound of the row's list has its place; `text` is the type of a
-    piece of text. Raises `RowProblem`."""
-    names = _listed(raw) if isinstance(raw, dict) else []
+    """Turns in which each sound of the row's list has its place; `text` is the type of a piece of text. Raises
+    `RowProblem`."""
+    names = listed(raw) if isinstance(raw, dict) else []
     open_parts = sum(part == AudioRef() for turn in turns for part in turn.parts)
     if not names and not open_parts:
         return list(turns)
@@ -80,58 +89,19 @@ def placed(raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
     return out
 
 
-def _listed(raw: dict[str, Any]) -> list[str]:
-    given = {key: raw[key] for key in _KEYS if raw.get(key) not in (None, [], "")}
+def listed(raw: dict[str, Any]) -> list[Name]:
+    """The row's list of sounds. Raises `RowProblem`."""
+    given = {key: raw[key] for key in SOUND_KEYS if raw.get(key) not in (None, [], "")}
     if len(given) > 1:
         raise RowProblem("has both 'audio' and 'audios'; keep one of them")
     for key, value in given.items():
-        names = value if isinstance(value, list) else [value]
-        if not all(isinstance(name, str) and name for name in names):
-            raise RowProblem(f"{key!r} is {shown(value)}; expected the name of a wav or flac file, or a list of them")
-        return names
+        names = [file_named(one, Recording) for one in (value if isinstance(value, list) else [value])]
+        if (found := [name for name in names if name]) != names:
+            decoded = isinstance(value, dict) and "array" in value
+            more = " (decoded samples are not taken: keep the file, datasets.Audio(decode=False))" if decoded else ""
+            raise RowProblem(
+                f"{key!r} is {shown(value)}; expected a wav or flac file, by its name or as bytes and path, or a list "
+                f"of them{more}"
+            )
+        return found
     return []
-
-
-def load(path: Path, limits: Limits) -> np.ndarray:
-    """The samples [T] float32 of a file, its channels averaged.
-
-    Length and rate are read from the header and checked before a sample is decoded. Raises `Mismatch` for a file that
-    is broken, no WAV or FLAC, at another rate, too short, too long, or holds what is no number; `DataError` where
-    soundfile is not installed.
-    """
-    soundfile = _soundfile()
-    try:
-        with soundfile.SoundFile(path) as file:
-            _check(path, file, limits)
-            samples = file.read(dtype="float32", always_2d=True)
-            expected = file.frames
-    except Mismatch:
-        raise
-    except Exception as cause:  # libsndfile's, and the operating system's
-        raise Mismatch(f"sound {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
-    if len(samples) != expected:
-        raise Mismatch(f"sound {path} is truncated: {len(samples)} of {expected} samples are there")
-    if not np.isfinite(samples).all():
-        raise Mismatch(f"sound {path} holds samples that are no numbers (NaN or infinite)")
-    return np.ascontiguousarray(samples.mean(axis=1))
-
-
-def _check(path: Path, file: Any, limits: Limits) -> None:
-    if file.format not in FORMATS:
-        raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
-    if file.samplerate != limits.rate:
-        raise Mismatch(f"sound {path} has {file.samplerate} samples a second, and the model hears {limits.rate}; "
-                       f"resample it (ffmpeg -i IN -ar {limits.rate} OUT.wav)")  # fmt: skip
-    if not limits.shortest <= file.frames <= limits.longest:
-        what = "empty" if not file.frames else "too short" if file.frames < limits.shortest else "too long"
-        raise Mismatch(f"sound {path} is {what}: {file.frames / limits.rate:.2f} s, and the model takes "
-                       f"{limits.shortest / limits.rate:.2f} to {limits.longest / limits.rate:g} s")  # fmt: skip
-
-
-def _soundfile() -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError) as cause:  # OSError: the package without its library
-        raise DataError(f"rows hold sound, which soundfile reads, and it cannot be imported ({cause}); "
-                        "pip install 'octavo[audio]'") from cause  # fmt: skip
-    return soundfile

@@ -10,14 +10,15 @@ import numpy as np
 
 from octavo.config.texts import is_url
 from octavo.data.cache import Say, default_folder, quiet
-from octavo.data.conversations import ROLES, no_image
+from octavo.data.conversations import ROLES
 from octavo.data.documents import is_document, parse_document
 from octavo.data.errors import BadSample, DataError, shown
 from octavo.data.fetched import open_fetched
 from octavo.data.files import open_rows
+from octavo.data.inline import no_file
 from octavo.data.named import open_named, stream_named
 from octavo.data.pairs import parse_labelled, parse_pair, told_by
-from octavo.data.prompts import IMAGE_KEYS, further, parse_answered, parse_prompt
+from octavo.data.prompts import MEDIA_KEYS, further, parse_answered, parse_prompt
 from octavo.data.table import Rows
 from octavo.hub import is_name
 
@@ -53,7 +54,11 @@ class Source:
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
-        return KINDS[self.kind](present(self.rows[row]), self.format, file=self.rows.path, row=row, images=self.images)
+        return KINDS[self.kind](self.raw(row), self.format, file=self.rows.path, row=row, images=self.images)
+
+    def raw(self, row: int) -> Any:
+        """A row as its file has it, without keys that are null."""
+        return present(self.rows[row])
 
     @property
     def shards(self) -> Sequence[int] | None:
@@ -70,12 +75,12 @@ class Source:
 
 
 def present(raw: Any) -> Any:
-    """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. An image
+    """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. A file
     with neither bytes nor path is null too."""
     if not isinstance(raw, dict):
         return raw
     return {key: value for key, value in raw.items()
-            if value is not None and not (key in IMAGE_KEYS and no_image(value))}  # fmt: skip
+            if value is not None and not (key in MEDIA_KEYS and no_file(value))}  # fmt: skip
 
 
 class Renamed:

@@ -6,11 +6,12 @@ what each is:
     00/07.json   the row, as a line of JSONL would have it
     00/07.txt    its `text`               00/07.cls   its `cls`, a whole number where it is one
     00/07.jpg    its image; so are png, webp and the others, and 0.jpg, 1.jpg, ... in the order of their numbers
+    00/07.wav    beside a json its sound; so are flac, and 0.wav, 1.wav, ... in the order of their numbers
     00/07.x.txt, 00/07.x.jpg              columns "x.txt" and "x.jpg", for `columns:`
 
-An image that the json names, by the file's name or by what follows its dot, stands where it is named. Files of other
-kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names, places and sizes of
-its files; it is made once, in the cache.
+An image or sound that the json names, by the file's name or by what follows its dot, stands where it is named. Files of
+other kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names, places and
+sizes of its files; it is made once, in the cache.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pyarrow as pa
 from octavo.data import cache
 from octavo.data.errors import BadSample
 from octavo.data.members import entries
+from octavo.data.sounds import SOUND_KEYS
 from octavo.data.streams import Pieces
 from octavo.data.table import BATCH_ROWS, Mapped, keys_of, parsed, writer
 
@@ -36,6 +38,7 @@ INDEX = pa.schema([
     ("sizes", pa.list_(pa.int64())), ("problem", pa.string()),
 ])  # fmt: skip
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif")
+SOUNDS = ("wav", "flac")
 VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
 TEXTS = ("txt", "text", "caption", "transcript")
 MUCH = 64 << 20  # bytes of tars that are looked up by several processes
@@ -73,10 +76,12 @@ class TarRows(Mapped):
     def _made(self, row: int, key: str, members: Sequence[Member]) -> Any:
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
+        sounds: dict[str, dict[str, Any]] = {}
         for kind, start, size in members:
             ending, name = kind.rpartition(".")[2], f"{key}.{kind}"
-            if ending in IMAGES:
-                images[kind] = {"bytes": self._pieces.read(start, size), "path": name}
+            if ending in (*IMAGES, *SOUNDS):
+                held = images if ending in IMAGES else sounds
+                held[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
                 fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
             elif ending in (*TEXTS, "cls"):
@@ -91,7 +96,8 @@ class TarRows(Mapped):
         if not isinstance(said, dict):
             raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
         beside = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
-        return _with_images({"id": key} | beside | said, key, images)
+        raw = _with_files({"id": key} | beside | said, key, images, ("image", "images"))
+        return _with_files(raw, key, sounds, SOUND_KEYS) if said else raw
 
     def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:
         try:
@@ -105,9 +111,11 @@ class TarRows(Mapped):
         return {**super().__getstate__(), "file": self.file, "_pieces": self._pieces}
 
 
-def _with_images(raw: dict[str, Any], key: str, images: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A row with its images where it names them, else as its `image` or `images`."""
-    called = {name: kind for kind in images for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
+def _with_files(
+    raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
+) -> dict[str, Any]:
+    """A row with its images (or sounds) where it names them, else under one of `keys`: for one, for several."""
+    called = {name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
     used: set[str] = set()
 
     def placed(value: Any, at: str = "") -> Any:
@@ -115,18 +123,18 @@ def _with_images(raw: dict[str, Any], key: str, images: dict[str, dict[str, Any]
             return {name: placed(entry, name) for name, entry in value.items()}
         if isinstance(value, list):
             return [placed(entry, at) for entry in value]
-        if at in ("image", "images") and isinstance(value, str) and value in called:
+        if at in keys and isinstance(value, str) and value in called:
             used.add(called[value])
-            return images[called[value]]
+            return files[called[value]]
         return value
 
     raw = placed(raw)
-    own = {kind: image for kind, image in images.items() if kind not in used}
+    own = {kind: file for kind, file in files.items() if kind not in used}
     named = [kind for kind in own if "." in kind and not kind.partition(".")[0].isdecimal()]
     raw = {**{kind: own.pop(kind) for kind in named}, **raw}
-    if own and not used and not {"image", "images"} & raw.keys():
+    if own and not used and not {*keys} & raw.keys():
         ordered = [own[kind] for kind in sorted(own, key=_number)]
-        raw |= {"image": ordered[0]} if len(ordered) == 1 else {"images": ordered}
+        raw |= {keys[0]: ordered[0]} if len(ordered) == 1 else {keys[1]: ordered}
     return raw
 
 

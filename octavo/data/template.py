@@ -56,10 +56,29 @@ def _message(turn: Turn, parts: bool) -> Message:
     return {"role": turn.role, "content": content if parts else turn.text, **more}
 
 
+def texts_of(message: Message) -> list[str]:
+    """The texts of a message, between its images."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
 def words_of(message: Message) -> str:
     """The words of a message, without its images."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return "".join(texts_of(message))
+
+
+def check_system(whole: str, messages: Sequence[Message], render: Render, prompt: bool = False) -> None:
+    """That a conversation rendered as `whole` says what its system turns do: templates pass over some in silence, as
+    Qwen3-VL's over all but the first. Raises `TemplateProblem`."""
+    for number, message in enumerate(messages):
+        if message["role"] != "system" or words_of(message).strip() in whole:
+            continue
+        others = [*messages[:number], *messages[number + 1 :]]
+        if _rendered(render, others, prompt) == whole:  # else its words were written in another way
+            raise TemplateProblem(
+                f"the chat template has no place for message {number + 1}, of the system, and would leave it out; put "
+                "its words into the first turn of the system, or into the question"
+            )
 
 
 def check_tools(conversation: Conversation, whole: str, without: str) -> None:
@@ -154,5 +173,5 @@ def _no_prefix(number: int, what: str, prefix: str, whole: str) -> str:
     return (
         f"the chat template writes message {number + 1} so that its answer cannot be found: rendered alone, {what} "
         f"reads {prefix[at : at + 40]!r} at character {at}, in the whole conversation {whole[at : at + 40]!r}; use a "
-        f"template whose earlier turns do not change when later ones are added, or keep one answer a conversation"
+        f"template whose earlier turns do not change when later ones are added, or set data.split_turns: true"
     )

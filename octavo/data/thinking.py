@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from octavo.data.conversations import Conversation, Text, Turn
-from octavo.data.template import READ_AS, Message, Render, TemplateProblem, rendered, words_of
+from octavo.data.template import READ_AS, Message, Render, TemplateProblem, rendered, texts_of
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # around reasoning, in what templates write
 _CLOSES = tuple(closes for _, closes in TAGS)
@@ -64,11 +64,14 @@ class Thinking:
 
     def taken(self, conversation: Conversation) -> Conversation:
         """The conversation with reasoning where the template looks for it. Raises `TemplateProblem` where it has no
-        place for it."""
+        place for it, and for turns whose reasoning cannot be told from their words."""
         if not any(turn.role == "assistant" and _thinks(turn) for turn in conversation.turns):
             return conversation
+        turns = tuple(parted(turn, number) for number, turn in enumerate(conversation.turns, 1))
+        for number, turn in enumerate(turns, 1):
+            _check_words(turn, number, self.apart)
         if self.apart:
-            return replace(conversation, turns=tuple(map(parted, conversation.turns)))
+            return replace(conversation, turns=turns)
         for number, turn in enumerate(conversation.turns, 1):
             if turn.reasoning is not None:
                 raise TemplateProblem(
@@ -88,20 +91,24 @@ class Thinking:
                 self._thought(whole, message, number, number < asked)
 
     def learned(
-        self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], given: int = 0
+        self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """(what of each answer is learned, how many are not, since their reasoning was left out), of a conversation
-        that was rendered as `whole`. `spans` are its answers behind the `given` first ones. Raises `TemplateProblem`.
-        """
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"][given:]
+        """(what of each answer is learned, nothing of one whose reasoning was left out; how many these are), of a
+        conversation that was rendered as `whole`. `spans` are its last answers, of which those that are not
+        `wanted` are context. Raises `TemplateProblem`."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         asked = _last_question(messages)
         found, lost = [], 0
-        for number, (start, end) in zip(answers, spans, strict=False):
+        for number, (start, end), learn in zip(answers[-len(wanted) :], spans, wanted, strict=False):
+            if not learn:
+                found.append((start, start))
+                continue
             thought = self._thought(whole[start:end], messages[number], number, number < asked)
             if thought is None:
+                found.append((start, start))
                 lost += 1
                 continue
-            begin = self._begin(whole, start, end)
+            begin = self._begin(whole, start, end, thought)
             if thought:
                 self._check(begin > start, number)
             found.append((begin, end))
@@ -110,17 +117,15 @@ class Thinking:
     def _thought(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
         """The reasoning that an answer has before its words where it was `written`; None: it has some that was left
         out."""
-        reasoning, words = message.get(READ_AS[0]), words_of(message)
-        if not reasoning and not _ANY.search(words):
-            return ""
-        own = reasoning
-        if reasoning is None:  # in its text, where the template writes it or takes it away
-            turn = parted(Turn("assistant", (Text(words),)))
-            own, words = turn.reasoning or "", turn.text
-        for piece in _ANY.split(words):
-            if piece.strip() not in written:
+        own, said = message.get(READ_AS[0]), texts_of(message)
+        if own is None and any(map(_ANY.search, said)):  # in its text, where the template writes it or takes it away
+            turn = parted(Turn("assistant", tuple(map(Text, said))))
+            own, said = turn.reasoning, [part.text for part in turn.parts if isinstance(part, Text)]
+        for piece in (piece.strip() for text in said for piece in _ANY.split(text)):
+            if piece not in written:
                 raise TemplateProblem(f"the chat template takes away words of message {number + 1}: {piece[:60]!r}")
-        before = written[: written.rfind(words.strip())] if words.strip() in written else written
+        words = said[0].strip() if said else ""
+        before = written[: written.rfind(words)] if words in written else written
         if not own or own.strip() in before:
             return own or ""
         if not earlier:
@@ -141,12 +146,12 @@ class Thinking:
         if self.shut and not self.mask_reasoning:
             raise TemplateProblem(
                 f"message {number + 1} has reasoning, and prompts end with a closed block of thinking, behind which a "
-                "model writes none; leave enable_thinking out of data.template_args, set data.mask_reasoning: true, or "
+                "model writes none; set enable_thinking: true in data.template_args, or data.mask_reasoning: true, or "
                 "remove the reasoning"
             )
 
-    def _begin(self, whole: str, start: int, end: int) -> int:
-        """Where the loss of the answer at `start` begins."""
+    def _begin(self, whole: str, start: int, end: int, thought: str) -> int:
+        """Where the loss of the answer at `start` begins, which thinks what is `thought` there."""
         answer = whole[start:end]
         for opens, closes in TAGS:
             first = len(answer) - len(answer.lstrip())
@@ -154,7 +159,8 @@ class Thinking:
                 first += len(opens)
             elif not whole[max(0, start - 64) : start].rstrip().endswith(opens):
                 continue
-            close = answer.find(closes, first)
+            inner = answer.find(thought.strip(), first)  # it may speak of the mark that closes it
+            close = answer.find(closes, max(first, inner + len(thought.strip())))
             if close < 0:
                 continue
             behind = close + len(closes)
@@ -164,19 +170,62 @@ class Thinking:
         return start
 
 
-def parted(turn: Turn) -> Turn:
-    """An assistant's turn with its reasoning apart from its words, as templates part them that look for it in a text.
-    Where a text speaks of the marks and does not begin with reasoning, it has none ("")."""
-    first = turn.parts[0] if turn.parts else None
-    if turn.role != "assistant" or turn.reasoning is not None or not isinstance(first, Text):
+def parted(turn: Turn, number: int = 0) -> Turn:
+    """An assistant's turn, the `number`-th, with its reasoning apart from its words, as templates part them that look
+    for it in a text. Where a text speaks of the marks and does not begin with reasoning, it has none (""). A row that
+    has the same reasoning in a field and in its text has it once. Raises `TemplateProblem` where these differ."""
+    if turn.role != "assistant":
         return turn
+    opened, thought, words = _block(turn)
+    own = None if turn.reasoning is None else _bare(turn.reasoning)
+    if own is None and thought is None:
+        return replace(turn, reasoning="") if any(closes in turn.text for closes in _CLOSES) else turn
+    if own is not None and thought is not None and thought.strip() not in ("", own.strip()):
+        if opened:
+            raise TemplateProblem(
+                f"turn {number} has reasoning in a field of its own and other reasoning at the beginning of its words; "
+                "keep one of them"
+            )
+        thought = None  # words that speak of the mark which closes
+    if thought is not None:
+        turn = replace(turn, parts=(Text(words), *turn.parts[1:]))
+    return replace(turn, reasoning=thought if own is None else own)
+
+
+def _block(turn: Turn) -> tuple[bool, str | None, str]:
+    """(whether the words of a turn begin with a mark that opens thinking, the reasoning that they begin with or None,
+    the words behind it)."""
+    text = turn.parts[0].text if turn.parts and isinstance(turn.parts[0], Text) else ""
     for opens, closes in TAGS:
-        thought, closed, words = first.text.partition(closes)
+        thought, closed, words = text.partition(closes)
         before, opened, inner = thought.partition(opens)
         if closed and not (opened and before.strip()):
-            parts = (Text(words.lstrip("\n")), *turn.parts[1:])
-            return replace(turn, parts=parts, reasoning=(inner if opened else thought).strip("\n"))
-    return replace(turn, reasoning="") if any(closes in turn.text for closes in _CLOSES) else turn
+            return bool(opened), (inner if opened else thought).strip("\n"), words.lstrip("\n")
+    return False, None, text
+
+
+def _bare(reasoning: str) -> str:
+    """Reasoning without the marks that a row may have left around it."""
+    for opens, closes in TAGS:
+        inner = reasoning.strip().removeprefix(opens).removesuffix(closes)
+        if inner != reasoning.strip():
+            return inner.strip("\n")
+    return reasoning
+
+
+def _check_words(turn: Turn, number: int, apart: bool) -> None:
+    """That a turn which thinks, and was parted, says something, and where the template takes reasoning `apart` begins
+    no further block. Raises `TemplateProblem`."""
+    if turn.role != "assistant":
+        return
+    if not turn.text.strip() and not turn.calls:
+        raise TemplateProblem(f"turn {number} is an assistant turn without text behind its reasoning")
+    opened = next((opens for opens, _ in TAGS if turn.text.lstrip().startswith(opens)), None)
+    if apart and opened:
+        raise TemplateProblem(
+            f"turn {number} has words that begin with {opened}: reasoning that does not end, or a second block of it; "
+            "write it as one block, or remove the row"
+        )
 
 
 def _last_question(messages: Sequence[Message]) -> int:
@@ -184,4 +233,4 @@ def _last_question(messages: Sequence[Message]) -> int:
 
 
 def _thinks(turn: Turn) -> bool:
-    return turn.reasoning is not None or any(closes in turn.text for closes in _CLOSES)
+    return turn.reasoning is not None or _ANY.search(turn.text) is not None

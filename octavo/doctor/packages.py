@@ -80,6 +80,12 @@ OPTIONAL = (
         "build it from github.com/deepseek-ai/DeepGEMM",
     ),
     Package("flash-attn", "import flash_attn", "attention uses torch's own kernels", "pip install flash-attn"),
+    Package(
+        "soundfile",
+        "import soundfile, soxr",
+        "rows with sound are not read, or not at other rates than the model's",
+        "pip install 'octavo[audio]'",
+    ),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
     Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
     Package(

@@ -62,11 +62,11 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
     greedy = sampling.temperature == 0
     logps = torch.log_softmax(logits if greedy or sampling.temperature == 1 else logits / sampling.temperature, dim=-1)
     p = logps.exp()
-    never = _indices(sampling.never, logits.device)
+    never = _indices(sampling.never, logits.shape[1], logits.device)
     if greedy:
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
-        left = _without(logps, never) if sampling.never else p
+        left = _without(logps, never) if len(never) else p
         cumulative = kept(left, sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
@@ -74,9 +74,10 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
 
 
 @lru_cache(maxsize=8)
-def _indices(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, because numbers that come from the host cannot be in a CUDA graph."""
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
+def _indices(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
+    """Those that have a logit: places of images may have none (NVILA). Kept, because numbers that come from the host
+    cannot be in a CUDA graph."""
+    return torch.tensor([token for token in tokens if token < vocabulary], dtype=torch.int64, device=device)
 
 
 def _without(logps: Tensor, never: Tensor) -> Tensor:

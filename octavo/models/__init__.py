@@ -3,7 +3,7 @@
 from octavo.models.assembly import frozen_names
 from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.deferred import Deferred, defer
-from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, dummy_image_inputs
+from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.freeze import freeze, freeze_all
@@ -40,6 +40,7 @@ __all__ = [
     "TextProcessor",
     "attach_dummy_image",
     "attach_dummy_sound",
+    "attach_idle_experts",
     "attend",
     "attention_by",
     "axes",

@@ -25,6 +25,7 @@ from octavo.models.families import WITHOUT_HEAD, describe
 from octavo.models.folder import at
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
+from octavo.models.single import keep_single_features
 from octavo.models.sources import Origin, Sources, is_transposed, sources
 from octavo.models.streaming import Stream
 
@@ -351,6 +352,7 @@ def finish(model: PreTrainedModel, folder: Path, found: Sources) -> PreTrainedMo
 
 def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Buffers, generation settings, eval mode."""
+    keep_single_features(model)
     _make_buffers(model)
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
         raise ModelError(_unmade(folder, left))

@@ -54,10 +54,14 @@ class Deferred:
             return window(*self.homes[name])
 
         def put(name: str, value: Tensor) -> None:
-            low = None
+            low, (module, leaf) = None, self.homes[name]
+            parameter = module._parameters[leaf]
+            assert parameter is not None
             if self.split and value.dtype is torch.float32:
                 value, low = fp8.arithmetic.split_master(value)
-            place(name, *self.homes[name], value, low)
+            elif value.dtype is torch.float32 and parameter.dtype is torch.bfloat16:
+                value = value.to(torch.bfloat16)  # whoever trains it asked for that since
+            place(name, module, leaf, value, low)
 
         stream.window, stream.place, stream.largest = rows, put, largest
         before = stream.shards.taken

@@ -5,6 +5,9 @@ the tower, its all-gathers and its reduce-scatters, and the other ranks would wa
 a step never reaches has gradients None where others have tensors. So the tower runs on the smallest image, and what
 comes out enters the language model's input as nothing at all: the value is unchanged, the gradient exactly zero. The
 same of sound, of which the tower hears silence.
+
+Experts that images alone reach (Ernie 4.5 VL's) stand in the decoder, where a layer calls them if there is an image.
+Where it does not, they run on no token at all, for the same two reasons.
 """
 
 from __future__ import annotations
@@ -95,6 +98,56 @@ def attach_dummy_sound(
         yield heard
 
     return _attach(model, family, "sound", enabled, guard, features)
+
+
+def attach_idle_experts(
+    model: nn.Module, family: Family, guard: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[RemovableHandle]:
+    """Run the experts that images alone reach on no token, in each forward whose layer does not call them; a family
+    without such experts gets no hook.
+
+    Values are unchanged, their parameters get gradients of exactly zero, and experts that are dealt to ranks take part
+    in every exchange. Which forwards these are is up to the tokens at hand, not to the batch: of ranks that share a row
+    one may have no token of its images.
+    """
+    inside = f"{family.language_model}."
+    names = [name for name, _ in model.named_modules() if name.startswith(inside)]
+    names = [name for name in names if family.component_of(name) == "image_projector"]
+    outermost = [name for name in names if name.rpartition(".")[0] not in names]
+    return [
+        handle
+        for name in outermost
+        for handle in _Idle(model.get_submodule(name), guard).attach(model.get_submodule(name.rpartition(".")[0]))
+    ]
+
+
+class _Idle:
+    """The hooks of one layer: whether it called its experts for images, and what happens if not."""
+
+    def __init__(self, experts: nn.Module, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.experts, self.guard, self.called = experts, guard, False
+
+    def attach(self, layer: nn.Module) -> list[RemovableHandle]:
+        """``layer``: the module that calls the experts, and returns a tuple of which the hidden states are first."""
+        return [
+            layer.register_forward_pre_hook(self._begin),
+            self.experts.register_forward_hook(self._note),
+            layer.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self.called = False
+
+    def _note(self, experts: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.called = True
+
+    def _end(self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.called:
+            return None
+        hidden, *rest = output
+        nothing = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())  # so that a backward exchanges, too
+        with self.guard():
+            return _Join.apply(hidden, *_tensors(self.experts(nothing))), *rest
 
 
 def _attach(

@@ -44,7 +44,8 @@ COMPANIONS = (
 PARTS = ("llm", "vision_tower", "mm_projector")
 #: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
 _MOST = {
-    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 10_000, "head": 1 << 16, "labels": 1 << 16,
+    "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # in front of words that they contain
+    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 1 << 15, "head": 1 << 16, "labels": 1 << 16,
     "classes": 1 << 16, "patch_size": 1 << 8, "merge_size": 1 << 5, "shortest_edge": 1 << 22, "min_pixels": 1 << 22,
     "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
 }  # fmt: skip
@@ -101,7 +102,7 @@ def one_folder(folder: Path, what: str) -> None:
     if parts := parts_of(folder):
         raise ModelError(
             f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes models of one folder alone. "
-            "Train and ask it as it is; octavo.models.load(...).save_pretrained(...) writes its weights as one folder."
+            f"`octavo export {folder} DIR --format bf16` makes one of it."
         )
 
 

@@ -27,16 +27,22 @@ class Hearing:
     bins       bands of pitch
     frames     of a sound, padding included
     positions  tokens through the tower of each sound, padding included; `features`: out of it, likewise
+    least      tokens in the decoder of the shortest sound
     """
 
     bins: int
     frames: int
     positions: int
     features: int
+    least: int = LEAST
 
     def tokens(self, frames: int) -> int:
         """Tokens in the decoder of a sound of so many frames: what stands in the text."""
         return ((frames - 1) // 2 - 1) // 2 + 1
+
+    def shortest(self, tokens: int) -> int:
+        """Frames of the shortest sound of so many tokens: the opposite of `tokens`."""
+        return 4 * tokens - 1
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Silence [1, bins, frames], as the tower takes it."""

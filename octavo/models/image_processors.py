@@ -18,6 +18,7 @@ import torch
 from transformers import ProcessorMixin
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.utils import is_torchvision_available
 
@@ -74,6 +75,10 @@ class Qwen3VLImageTextProcessor(_WithoutVideo, Qwen3VLProcessor):
     """Qwen3VLProcessor for images and text (dense and MoE)."""
 
 
+class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
+    """Qwen2VLProcessor for images and text."""
+
+
 class Qwen25VLImageTextProcessor(_WithoutVideo, Qwen2_5_VLProcessor):
     """Qwen2_5_VLProcessor for images and text."""
 
@@ -103,6 +108,7 @@ class FrameImages(Qwen2VLImages):
 PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "qwen3_vl": (Qwen3VLImageTextProcessor, Qwen2VLImages),
     "qwen3_vl_moe": (Qwen3VLImageTextProcessor, Qwen2VLImages),
+    "qwen2_vl": (Qwen2VLImageTextProcessor, Qwen2VLImages),
     "qwen2_5_vl": (Qwen25VLImageTextProcessor, Qwen2VLImages),
     "internvl": (InternVLImageTextProcessor, GotOcr2Images),
     "qwen3_5": (Qwen3VLImageTextProcessor, Qwen2VLImages),
@@ -111,7 +117,7 @@ PROCESSORS: dict[str, tuple[type[ProcessorMixin], type]] = {
     "llava_onevision": (stocked.LlavaOnevisionImageTextProcessor, LlavaOnevisionImages),
     "smolvlm": (stocked.SmolVLMImageTextProcessor, SmolVLMImages),
     "gemma3": (stocked.Gemma3ImageTextProcessor, Gemma3Images),
-    "glm4v": (stocked.Glm4vImageTextProcessor, Glm4vImages),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), (stocked.Glm4vImageTextProcessor, Glm4vImages)),
     "ernie4_5_vl_moe": (stocked.Ernie45VLImageTextProcessor, ErnieImages),
     "nvila": (NvilaProcessor, NvilaImages),
     "nvila_lite": (NvilaProcessor, NvilaImages),

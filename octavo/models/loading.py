@@ -29,6 +29,7 @@ from octavo.models.folder import check_companions, check_weight_files, parts_of,
 from octavo.models.headers import DTYPES
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.models.shards import Shards, open_weights
+from octavo.models.single import keep_single_features
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
 
 #: dtypes on disk of which BF16 does not hold every value
@@ -62,7 +63,8 @@ def load(
     progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
     scores               a model that gives texts numbers (sequence classification, a reward model), not one that writes
 
-    The model is in eval mode, as from_pretrained gives it. Raises ModelError for anything missing, truncated,
+    The model is in eval mode, as from_pretrained gives it; what its own code keeps from training (the positions of a
+    tower of sound), which from_pretrained forgets, stays so. Raises ModelError for anything missing, truncated,
     unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
     """
     folder, kinds = Path(path), asked_kinds(load_in_fp8)
@@ -113,6 +115,10 @@ def _load_stock(
     refuse_incomplete(folder, info)
     if bad := fp8.not_finite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
+    for name, parameter in skeleton(config, dtype, attn_implementation, scores).named_parameters():
+        if not parameter.requires_grad:  # tables of sinusoids; from_pretrained lets all parameters be trained
+            model.get_parameter(name).requires_grad_(False)
+    keep_single_features(model)
     return model
 
 

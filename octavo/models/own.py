@@ -36,8 +36,8 @@ FAMILIES = {
             onevision.LLaVAOneVision1_5_ForConditionalGeneration,
             onevision.renamings,
         ),
-        Own(nvila.NvilaConfig, nvila.NvilaModel, nvila.NvilaForConditionalGeneration, nvila.renamings),
-        Own(nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NvilaLiteForConditionalGeneration, nvila.renamings),
+        Own(nvila.NvilaConfig, nvila.NvilaModel, nvila.NVILAForConditionalGeneration, nvila.renamings),
+        Own(nvila.NvilaLiteConfig, nvila.NvilaLiteModel, nvila.NVILALiteForConditionalGeneration, nvila.renamings),
     )
 }
 

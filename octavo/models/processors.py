@@ -6,7 +6,8 @@ takes the same calls and refuses images.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
-from octavo.models.nvila.three import add_media
+from octavo.models.nvila.three import add_media, template_of
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
@@ -125,13 +126,26 @@ def load_processor(
     return processor
 
 
+@contextmanager
+def _imported(what: str, package: str) -> Iterator[None]:
+    """What a build of a package for another torch raises becomes a ModelError."""
+    try:
+        yield
+    except (ImportError, RuntimeError, OSError) as cause:
+        raise ModelError(
+            f"transformers' {what} cannot be imported ({type(cause).__name__}: {str(cause).strip()[:200]}). "
+            f"Where {package} is named: install the build that belongs to this torch, or remove it; Octavo needs none."
+        ) from cause
+
+
 def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
     if raw.get("model_type") in TRAINED_WITH_SOUND:
-        from octavo.models import audio_processors
+        with _imported("feature extractors of sound", "torchaudio"):
+            from octavo.models import audio_processors
 
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a model that sees nothing. Remove the limit.")
@@ -147,13 +161,8 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
         return TextProcessor(tokenizer)
     from PIL import Image
 
-    try:
+    with _imported("image processors", "torchvision"):
         from octavo.models import image_processors
-    except (ImportError, RuntimeError, OSError) as cause:  # as a build of torchvision for another torch does
-        raise ModelError(
-            f"transformers' image processors cannot be imported ({type(cause).__name__}: {str(cause).strip()[:200]}). "
-            "Where torchvision is named: install the build that belongs to this torch, or remove it; Octavo needs none."
-        ) from cause
 
     processor_class, image_class = image_processors.PROCESSORS[raw["model_type"]]
     images = at(folder, "preprocessor_config.json")
@@ -199,4 +208,5 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         if file.exists():
             jinja = name.endswith("jinja")
             return reading.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
-    return tokenizer.chat_template
+    own = template_of(folder, tokenizer) if parts_of(folder) else None
+    return tokenizer.chat_template if own is None else own

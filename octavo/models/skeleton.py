@@ -26,7 +26,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, parts_of, read_json, stock
-from octavo.models.nvila.three import read_three
+from octavo.models.nvila.three import read_three, refuse_incomplete
 from octavo.models.own import is_own
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 
@@ -59,6 +59,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         with stock(f"{folder}/config.json cannot be used"):
             return read_three(folder)
     raw = read_json(folder / "config.json")
+    refuse_incomplete(folder, raw.get("model_type"))
     if "auto_map" in raw and not is_own(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "

@@ -328,7 +328,9 @@ class Stream:
         elif isinstance(value, nn.Parameter):
             module._parameters[leaf] = value
         else:
-            module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
+            former = module._parameters[leaf]
+            trains = value.is_floating_point() and (former is None or former.requires_grad)
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=trains)
 
 
 def _height(pieces: tuple[Piece, ...]) -> int:

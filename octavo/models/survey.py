@@ -62,11 +62,16 @@ class Surveyed:
 def survey() -> Iterator[Surveyed]:
     """The families in the order of their names, those that Octavo registers with transformers among them. A few
     seconds in all: most of them for importing their code."""
-    classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
-    classes |= {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
+    classes = config_classes()
     for model_type in sorted(classes):
         with quiet():
             yield look_at(classes[model_type])
+
+
+def config_classes() -> dict[str, type[PreTrainedConfig]]:
+    """model_type -> the class of its configuration, of all of them."""
+    classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    return classes | {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
 
 
 def summary(found: Sequence[Surveyed]) -> str:

@@ -31,14 +31,14 @@ from octavo.models.tokens import train_tokenizer
 
 FAMILIES = tuple(CONFIGS)
 _SPECIAL: Mapping[str, Special] = {
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special.QWEN_VL),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special.QWEN_VL),
     "llavaonevision1_5": special.QWEN_VL,
     "internvl": special.INTERNVL,
     "mistral3": special.MISTRAL3,
     "llava_onevision": special.LLAVA_ONEVISION,
     "smolvlm": special.SMOLVLM,
     "gemma3": special.GEMMA3,
-    "glm4v": special.GLM4V,
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), special.GLM4V),
     "ernie4_5_vl_moe": special.ERNIE4_5_VL,
     "qwen2_audio": special.QWEN2_AUDIO,
     **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special.QWEN),
@@ -94,7 +94,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=torch.float32)
-        _fill_projection(model)
+        _fill_zeros(model)
     model.generation_config = GenerationConfig(
         eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=first
     )
@@ -104,12 +104,15 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     write_processor(family, directory)
 
 
-def _fill_projection(model: torch.nn.Module) -> None:
-    """Gemma 3's projection begins at zero in transformers: nothing of an image would come through, and no gradient
-    would reach the tower."""
-    for name, parameter in model.named_parameters():
+def _fill_zeros(model: torch.nn.Module) -> None:
+    """What transformers begins at zero and no test could tell from what was lost. Nothing of an image would come
+    through Gemma 3's projection, and no gradient would reach the tower; the corrections of routers, which training
+    without them leaves as they are, choose experts with the scores."""
+    for name, values in model.state_dict().items():
         if name.endswith("mm_input_projection_weight"):
-            torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5)
+            torch.nn.init.normal_(values, std=values.shape[0] ** -0.5)
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(values, std=0.01)
 
 
 def _require_same(made: Path, target: Path, family: str) -> None:

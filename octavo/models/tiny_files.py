@@ -17,10 +17,12 @@ _SQUARE = {"height": TILE, "width": TILE}
 _CELL = (2 * PATCH) ** 2  # pixels a token
 _PATCHES = {"patch_size": PATCH, "merge_size": 2, "size": {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}}
 _PAIRS = {**_PATCHES, "temporal_patch_size": 2}  # of frames; an image is one of two equal ones
+_GLM = {**_PAIRS, "size": {"shortest_edge": 2 * _CELL, "longest_edge": 2 * 256 * _CELL}}  # of both frames
 
 #: family -> (processor, its own entries, image processor, its entries, video processor or None)
 _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | None]] = {
     "qwen3_vl": ("Qwen3VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen3VLVideoProcessor"),
+    "qwen2_vl": ("Qwen2VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", _PAIRS, "Qwen2VLVideoProcessor"),
     "llavaonevision1_5": (
         "Qwen2_5_VLProcessor", {}, "Qwen2VLImageProcessor", {**_PATCHES, "temporal_patch_size": 1},
@@ -52,11 +54,8 @@ _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | Non
         "Gemma3Processor", {"image_seq_length": TOKENS},
         "Gemma3ImageProcessor", {"size": _SQUARE, "do_pan_and_scan": False}, None,
     ),
-    "glm4v": (
-        "Glm4vProcessor", {},
-        "Glm4vImageProcessor", {**_PAIRS, "size": {"shortest_edge": 2 * _CELL, "longest_edge": 2 * 256 * _CELL}},
-        "Glm4vVideoProcessor",
-    ),
+    "glm4v": ("Glm4vProcessor", {}, "Glm4vImageProcessor", _GLM, "Glm4vVideoProcessor"),
+    "glm46v": ("Glm46VProcessor", {}, "Glm46VImageProcessor", _GLM, "Glm46VVideoProcessor"),
     "ernie4_5_vl_moe": (
         "Ernie4_5_VLMoeProcessor", {}, "Ernie4_5_VLMoeImageProcessor", {**_PATCHES, "temporal_patch_size": 1},
         "Ernie4_5_VLMoeVideoProcessor",
@@ -64,7 +63,11 @@ _CLASSES: Mapping[str, tuple[str, dict[str, Any], str, dict[str, Any], str | Non
 }  # fmt: skip
 #: what videos have otherwise than images: pairs of frames, and no times drawn on them, which wants a font
 _OF_VIDEOS = {"ernie4_5_vl_moe": {"temporal_patch_size": 2, "draw_on_frames": False}}
-_LIKE = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl"}
+_LIKE = {
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
+    "glm4v_moe": "glm4v",
+    "glm_ocr": "glm46v",
+}
 
 
 def write_processor(family: str, directory: Path) -> None:

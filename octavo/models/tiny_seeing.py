@@ -10,9 +10,13 @@ from transformers import (
     Ernie4_5_VLMoeConfig,
     Gemma3Config,
     Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm46VConfig,
+    GlmOcrConfig,
     LlavaOnevisionConfig,
     Mistral3Config,
     PreTrainedConfig,
+    Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     SmolVLMConfig,
@@ -100,17 +104,45 @@ def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    decoder = text(size, vocab)
-    rotated = decoder["hidden_size"] // decoder["num_attention_heads"] // 2  # half of each head
-    decoder["rope_parameters"] = rope(rotated, partial_rotary_factor=0.5)
+def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
+    """Rotary turns a part of each head."""
+    head = decoder["hidden_size"] // decoder["num_attention_heads"]
+    decoder["rope_parameters"] = rope(int(part * head), partial_rotary_factor=part)
     more = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
-    return Glm4vConfig(
-        text_config=decoder,
-        vision_config=qwen_vision(decoder["hidden_size"], **more),
+    return {
+        "text_config": decoder,
+        "vision_config": qwen_vision(decoder["hidden_size"], **more),
         **_ids(ids, image="<|image|>", video="<|video|>"),
         **_around(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
-    )
+    }
+
+
+def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm4vConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm46v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm46VConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return GlmOcrConfig(**_glm_parts(size, text(size, vocab), ids, part=1.0))
+
+
+def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A dense layer, then one of eight experts and one that takes every token."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    decoder = {**text(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
+    return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
+
+
+def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A tower that names its own width `embed_dim`, and the decoder's `hidden_size`."""
+    decoder = text(size, vocab)
+    decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
+    tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
+    tower["hidden_size"] = tower.pop("out_hidden_size")
+    return Qwen2VLConfig(text_config=decoder, vision_config=tower, tie_word_embeddings=True, **vision_ids(ids))
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from octavo.models.skeleton import is_audio_config, is_vision_config
 
 TRAINED = (
     *("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3_5", "qwen3_5_moe"),
-    *("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe", "llavaonevision1_5"),
-    *("nvila", "nvila_lite"),
+    *("mistral3", "llava_onevision", "smolvlm", "gemma3", "ernie4_5_vl_moe", "llavaonevision1_5"),
+    *("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "nvila", "nvila_lite", "qwen2_vl"),
 )
 """`model_type` of the families whose images become batches here, and that train."""
 

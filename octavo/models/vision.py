@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from octavo.models import anyres
 from octavo.models.errors import ModelError
 
 
@@ -28,7 +29,8 @@ class Vision:
     merge    patches that become one feature, in each direction (patches, whole)
     tile     (height, width) of a tile; `least`: of the smallest that the tower takes
     own      patches that the tower puts in front of those of a tile
-    length   features of a tile; `ends`: places of line breaks behind them in the text
+    length   features of a tile; `ends`: places of line breaks behind them in the text, or the
+             most of them
     scales   tiles of each of several scales as a square: the tower sees an image at all, and an image of fewer tiles
              than the last has at one (NVILA)
     most     tiles of an image, where the configuration says it
@@ -135,7 +137,9 @@ def vision_of(config: PreTrainedConfig) -> Vision:
     if config.model_type == "smolvlm":
         return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
     if config.model_type == "llava_onevision":
-        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, axes=5, sized=True)
+        most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
+        breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
+        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
     if config.model_type == "gemma3":
         return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
     if config.model_type in ("nvila", "nvila_lite"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
+from octavo.models import anyres
 from octavo.parallel.context import Context
 from octavo.parallel.errors import WorldError
 
@@ -75,13 +76,10 @@ class Images:
                 f"the images of {family.name} cannot be dealt to the ranks of a context: its model has no "
                 "get_image_features. Set parallel.context: 1"
             )
-        if models.vision_of(model.config).sized:
-            raise WorldError(
-                f"the images of {family.name} cannot be dealt to the ranks of a context: how many a row has says what "
-                "becomes of each. Set parallel.context: 1"
-            )
         self.model, self.family, self.context = model, family, context
+        self.vision = models.vision_of(model.config)
         self._now: Deal | None = None
+        self._given: list[int] = []
         owner.get_image_features = self._features  # type: ignore[assignment]
 
     def sees(self, batch: Mapping[str, Any]) -> bool:
@@ -97,13 +95,18 @@ class Images:
             return {}
         if not self._now.own:
             return {name: x.cpu() for name, x in models.dummy_image_inputs(self.model, self.family).items()}
-        grid, own = batch.get("image_grid_thw"), list(self._now.own)
+        grid, own, more = batch.get("image_grid_thw"), list(self._now.own), {}
+        if self.vision.sized:  # told by counts which images are alone in their row: those first
+            alone = anyres.alone(batch["batch_num_images"])
+            own.sort(key=lambda n: not alone[n])
+            more = {"batch_num_images": torch.tensor([1 if alone[n] else 2 for n in own])}
+        self._given = own
         of = [1] * len(batch["pixel_values"]) if grid is None else grid.prod(-1).tolist()
         ends = [0, *accumulate(of)]
-        found = {"pixel_values": torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in own])}
+        more["pixel_values"] = torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in own])
         if grid is not None:
-            found["image_grid_thw"] = grid[own]
-        return found | {name: batch[name][own] for name in _of_images(batch)}
+            more["image_grid_thw"] = grid[own]
+        return more | {name: batch[name][own] for name in _of_images(batch)}
 
     def end(self) -> None:
         """The forward is over: images of others (held-out rows) are the model's own business."""
@@ -112,10 +115,15 @@ class Images:
     def _deal(self, batch: Mapping[str, Any]) -> Deal | None:
         if "pixel_values" not in batch:
             return None
-        ids, vision = batch["input_ids"][0], models.vision_of(self.model.config)
+        ids, vision = batch["input_ids"][0], self.vision
         places = (ids == self.family.image_token_id).nonzero().flatten()
-        patches = vision.patches(batch)
-        tokens = [vision.features(count) + vision.ends for count in patches]
+        if vision.sized:
+            sizes = list(zip(batch["image_sizes"].tolist(), anyres.alone(batch["batch_num_images"]), strict=True))
+            patches = [vision.cells * anyres.tiles(self.model.config, *of) for of in sizes]
+            tokens = [anyres.tokens(self.model.config, *of) for of in sizes]
+        else:
+            patches = vision.patches(batch)
+            tokens = [vision.features(count) + vision.ends for count in patches]
         if sum(tokens) != len(places):
             raise WorldError(f"a row has {len(places)} placeholders of images whose features are {sum(tokens)}")
         part = self.context.part(len(ids))
@@ -133,6 +141,8 @@ class Images:
             with fp8.uncounted():
                 output = self._stock(*args, **kwargs)
         whole = output.pooler_output
+        if now.own and self._given != list(now.own):  # back in their order
+            whole = [whole[self._given.index(n)] for n in now.own]
         deep = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
         made = torch.cat([_joined(whole), *deep], -1)
         got = self.context.swap(made if now.own else made[:0], now.sent, now.got)[now.order.to(made.device)]

@@ -105,7 +105,7 @@ def compare(
     for run in runs:  # refuse before the first run has cost minutes
         check_reusable(run)
         plans += _planned(run)
-    _same_files(cfg, directory)
+    same_files(cfg, directory)
     no_forks = "" if not forks else _why_no_forks(runs)
     if no_forks:
         runs = [run for run in runs if run.kind != "fork"]
@@ -308,7 +308,7 @@ def check_reusable(run: Run) -> None:
     saved = directory / "config.yaml"
     if not saved.is_file():
         return
-    differ = _differences(_comparable(load_config(saved)), _comparable(run.cfg))
+    differ = _differences(comparable(load_config(saved)), comparable(run.cfg))
     if differ:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
         raise ReportError(
@@ -330,7 +330,7 @@ def _planned(run: Run) -> list[Any]:
     return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
 
 
-def _same_files(cfg: Config, directory: Path) -> None:
+def same_files(cfg: Config, directory: Path) -> None:
     """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
     something else when it goes on: its runs would be of different data."""
     from octavo.train import TrainError, datafiles
@@ -346,7 +346,7 @@ def _same_files(cfg: Config, directory: Path) -> None:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 
 
-def _comparable(cfg: Config) -> dict[str, Any]:
+def comparable(cfg: Config) -> dict[str, Any]:
     """What decides a run's figures: everything but where the run lies and how it is watched and saved."""
     data = cfg.model_dump(mode="json")
     saved = "save", "save_every", "save_states", "keep", "milestones"

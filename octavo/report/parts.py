@@ -36,10 +36,10 @@ TOTALS = {"peak_cuda": "peak of the GPU"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 
 
-def render(name: str, **values: Any) -> str:
-    """A page from its template; look and version are the same in all."""
+def render(name: str, folder: Path = HERE, **values: Any) -> str:
+    """A page from its template in ``folder``; look and version are the same in all."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
+        loader=jinja2.FileSystemLoader([folder, HERE]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

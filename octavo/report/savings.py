@@ -17,6 +17,8 @@ from octavo.config.model import LoadInFp8Section
 from octavo.config.sections import RecomputeSection
 from octavo.config.words import COMPONENTS, one_word
 
+HEAD = "lm_head in FP8"
+
 
 class Switch(NamedTuple):
     """One saving: its words, and the configuration with it off."""
@@ -35,7 +37,7 @@ def switches(cfg: Config) -> list[Switch]:
     word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
     found = [
-        (head, f"lm_head in FP8 ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
+        (head, f"{HEAD} ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
         (_has_codes(cfg), base_of(cfg), _high_base),
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _set("optimizer", states="fp32")),
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),

@@ -43,6 +43,8 @@ def assemble_model(
     else:
         model = unread.model
     base.freeze(model, family, cfg)
+    if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
+        _all_bf16(model, say)
     fp8.apply(model, plan)
     fp8.move_scaling(model, device)
     if cfg.lora is not None:
@@ -52,6 +54,16 @@ def assemble_model(
     if critic.wanted(cfg):
         critic.attach(model, cfg, device)
     return model, lows, unread
+
+
+def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
+    """Weights that train are BF16 where the optimizer has what fp32 holds besides (`optimizer.master`), also those that
+    a family asks for in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 all the same)."""
+    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    for _, parameter in kept:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    if kept:
+        say(f"note: {len(kept)} weights that this family keeps in fp32 are BF16 (optimizer.master): {kept[0][0]}, ...")
 
 
 def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:

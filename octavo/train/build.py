@@ -77,7 +77,7 @@ def build(
     first = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first})})
     check_possible(cfg, world)
-    check_family(cfg, world)
+    check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
     processor = base.processor_of(cfg)
@@ -223,23 +223,22 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
         )
 
 
-def check_family(cfg: Config, world: parallel.World) -> None:
-    """Refuse a model that is planned here and not trained, or not on several ranks, before anything of it is read but
-    its configuration."""
+def check_family(cfg: Config) -> None:
+    """Refuse a model that is planned here and not trained before anything of it is read but its configuration."""
     config = models.read_config(cfg.model.path)
     if (why := models.why_not_trained(config)) is not None:
         raise TrainError(
             f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
             "lists what trains"
         )
+    if left := getattr(getattr(config, "audio_config", None), "encoder_layerdrop", 0):
+        raise TrainError(
+            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {left:g}, by which layers are left "
+            "out at random in training, and what ran could not be held against the plan. Set it to 0"
+        )
     if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
         raise TrainError(
             f"train.phase: {cfg.train.phase} is not for models of sound in this version ({config.model_type}). Use sft"
-        )
-    if world.size > 1 and config.model_type == "ernie4_5_vl_moe":
-        raise TrainError(
-            "ernie4_5_vl_moe trains on one rank: its experts for images have no gradient where a micro-batch has no "
-            "image, and ranks that have one would wait for the others. Start it without torchrun"
         )
 
 

@@ -33,6 +33,15 @@ class Answer(NamedTuple):
     reward: float | None = None
 
 
+class Place(NamedTuple):
+    """Where an answer stands: a row of a batch, which of the answers of its conversation it is (from 0), and tokens."""
+
+    row: int
+    number: int
+    start: int
+    end: int
+
+
 def evaluate(
     model: nn.Module,
     evalset: Iterable[dict[str, Any]],
@@ -52,9 +61,9 @@ def evaluate(
                  That is the greedy answer, whatever generation_config.json asks for: it goes wrong at the first token
                  that differs, here as in generation.
 
-    pieces: gets what this rank judged, answer by answer: file, row and number of the answer; its summed loss (nats) and
-    loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row outside its answers
-    are a piece more, with the number None.
+    pieces: gets what this rank judged, answer by answer: file, row and number of the answer in its conversation; its
+    summed loss (nats) and loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row
+    outside its answers are a piece more, with the number None.
 
     shown: gets the first answers of this rank's first :data:`SHOWN` rows as tokens, for people to read.
     """
@@ -83,8 +92,9 @@ def _judge(
     loss = losses.cross_entropy(logits[:, :-1], target)
     likeliest = logits[:, :-1].argmax(-1)
     hits = (likeliest == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
-    answers = [(row, span) for row, spans in enumerate(batch["meta"].answers) for span in spans if span[1] > span[0]]
-    right = [bool(hits[row, start - 1 : end - 1].all()) for row, (start, end) in answers]
+    spans = ((row, n, span) for row, spans in enumerate(batch["meta"].answers) for n, span in enumerate(spans))
+    answers = [Place(row, number, *span) for row, number, span in spans if span[1] > span[0]]
+    right = [bool(hits[row, start - 1 : end - 1].all()) for row, _, start, end in answers]
     if pieces is not None:
         pieces += _pieces(
             loss.double().view(target.shape).cpu(), (target != losses.IGNORE).cpu(), batch, answers, right
@@ -97,19 +107,18 @@ def _judge(
 
 
 def _pieces(
-    loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[tuple[int, tuple[int, int]]], right: list[bool]
+    loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool]
 ) -> Iterator[dict[str, Any]]:
     """What `evaluate` tells of each answer; loss and known [B, T-1], of the token after each place."""
-    meta, rest, numbers = batch["meta"], known.clone(), [0] * len(known)
-    for (row, (start, end)), hit in zip(answers, right, strict=True):
+    meta, rest = batch["meta"], known.clone()
+    for (row, number, start, end), hit in zip(answers, right, strict=True):
         inside = slice(start - 1, end - 1)
         said = batch["input_ids"][row, start:end].numpy().tobytes()
         yield {
-            "file": meta.files[row], "row": meta.rows[row], "answer": numbers[row],
+            "file": meta.files[row], "row": meta.rows[row], "answer": number,
             "loss": float(loss[row, inside][known[row, inside]].sum()), "tokens": int(known[row, inside].sum()),
             "right": hit, "said": hashlib.blake2s(said, digest_size=8).hexdigest(),
         }  # fmt: skip
-        numbers[row] += 1
         rest[row, inside] = False
     for row in range(meta.samples):
         if tokens := int(rest[row].sum()):
@@ -118,13 +127,13 @@ def _pieces(
 
 
 def _shown(
-    likeliest: Tensor, batch: dict[str, Any], answers: list[tuple[int, tuple[int, int]]], right: list[bool], most: int
+    likeliest: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool], most: int
 ) -> Iterator[Answer]:
     """The first answer of each of a batch's first rows; likeliest [B, T-1]: what the model would say after each
     place."""
     meta = batch["meta"]
-    first = [n for n, (row, _) in enumerate(answers) if n == 0 or row != answers[n - 1][0]]
-    for (row, (start, end)), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
+    first = [n for n, place in enumerate(answers) if n == 0 or place.row != answers[n - 1].row]
+    for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
         ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
         wanted = ids[start:end]
         agree = next((n for n, (ours, own) in enumerate(zip(said, wanted, strict=True)) if ours != own), len(said))

@@ -41,9 +41,14 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
 
 def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
     """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
-    return fp8.chunked_head(model)
+    return why_not_chunked(model) or fp8.chunked_head(model)
+
+
+def why_not_chunked(model: nn.Module) -> str | None:
+    """Why the head of a class of models cannot be given some positions alone; None where it can."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return None
+    return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
 
 
 class Forward:
@@ -181,7 +186,7 @@ def log_probs(
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
     """Let the towers run on a dummy image or sound where a micro-batch has none, if they are trained or shared over
-    ranks.
+    ranks; likewise, on no token, experts that images alone reach.
 
     Otherwise a rank without images would miss collectives that the others wait in, and an unfrozen tower would have no
     gradients. The dummy enters no amax history, health figure, GEMM count, and no gradient other than zero.
@@ -190,5 +195,6 @@ def keep_towers_running(model: nn.Module, family: models.Family, forward: Forwar
     shared = world.size > 1
     if family.has_vision and (shared or trained & {"image_encoder", "image_projector"}):
         models.attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
+        models.attach_idle_experts(model, family, fp8.uncounted)
     if family.has_audio and (shared or trained & {"audio_encoder", "audio_projector"}):
         models.attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)

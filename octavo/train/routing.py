@@ -69,6 +69,7 @@ class ExpertLoad:
     def __init__(self, model: nn.Module) -> None:
         self._counts: list[Tensor] | None = None
         self._real: Tensor | None = None
+        self._images: Tensor | None = None  # which tokens are an image's, where those have experts of their own
         layers = {name: module for name, module in model.named_modules() if is_experts(module)}
         self._names = tuple(layers)
         self._experts = [module._parameters["gate_up_proj"].shape[0] for module in layers.values()]
@@ -91,6 +92,9 @@ class ExpertLoad:
             if not batch["meta"].tokens:  # a row that keeps a rank company is attended, and no sample
                 mask = torch.zeros_like(batch["input_ids"])
             self._real = None if mask is None else mask[:, part].to(device, torch.float32).reshape(-1)
+            kinds = batch.get("moe_mm_token_type_ids")
+            here = None if kinds is None else kinds[:, part].to(device).reshape(-1).bool()
+            self._images = here if here is not None and bool(here.any()) else None
 
     @torch._disable_dynamo  # what is counted when is no part of a compiled block
     def _count(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,6 +107,8 @@ class ExpertLoad:
         if not isinstance(index, Tensor) or index.is_floating_point():
             return
         count, real = self._counts[layer], self._real
+        if real is not None and self._images is not None:
+            real = real[self._images if ".vision_moe." in self._names[layer] else ~self._images]
         experts = count.shape[0] - 1
         flat = index.reshape(-1)
         bucket = torch.where((flat >= 0) & (flat < experts), flat, experts)
@@ -121,7 +127,7 @@ class ExpertLoad:
         experts                            the same by layer: {"max", "min", "idle"}
         """
         assert self._counts is not None
-        counts, self._counts, self._real = self._counts, None, None
+        counts, self._counts, self._real, self._images = self._counts, None, None, None
         flat = world.sum(torch.cat([count[:-1] for count in counts]).double()).cpu()
         table = {}
         for name, pairs in zip(self._names, flat.split(self._experts), strict=True):

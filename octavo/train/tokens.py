@@ -119,7 +119,9 @@ def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Token
     if "audio_projector" in family.components:
         counts.setdefault("audio_projector", asked.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_of(cfg)
-    image, sound = (counts.get(tower, 0) // rows for tower in ("image_encoder", "audio_encoder"))
+    image, sound = counts.get("image_encoder", 0) // rows, 0
+    if counts.get("audio_encoder", 0):
+        sound = models.hearing_of(models.read_config(cfg.model.path)).positions  # of each, however many
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
@@ -144,26 +146,29 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     if "image_encoder" in components and vision is None:
         message += ", without images, of which it is not known how they come to the tower of this family"
     elif vision is not None:
-        room = row - answer - 2
+        room, breaks = row - answer - 2, 0
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
             image, out = vision.seen(tiles)
+            breaks = tiles * (vision.ends + 1)  # and a token of text behind each
         else:
             out = min(pixels // vision.merge**2, room)
             image = out * vision.merge**2
         if cfg.data.packing and out > 0:
-            each = max(1, row // (out + 2))  # as many as there is room for
+            each = max(1, row // (out + breaks + 2))  # as many as there is room for
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
         hearing = models.hearing_of(config)
-        fits = row - answer - 2 >= hearing.features
+        heard = min(hearing.features, row - answer - 2)  # the tower takes a sound of any length for the longest
+        fits = heard >= hearing.least
         sound = hearing.positions if fits else 0
         counts |= {"audio_encoder": rows * sound, "audio_projector": rows * hearing.features if fits else 0}
-        message += ", in each a sound of the longest" if fits else f", no sound: one is {hearing.features} tokens"
+        longest = "the longest" if heard == hearing.features else f"{heard} tokens"
+        message += f", in each a sound of {longest}" if fits else f", no sound: one is {hearing.least} tokens or more"
     known = {name: n for name, n in counts.items() if name in components}
     return Tokens(known, row, max(0, image), sound=sound), f"{message}; --tokens says otherwise"
 

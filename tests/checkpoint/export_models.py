@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from octavo.models import tiny
 from octavo.models.folder import quiet
@@ -20,15 +20,16 @@ TEXT = {
     "head_dim": 64,
 }
 VISION = {"hidden_size": 128, "embed_dim": 128, "intermediate_size": 320, "num_heads": 4}
+SOUND = {"d_model": 128, "encoder_ffn_dim": 320}
 MOE = {"moe_intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def write(family: str, directory: Path, **more: int) -> Path:
     """A folder of `family`, in fp32: config, tokenizer, processor and weights whose rows and columns differ in size.
 
-    q, k, v: 256, 128, 128 x 256; o: 256 x 256; gate, up: 384 x 256; down: 256 x 384, or experts of 128. The vision
-    tower has layers of 128 inputs, and of 320 or 172, which no block of 128 divides. more: changes of the language
-    model's sizes.
+    q, k, v: 256, 128, 128 x 256; o: 256 x 256; gate, up: 384 x 256; down: 256 x 384, or experts of 128. The tower of
+    images or sound has layers of 128 inputs, and of 320 or 172, which no block of 128 divides. more: changes of the
+    language model's sizes.
     """
     tiny.write(family, directory, size="mini")
     config = json.loads((directory / "config.json").read_text())
@@ -50,6 +51,7 @@ def write(family: str, directory: Path, **more: int) -> Path:
         )
         for into in {"out_hidden_size", "text_hidden_size"} & set(vision):
             vision[into] = text["hidden_size"]
+    config.get("audio_config", {}).update(SOUND)
     (directory / "config.json").write_text(json.dumps(config))
     config = AutoConfig.from_pretrained(directory)
     torch.manual_seed(0)
@@ -71,6 +73,8 @@ def spread(p: torch.Tensor) -> None:
 
 
 def auto(config):
+    if hasattr(config, "audio_config"):
+        return AutoModelForMultimodalLM
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, CompressedTensorsConfig, conversion_mapping
 
 from octavo import fp8, models
-from octavo.checkpoint import CheckpointError
+from octavo.checkpoint import CheckpointError, verify
 from octavo.checkpoint.export import MARKER, export
-from octavo.checkpoint.export.layout import FORMATS, layout
+from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.names import fused_group
 from octavo.checkpoint.export.values import values_of
 from octavo.models.quantization import by_pattern, by_target, exact
@@ -22,7 +22,7 @@ from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 
 FAMILIES = ["qwen3", "qwen3_moe", "llama", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "llavaonevision1_5"]
-FAMILIES += ["nvila_lite"]
+FAMILIES += ["nvila_lite", "qwen2_audio"]
 FP8 = [name for name in FORMATS if name != "bf16"]
 # Every family and every format by default, all pairs among the long tests.
 SHORT = {(f, "fp8-block") for f in FAMILIES} | {("qwen3", f) for f in FP8} | {
@@ -118,8 +118,7 @@ def test_transformers_reads_an_fp8_export_bit_for_bit(source, tmp_path, family, 
     """Logits in fp32 equal those of the model with Octavo's dequantized weights, bit for bit."""
     folder = source(family)
     model = models.load(folder)
-    vision = models.describe(model).has_vision
-    include = ["image_encoder", "image_projector"] if vision else []
+    include = [name for name in INCLUDABLE if name in models.describe(model).components]
     done = export(values_of(model), folder, tmp_path / "out", format, include=include)
     plan = layout(folder, format, include)
     assert done.total("cast") == sum(map(len, plan.matrices.values())) > 10
@@ -322,7 +321,7 @@ def test_unknown_formats_and_components_are_refused(source, tmp_path):
     folder = source("qwen3")
     with pytest.raises(CheckpointError, match="no format 'fp4'; there are bf16, fp8-block"):
         export([], folder, tmp_path / "out", "fp4")
-    with pytest.raises(CheckpointError, match="'lm_head' cannot be included: .*image_encoder and image_projector"):
+    with pytest.raises(CheckpointError, match="'lm_head' cannot be included: .*image_encoder, .*audio_projector"):
         export([], folder, tmp_path / "out", "fp8-block", include=["lm_head"])
     with pytest.raises(CheckpointError, match="'image_encoder' cannot be included: a qwen3 has no such component"):
         export([], folder, tmp_path / "out", "fp8-block", include=["image_encoder"])
@@ -334,6 +333,19 @@ def test_unknown_formats_and_components_are_refused(source, tmp_path):
     model.model.layers[0].mlp.lora_A = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="carries adapters .*octavo merge"):
         export(values_of(model), folder, tmp_path / "out", "bf16")
+
+
+def test_servers_take_no_codes_of_a_tower_of_sound(source, tmp_path):
+    """vLLM and SGLang run it by transformers' own modules, which multiply values; the layers of words are theirs."""
+    folder = source("qwen2_audio")
+    for include, verdicts in (([], ["ok"] * 3), (["audio_projector"], ["ok", "refuses", "refuses"])):
+        out = tmp_path / f"out{len(include)}"
+        export(values_of(models.load(folder)), folder, out, "fp8-dynamic", include=include)
+        found = verify(out, quick=True)
+        assert found.ok and [one.verdict for one in found.verdicts] == verdicts
+        assert [one.kind for one in found.warnings] == ["of-sound"] * len(include)
+    (out / "preprocessor_config.json").write_text('{"feature_size": 80}')  # what hears is judged with the rest
+    assert [one.kind for one in verify(out, quick=True).findings if one.status == "fail"] == ["companion"]
 
 
 def test_transformers_config_takes_the_skip_list(source, tmp_path):

@@ -275,6 +275,8 @@ def test_what_cannot_be(more, message):
     [
         ("mask_reasoning: true, train_on_prompt: true", "", "data.mask_reasoning: loss falls on all text"),
         ("mask_reasoning: true", ", phase: pretrain", "data.mask_reasoning: loss falls on all text, reasoning too"),
+        ("split_turns: true", ", phase: pretrain", "data.split_turns: phase pretrain splits no conversation"),
+        ("split_turns: true, train_on_prompt: true", "", "data.split_turns: what was said before a question would be"),
         ("template_args: [enable_thinking]", "", "data.template_args: expected a mapping, found a list of 1"),
         ("template_args: {2: true}", "", "data.template_args"),
     ],

@@ -1,6 +1,6 @@
 """Chat templates that treat thinking as published ones do, written for tests. `TEMPLATES`: name -> template.
 
-qwen3_vl   writes what a text holds, and knows no thinking
+qwen3_vl   writes what a text holds, and knows no thinking, nor turns of the system behind the first
 qwen3      text only: reasoning of answers behind the last question; an empty block before the very last without any
 qwen3_5    a block, empty or not, for each answer behind the last question; prompts open one, or close an empty one
 qwen3_6    the same, and `preserve_thinking` writes the reasoning of all answers
@@ -72,7 +72,9 @@ _QWEN3 = f"""{_LAST.replace("QUESTION", "")}
 {{%- if enable_thinking is defined and enable_thinking is false %}}{{{{- '<think>\\n\\n</think>\\n\\n' }}}}{{% endif %}}
 {{%- endif %}}"""
 _QWEN3_VL = f"""{_PARTS}{_TOOLS}
-{{%- for m in messages %}}{_HEAD}{{{{- said(m.content) }}}}{_CALLS}{{{{- '<|im_end|>\\n' }}}}{{% endfor %}}
+{{%- for m in messages %}}{{% if m.role != 'system' or loop.first %}}
+{_HEAD}{{{{- said(m.content) }}}}{_CALLS}{{{{- '<|im_end|>\\n' }}}}
+{{%- endif %}}{{% endfor %}}
 {{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
 
 _GLM = f"""{_LAST.replace("QUESTION", "")}{_PARTS}

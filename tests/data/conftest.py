@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AddedToken
 
 from octavo.config import Dataset
-from octavo.data import Source, read
+from octavo.data import Encoder, Source, read
+from tests.data.chat_templates import TEMPLATES
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +30,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         return made[family]
 
     return processor
+
+
+@pytest.fixture(scope="module")
+def processors(models: Callable[[str], Any]) -> dict[str, Any]:
+    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
+    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
+    for processor in made.values():
+        processor.tokenizer = copy.deepcopy(processor.tokenizer)
+        processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    return made
+
+
+@pytest.fixture
+def encoder(processors: dict[str, Any]) -> Callable[..., Any]:
+    """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
+
+    def made(template: str, args: Any = (), kind: Any = Encoder, **options: Any) -> Any:
+        processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
+        processor.tokenizer = copy.copy(processor.tokenizer)
+        processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
+        processor.template_args = dict(args)
+        return kind(processor, 512, **options)
+
+    return made
 
 
 class Folder:

@@ -42,6 +42,9 @@ def test_sharegpt(folder):
     assert len(source[0].images) == 1
     other = {"messages": row["conversations"], "images": [image]}
     assert folder.read([other]).format == "sharegpt" and folder.read([other])[0].turns == source[0].turns
+    assert folder.read([{**row, "system": "Be short"}])[0].turns == source[0].turns
+    with pytest.raises(BadSample, match="has the system 'Be long', and a turn of the system says 'Be short'; keep one"):
+        folder.read([{**row, "system": "Be long"}], "two.json")[0]
 
 
 def test_messages(folder):

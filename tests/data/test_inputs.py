@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from octavo import models as library
 from octavo.data import Encoder, LongSample, collate, collate_pack
@@ -15,6 +16,7 @@ from octavo.data.counting import tokens
 from octavo.data.errors import DataError
 from octavo.data.inputs import Input, check_lengths, cut, joined
 from octavo.models import tiny
+from octavo.models.trained import TRAINED
 from tests.data.test_batched import same
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
@@ -84,6 +86,46 @@ def test_padded_rows_have_the_logits_of_rows_alone(loaded, source, family):
         own, _ = logits(model, collate([sample], 0))
         count = len(sample.input_ids)
         assert float((together[row, :count] - own[0]).abs().max()) <= TOLERANCE, row
+
+
+def gradients(model, batches):
+    """(the summed loss, parameter -> its gradient) of batches, one after the other."""
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "meta")}
+        found = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(found, batch["labels"][:, 1:].flatten(), reduction="sum")
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
+    """Rows with one image, three, none, and a wide one."""
+    model, processor = loaded(family)
+    samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
+    loss, own = gradients(model, [collate([sample], 0) for sample in samples])
+    together, found = gradients(model, [collate(samples, 0)])
+    assert together == pytest.approx(loss, rel=1e-6)
+    for name, grad in found.items():
+        if grad is None or own[name] is None:
+            assert grad is own[name], name
+        else:
+            assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
+
+
+def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):
+    """Mistral 3's stock model takes the width for the number of features."""
+    model, processor = loaded("mistral3")
+    names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
+    rows = folder.read([folder.llava("<image>what?", "3", image=name) for name in names])
+    dot, more = Encoder(processor, 512).encode_all([rows[0], rows[1]])
+    own, _ = logits(model, collate([dot], 0))
+    together, _ = logits(model, collate([dot, more], 0))
+    assert (dot.input_ids == processor.image_token_id).sum() == 1
+    assert float((together[0, : len(dot.input_ids)] - own[0]).abs().max()) <= TOLERANCE
 
 
 def test_images_of_gemma_see_themselves_both_ways(loaded, source):

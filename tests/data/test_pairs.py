@@ -134,7 +134,7 @@ def test_labels_are_those_of_sft_behind_the_prompt(folder, models, family):
     for sample, answer in ((pair.chosen, LEFT), (pair.rejected, RIGHT)):
         sft = {"messages": [*prompt, answer], **({"images": row["images"]} if vision else {})}
         whole = Encoder(models(family), 200).encode(folder.read([sft], "sft.json")[0])
-        assert sample.input_ids.tolist() == whole.input_ids.tolist() and sample.answers == whole.answers[1:]
+        assert sample.input_ids.tolist() == whole.input_ids.tolist() and sample.answers == ((0, 0), *whole.answers[1:])
         start, end = whole.answers[1]
         assert sample.labels[start:end].tolist() == whole.labels[start:end].tolist()
         assert (sample.labels[:start] == -100).all() and (sample.labels[end:] == -100).all()

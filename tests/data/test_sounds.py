@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
+from transformers import Qwen2AudioProcessor
 
 from octavo import models
-from octavo.data import AudioRef, BadSample, DataError, LongSample, parse
-from octavo.data import sounds as of_sound
+from octavo.data import AudioRef, BadSample, DataError, LongSample, parse, waves
 from octavo.data.collate import collate
+from octavo.data.documents import parse_document
 from octavo.data.encode import Encoder
+from octavo.data.files import open_rows
+from octavo.data.pairs import parse_pair
+from octavo.data.prompts import parse_answered
+from octavo.data.sources import present
 from octavo.models import tiny
 
 soundfile = pytest.importorskip("soundfile", reason="rows with sound need the extra `audio`")
 RATE = 16000
+
+
+def pitch(rate: int, hertz: float) -> np.ndarray:
+    """Half a second of a tone."""
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(rate // 2) / rate)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +48,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write("one_token.wav", wave[:960])
     write("two_tokens.wav", wave[:961])
     write("empty.wav", wave[:0])
-    write("slow.wav", wave[:8000], 8000)
+    write("slow.wav", wave[:4000], 8000)
+    write("cd.wav", np.stack([pitch(44100, 1000), pitch(44100, 14000)], axis=1), 44100, subtype="FLOAT")
+    write("studio.flac", pitch(48000, 1000), 48000)
+    write("slowest.wav", wave[:30], 100)
+    write("almost.wav", np.zeros(44102), 44100)
     write("nan.wav", np.full(4000, np.nan), subtype="FLOAT")
     write("odd.aiff", wave[:8000])
     whole = (made / "half.flac").read_bytes()
     (made / "cut.flac").write_bytes(whole[: len(whole) // 2])
     (made / "noise.wav").write_bytes(b"RIFF and no more")
+    whole = (made / "half.wav").read_bytes()
+    (made / "cut.wav").write_bytes(whole[: len(whole) // 2])
+    piped, size = whole.find(b"data") + 4, b"\xff" * 4
+    (made / "piped.wav").write_bytes(whole[:piped] + size + whole[piped + 4 :])
+    whole = bytearray((made / "half.flac").read_bytes())
+    whole[21:26] = bytes([whole[21] & 0xF0, 0, 0, 0, 0])  # samples in all: unknown
+    (made / "piped.flac").write_bytes(whole)
     return made
 
 
@@ -82,9 +105,10 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
         ((), [{"type": "audio"}], "1 <audio> placeholder.s. in its text and 0 sound"),
         (("half.wav",), [{"type": "audio", "audio": "half.wav"}], "keep one way"),
         ((), [{"type": "audio", "audio": {"bytes": "x"}}], "expected one path in audio, path"),
+        (({"array": [0.0], "sampling_rate": 16000},), "<audio>", "decoded samples are not taken: .*decode=False"),
         (("none.wav",), "<audio>", "sound 'none.wav' is missing"),
         (("../x.wav",), "<audio>", "lies outside"),
-        ((3,), "<audio>", "expected the name of a wav or flac file"),
+        ((3,), "<audio>", "expected a wav or flac file, by its name or as bytes"),
     ],
 )
 def test_what_no_row_may_say(folder, names, text, said):
@@ -98,10 +122,13 @@ def test_what_no_row_may_say(folder, names, text, said):
         ("long.wav", r"is too long: 1.00 s, and the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
         ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
         ("empty.wav", "is empty"),
-        ("slow.wav", r"has 8000 samples a second, and the model hears 16000; resample it \(ffmpeg"),
+        ("slowest.wav", "has 100 samples a second, and 4000 to 384000 are read"),
+        ("almost.wav", "is too long: 1.00 s"),  # a sample of the model's more
         ("nan.wav", "no numbers"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
+        ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
+        ("piped.flac", "does not say how long it is"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
@@ -131,11 +158,77 @@ def test_a_sound_takes_its_place(folder, processor):
     assert not collate([alone[1]], 0)["meta"].has_sound
 
 
+def test_numbers_are_those_of_the_stock_processor(processor):
+    """Tokens and features, of sounds of every length in tokens."""
+    stock = Qwen2AudioProcessor(processor.feature_extractor, processor.tokenizer, audio_token=processor.audio_token)
+    rng = np.random.default_rng(0)
+    sounds = [rng.normal(size=size).astype(np.float32) for size in (961, 1600, 1601, 4321, 15999, RATE)]
+    text = ["a".join([processor.audio_token] * len(sounds))]
+    ours, theirs = (one(text=text, audio=sounds, return_tensors="np", sampling_rate=RATE) for one in (processor, stock))
+    for name in ("input_ids", "input_features", "feature_attention_mask"):
+        assert np.array_equal(ours[name], theirs[name]), name
+
+
 def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
-    limits = of_sound.Limits(RATE, 961, RATE)
-    wav, flac, both = (of_sound.load(folder / name, limits) for name in ("half.wav", "half.flac", "both.wav"))
+    limits = waves.Limits(RATE, 961, RATE)
+    names = ("half.wav", "half.flac", "both.wav", "piped.wav")
+    wav, flac, both, piped = (waves.load(folder / name, limits) for name in names)
+    assert np.array_equal(wav, piped)
     assert np.allclose(wav, flac, atol=1e-4) and wav.dtype == np.float32 and wav.shape == (8000,)
     assert np.allclose(2 * both, wav, atol=1e-3)
+
+
+def test_other_rates_become_the_models(folder, processor):
+    """Tones keep their pitch, what the model's rate cannot hold is gone and no false tone comes; as stock loads it."""
+    pytest.importorskip("soxr", reason="the extra `audio`")
+    limits, inner, true = waves.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
+    for name, factor in (("cd.wav", 0.5), ("studio.flac", 1)):
+        samples = waves.load(folder / name, limits)
+        assert samples.shape == (8000,) and samples.dtype == np.float32
+        assert np.abs(samples - factor * true)[inner].max() < 2e-4
+    assert waves.load(folder / "slow.wav", limits).shape == (8000,)
+    assert Encoder(processor, 128).encode(row(folder, "cd.wav")).sounds == 1
+    audio = pytest.importorskip("transformers.audio_utils")
+    if "backend" in inspect.signature(audio.load_audio).parameters:
+        stock = audio.load_audio(str(folder / "cd.wav"), RATE, backend="soundfile")
+        assert np.array_equal(waves.load(folder / "cd.wav", limits), stock)
+
+
+def test_sounds_may_stand_in_the_rows(folder, processor):
+    """As `datasets` writes them: numbers are those of the files; one of neither bytes nor path is none."""
+    turns = row(folder, "half.wav").turns
+    held = {"bytes": (folder / "half.wav").read_bytes(), "path": "half.wav"}
+    made = datasets.Dataset.from_list([{"audio": held}, {"audio": None}]).cast_column("audio", datasets.Audio())
+    made.save_to_disk(folder / "saved")
+    audio = [one.get("audio") for one in open_rows(folder / "saved")]
+    inside, named = row(folder, audio[0]), row(folder, {"bytes": None, "path": "half.wav"})
+    part = row(folder, text=[{"type": "audio", "audio": audio[0]}, {"type": "text", "text": "what?"}])
+    assert audio[0] == held and inside.turns == part.turns and named.turns == turns
+    encoder = Encoder(processor, 128)
+    samples = [encoder.encode(one) for one in (row(folder, "half.wav"), inside, named, part)]
+    for one in samples[1:]:
+        assert all(np.array_equal(one.more[k].values, samples[0].more[k].values) for k in samples[0].more)
+    broken = row(folder, {"bytes": b"no", "path": "x.wav"})
+    with pytest.raises(BadSample, match=r"sound x\.wav \(\w{12}\) cannot be decoded"):
+        encoder.encode(broken)
+    assert present({"a": 1, "audio": audio[1]}) == present({"a": 1, "audio": {"bytes": None, "path": None}}) == {"a": 1}
+
+
+def test_no_sound_is_passed_over_in_silence(folder, processor):
+    """In rows of every shape it is taken or refused, and the word for its place is never learned."""
+    where = {"file": "rows", "row": 3, "images": folder}
+    asked = {"prompt": "<audio>what?", "audio": "half.wav"}
+    assert parse_answered({**asked, "answer": "a tone"}, "prompt", **where) == row(folder, "half.wav")
+    with pytest.raises(BadSample, match="a text with a sound"):
+        parse_document({"text": "<audio>birds", "audio": "half.wav"}, "text", **where)
+    pair = parse_pair({**asked, "chosen": "a tone", "rejected": "no"}, "messages", **where)
+    encoder = Encoder(processor, 128)
+    with pytest.raises(BadSample, match="rows of this phase do not take"):
+        encoder.encode(pair.chosen)
+    with pytest.raises(BadSample, match="writes <audio> in its text, but names no sound"):
+        encoder.encode(row(folder, wav="half.wav"))
+    with pytest.raises(BadSample, match="the model hears and sees nothing"):
+        encoder.encode(row(folder, text="<image>what?", image="half.wav"))
 
 
 def test_rows_with_sound_are_not_cut(folder, processor):
@@ -157,8 +250,11 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
         models.load_processor(folder / "tiny", max_pixels=4096)
 
 
-def test_without_soundfile_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
+def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "soxr", None)
+    with pytest.raises(DataError, match="the model hears 16000, and soxr resamples, .*octavo.audio") as other:
+        waves.load(folder / "slow.wav", waves.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:
         Encoder(processor, 128).encode(row(folder, "half.wav"))
-    assert not isinstance(caught.value, BadSample)
+    assert not isinstance(caught.value, BadSample) and not isinstance(other.value, BadSample)

@@ -60,18 +60,22 @@ def test_what_names_mean(tmp_path):
     }  # fmt: skip
 
 
-def test_images_stand_where_the_json_names_them(tmp_path):
+def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
     parts = [{"type": "image", "image": "1.b.png"}, {"type": "text", "text": "?"}, {"type": "image", "image": "a.png"}]
     path = packed(
         tmp_path / "a.tar",
         ("1.a.png", b"A"), ("1.b.png", b"B"), ("1.json", [{"role": "user", "content": parts}]),
         ("x/2.0.png", b"0"), ("x/2.1.png", b"1"), ("x/2.json", {"images": ["2.1.png", "x/2.0.png", "elsewhere.png"]}),
+        ("3.wav", b"W"), ("3.json", talk("<audio>", "yo")), ("4.a.flac", b"F"), ("4.json", {"audios": ["a.flac"]}),
+        ("5.wav", b"W"), ("5.txt", "a text alone hears nothing"),
     )  # fmt: skip
     rows = open_rows(path)
     content = rows[0]["messages"][0]["content"]
     assert [content[n]["image"]["bytes"] for n in (0, 2)] == [b"B", b"A"] and "image" not in rows[0]
     assert [image if isinstance(image, str) else image["bytes"] for image in rows[1]["images"]] == [
         b"1", b"0", "elsewhere.png"]  # fmt: skip
+    assert rows[2]["audio"] == {"bytes": b"W", "path": "3.wav"} and rows[3]["audios"][0]["bytes"] == b"F"
+    assert rows[4] == {"id": "5", "text": "a text alone hears nothing"}
 
 
 def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, monkeypatch):

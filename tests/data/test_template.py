@@ -96,7 +96,8 @@ STRIPPING = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 LOUD = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
 TWICE = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}")
 BACKWARDS = CHATML.replace("messages %}", "messages | reverse %}")
-TEMPLATES = (CHATML, THINKING, COUNTING, FORGETFUL, STRICT, NO_END, STRIPPING, LOUD, TWICE, BACKWARDS)
+TAILED = CHATML + "{{ '!' if messages[0].content == 'Hi' and not add_generation_prompt }}"
+TEMPLATES = (CHATML, THINKING, COUNTING, FORGETFUL, STRICT, NO_END, STRIPPING, LOUD, TWICE, BACKWARDS, TAILED)
 WORDS = ["Hi", "", " padded ", "Hi", "text000001", "assistant\n", "<|im_end|>", "Hi Hi", "ends </s>", "\n", "é", "im"]
 
 
@@ -128,6 +129,14 @@ def test_learned_answers_are_those_of_prefixes(template):
                 said = [turn["content"] for turn in turns if turn["role"] == "assistant"][given:]
                 own = [text[start:end].removeprefix("<think>\n\n</think>\n\n") for start, end in made]
                 assert own == [f"{words}<|im_end|>" for words in said][: len(made)]
+
+
+def test_answers_that_end_otherwise_where_others_follow_are_found_nowhere():
+    """What a model would learn of such an answer is not how it must end one."""
+    template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
+    whole = rendered(MESSAGES, renderer(template))
+    with pytest.raises(TemplateProblem, match="so that its answer cannot be found"):
+        Answers(["</s>"]).spans(whole, MESSAGES, renderer(template))
 
 
 def test_answers_of_the_same_roles_are_rendered_no_more():

@@ -1,42 +1,17 @@
 """Reasoning in rows, through templates in the shape of published ones: what is found, learned, masked or refused."""
 
-import copy
 import json
 
 import pytest
-from transformers import AddedToken
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.counting import _print_of, tokens
-from octavo.data.report import LEFT_OUT
+from octavo.data.report import CONTROL, LEFT_OUT
+from octavo.data.splitting import split
 from octavo.data.thinking import parted
 from tests.data.chat_templates import TEMPLATES
 
 ENDED = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def processors(models):
-    """family -> a processor whose tokenizer has the marks as tokens, which published ones call not special."""
-    made = {family: copy.copy(models(family)) for family in ("qwen3", "qwen3_vl")}
-    for processor in made.values():
-        processor.tokenizer = copy.deepcopy(processor.tokenizer)
-        processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-    return made
-
-
-@pytest.fixture
-def encoder(processors):
-    """`encoder(template, args, ...)`: of a tiny model with one of `TEMPLATES`, or another text, as its template."""
-
-    def made(template, args=(), kind=Encoder, **options):
-        processor = copy.copy(processors["qwen3" if template == "qwen3" else "qwen3_vl"])
-        processor.tokenizer = copy.copy(processor.tokenizer)
-        processor.chat_template = processor.tokenizer.chat_template = TEMPLATES.get(template, template)
-        processor.template_args = dict(args)
-        return kind(processor, 512, **options)
-
-    return made
 
 
 def row(*answers, **more):
@@ -50,8 +25,8 @@ def row(*answers, **more):
 
 
 def learned(encoder, sample):
-    """The stretches of a sample that have labels, as text; they are its answers."""
-    spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers]
+    """The stretches of a sample that have labels, as text; they are its answers, but for those that are context."""
+    spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers if end]
     labelled = encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
     assert labelled == "".join(spoken)
     return spoken
@@ -156,9 +131,27 @@ def test_reasoning_that_a_template_loses_is_told(folder, encoder):
     for template in ("omni", "qwen3_vl"):
         with pytest.raises(BadSample, match="no place for reasoning, and turn 2 has some in a field of its own"):
             encoder(template).encode(apart[0])
-    with pytest.raises(BadSample, match="its answers hold no token to learn from"):  # the only reasoning is left out
+    with pytest.raises(BadSample, match="no token to learn from, since .* the reasoning of 1 out; set data.split"):
         asked = {"messages": [*row(("r1", "a1"))["messages"], {"role": "user", "content": "q2"}]}
         encoder("qwen3_5").encode(folder.read([asked], "c.json")[0])
+
+
+def test_templates_whose_defaults_are_others(folder, encoder):
+    """Small models of Qwen3.5 think when they are asked to; Qwen3.8's template keeps all reasoning by itself."""
+    one, two = (folder.read([row(*APART[:count])], f"{count}.json")[0] for count in (1, 2))
+    small = TEMPLATES["qwen3_5"].replace("enable_thinking is false", "enable_thinking is not true")
+    with pytest.raises(BadSample, match="closed block of thinking, .* set enable_thinking: true in data.template_args"):
+        encoder(small).encode(one)
+    made = encoder(small, {"enable_thinking": True})
+    assert learned(made, made.encode(one)) == [block(1, False) + ENDED]
+    made = encoder(TEMPLATES["qwen3_6"].replace("is defined and preserve_thinking is true", "is not false"))
+    assert learned(made, made.encode(two)) == [block(1, False) + ENDED, block(2, False) + ENDED]
+
+
+def test_a_template_may_read_reasoning_by_another_name(folder, encoder):
+    made = encoder(TEMPLATES["qwen3_5"].replace("m.reasoning_content", "m.thinking"))
+    for answers in (APART, RAW):
+        assert learned(made, made.encode(folder.read([row(*answers)])[0])) == [f"{block(2, False)}{ENDED}"]
 
 
 def test_raw_output_gets_no_second_block(folder, encoder):
@@ -176,9 +169,64 @@ def test_an_answer_may_speak_of_the_marks(folder, encoder):
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
     made = encoder("qwen3_vl", mask_reasoning=True)
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
+    asked = [{"role": "user", "content": "Is it <think>?"}, {"role": "assistant", "content": "Look, </think> ends it."}]
+    with pytest.raises(BadSample, match="without the mark <think>"):  # the question's is no mark of the answer
+        made.encode(folder.read([{"messages": asked}])[0])
     blind = TEMPLATES["qwen3_5"].replace("m.reasoning_content is string", "false")  # it takes such words to pieces
-    with pytest.raises(BadSample, match="takes away words of message 2: 'Models write '"):
+    with pytest.raises(BadSample, match="takes away words of message 2: 'Models write'"):
         encoder(blind).encode(folder.read([row(said)])[0])
+
+
+def test_reasoning_that_a_row_has_twice_is_written_once(folder, encoder):
+    """In a field and between marks, as servers return it beside what the model wrote; marks left around a field."""
+    forms = [("r1", block(1)), ("r1", block(1, False)), ("<think>\nr1\n</think>", "a1"), ("r1", "<think>\n</think>a1")]
+    for template in ("qwen3", "qwen3_5"):
+        made = encoder(template)
+        for answer in forms:
+            sample = made.encode(folder.read([row(answer)])[0])
+            assert learned(made, sample) == [f"{block(1, template == 'qwen3')}{ENDED}"]
+    with pytest.raises(BadSample, match="turn 2 has reasoning in a field of its own and other reasoning at the begin"):
+        made.encode(folder.read([row(("r2", block(1)))])[0])
+    said = "x</think> is a mark"
+    assert learned(made, made.encode(folder.read([row(("r1", said))])[0])) == [f"r1\n</think>\n\n{said}{ENDED}"]
+
+
+def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
+    """What was cut off while it thought would be learned as an answer behind an empty block."""
+    made = encoder("qwen3_5")
+    for answer in ("<think>\nr1", ("r1", "<think>r2"), "<think>r1</think><think>r2</think>a1"):
+        with pytest.raises(
+            BadSample, match="turn 2 has words that begin with <think>: reasoning that does not end, or"
+        ):
+            made.encode(folder.read([row(answer)])[0])
+    for template in ("qwen3_5", "qwen3_vl"):
+        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text behind its reasoning"):
+            encoder(template).encode(folder.read([row("<think>r1</think>\n")])[0])
+
+
+def test_masked_reasoning_may_speak_of_the_mark_that_closes_it(folder, encoder):
+    for template in ("qwen3", "qwen3_5"):
+        made = encoder(template, mask_reasoning=True)
+        sample = made.encode(folder.read([row(("so </think> is a mark", "a1"))])[0])
+        assert learned(made, sample) == [f"a1{ENDED}"]
+
+
+def test_words_that_a_template_passes_over_are_told(folder, encoder):
+    """Llama's writes a call and not what is said beside it; Qwen3-VL's no turn of the system but the first."""
+    call = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
+    turns = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "blue"}, *row("a1")["messages"]]
+    source = folder.read([{"messages": turns, "tools": [TOOL]}])
+    silent = TEMPLATES["qwen3_vl"].replace("said(m.content)", "said('' if m.tool_calls else m.content)")
+    made = encoder("qwen3_vl")
+    assert len(learned(made, made.encode(source[0]))) == 2
+    with pytest.raises(BadSample, match="the chat template takes away words of message 2: 'I look.'"):
+        encoder(silent).encode(source[0])
+    late = {"messages": [*row("a1")["messages"], {"role": "system", "content": "Be brief."}, *row("a2")["messages"]]}
+    for kind, read in ((Encoder, "conversations"), (PromptEncoder, "prompts")):
+        with pytest.raises(BadSample, match="no place for message 3, of the system, and would leave it out; put its"):
+            encoder("qwen3_vl", kind=kind).encode(folder.read([late], kind=read)[0])
+    made = encoder("qwen3")
+    assert len(learned(made, made.encode(folder.read([late])[0]))) == 2
 
 
 def test_reasoning_without_marks_cannot_be_masked(folder, encoder):
@@ -204,6 +252,63 @@ def test_bad_reasoning_is_named(folder, change, message):
     good = row("a1", "a2")["messages"]
     with pytest.raises(BadSample, match=rf"row 1: .*{message}"):
         folder.read([{"messages": good}, {"messages": [good[0], {**good[1], **change}, *good[2:]]}])[1]
+
+
+def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
+    """As OpenAI's rows say it, or others; such an answer is no reason for a row of its own."""
+    for template, last in (("qwen3_vl", "a3"), ("qwen3_5", "r3\n</think>\n\na3")):
+        made, third = encoder(template), "a3" if template == "qwen3_vl" else ("r3", "a3")
+        for key, value in (("weight", 0), ("loss", False), ("train", 0.0)):
+            given = row("a1", "a2", third)
+            given["messages"][1][key], given["messages"][3][key] = value, 1
+            sample = made.encode(folder.read([given])[0])
+            assert learned(made, sample) == [f"a2{ENDED}", last + ENDED] and sample.answers[0] == (0, 0)
+            rows = split(folder.read([given]))
+            assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
+    given = row(("r1", "a1"), "a2")
+    given["messages"][1]["weight"] = 0
+    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**SHUT, **KEPT})):  # nor is its reasoning a matter
+        sample = made.encode(folder.read([given], "thinks.json")[0])
+        assert learned(made, sample) == [f"a2{ENDED}"] and not sample.notes
+    spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
+    for asked, format in (({"conversations": spoken}, "sharegpt"), ({"prompt": spoken, "completion": None}, "prompt")):
+        assert learned(made, made.encode(folder.read([asked], format=format)[0])) == [f"a2{ENDED}"]
+    with pytest.raises(BadSample, match="has no assistant turn that is learned .weight 0., so there is nothing to"):
+        folder.read([{"conversations": spoken[:2]}], "none.json")[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"from": "gpt", "value": "x", "tool_calls": [{"name": "look"}]}, "has tool_calls, .* calls as a turn of func"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "look"}}, "has function_call, .*tool_calls"),
+        ({"role": "assistant", "content": "x", "images": ["a.png"]}, "has images; list files in the row, or write the"),
+        ({"role": "assistant", "content": "x", "weight": 0.5}, "has the weight 0.5; expected 1 or 0, true or false"),
+    ],
+)  # fmt: skip
+def test_what_a_turn_asks_in_vain_is_told(folder, turn, message):
+    asked = {"from": "human", "value": "q"} if "from" in turn else {"role": "user", "content": "q"}
+    with pytest.raises(BadSample, match=f"turn 2 {message}"):
+        folder.read([{"conversations": [asked, turn]}])[0]
+
+
+@pytest.mark.parametrize("where", ["reasoning", "arguments", "tools"])
+def test_what_is_spelt_out_of_sight_is_found(folder, encoder, where):
+    """Control tokens in reasoning, in a call's arguments and in tools become what they spell, as in words."""
+
+    def spelling(said):
+        turns = row(("r1", "a1"))["messages"]
+        if where == "reasoning":
+            turns[1]["reasoning_content"] = said
+            return {"messages": turns}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look", "arguments": {"at": said}}]}
+        turns[1:1] = [call, {"role": "tool", "content": "x"}] if where == "arguments" else []
+        return {"messages": turns, "tools": [{**TOOL, "description": said if where == "tools" else ""}]}
+
+    made = encoder("qwen3_5")
+    with pytest.raises(BadSample, match=r"its text spells the model's own placeholder '<\|image_pad\|>'; remove it"):
+        made.encode(folder.read([spelling("<|image_pad|>")])[0])
+    assert [action for action, _ in made.encode(folder.read([spelling(ENDED)], "b.json")[0]).notes] == [CONTROL]
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -270,6 +375,7 @@ def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
 
 ANSWER = {"role": "assistant", "content": "a1", "reasoning": "r1"}
 SPOKEN = {"from": "gpt", "value": "a1", "thinking": "r1"}
+RAW_TURNS = [{"from": "human", "value": "q2"}, {"from": "gpt", "value": "a2"}]
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,12 @@ def test_calls_and_what_comes_back_keep_their_ids(folder, models):
         [{"tools": [TOOL], "messages": [TURNS[0], called, {**TURNS[2], "tool_call_id": "abc"}, TURNS[3]]}]
     )
     assert source[0].turns[1].calls[0]["id"] == source[0].turns[2].call == "abc"
-    asking = TEMPLATE.replace("'<call>'", "'<call>' + call.id").replace("m.role +", "m.role + (m.tool_call_id or '') +")
+    asking = TEMPLATE.replace("'<call>'", "'<call>' + call.id").replace(
+        "m.role +", "m.role + (m.name or '') + (m.tool_call_id or '') +"
+    )
     made = encoder(models, template=asking)
     text = made.tokenizer.decode(made.encode(source[0]).input_ids)
-    assert "<call>abcweather" in text and "<|im_start|>toolabc\ndry" in text
+    assert "<call>abcweather" in text and "<|im_start|>toolweatherabc\ndry" in text
 
 
 def test_a_template_that_passes_over_tools_is_told(folder, models):

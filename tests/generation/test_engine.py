@@ -18,11 +18,12 @@ from octavo.models import tiny
 from tests.generation.conftest import prompts_of, questions
 
 FEW = ("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "mistral3", "llava_onevision", "smolvlm", "glm4v")
+LIKE_OTHERS = ("glm46v", "glm4v_moe", "glm_ocr", "qwen2_vl")
 FAMILIES = {
     "qwen3_vl": 64,
     "qwen3": 64,
     "qwen3_moe": 64,
-    **dict.fromkeys((*FEW, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite"), 6),
+    **dict.fromkeys((*FEW, *LIKE_OTHERS, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite"), 6),
 }
 ASKED_OTHERWISE = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # by transformers, one by one
 assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny.FAMILIES)

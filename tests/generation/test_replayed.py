@@ -36,7 +36,8 @@ def memory(decoding: Replayed):
     """All that outlives a step, and that a graph may read or write."""
     slots, cache, model = decoding.slots, decoding.cache, decoding.caller.model
     own = [slots.tokens, slots.uniforms, slots.logps, slots.entropies, decoding._rows, cache.codes, cache.scales]
-    own.append(sampling._indices(decoding.sampling.never, decoding.caller.device))
+    vocabulary = model.get_output_embeddings().out_features
+    own.append(sampling._indices(decoding.sampling.never, vocabulary, decoding.caller.device))
     for p in model.parameters():
         own += [t for q in p.frozen.codes for t in (q.data, q.scale)] if fp8.is_frozen(p) else [p]
     own += [*model.buffers(), *codes_of(model)[1], formats._E4M3_SINGLE, formats._E4M3_PAIR]

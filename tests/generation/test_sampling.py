@@ -63,10 +63,11 @@ def test_the_edges_of_the_distribution():
     ],
 )
 def test_what_is_never_chosen_leaves_the_others_their_shares(options, wanted):
-    """Also where it has all the probability that fp32 can tell from 0, as the place of an image may."""
+    """Also where it has all the probability that fp32 can tell from 0, as the place of an image may; and where it has
+    no logit, as places of NVILA have none."""
     logits = torch.tensor([[9.0, 1.0, 1.0, 0.0, 9.0]])
     u = torch.tensor([0.0, 0.3, 0.49, 0.51, 0.9], dtype=torch.float64)
-    tokens, logps, _ = choose(logits.expand(5, -1), Sampling(1, never=(0, 4), **options), u)
+    tokens, logps, _ = choose(logits.expand(5, -1), Sampling(1, never=(0, 4, 5, 700), **options), u)
     assert tokens.tolist() == wanted
     exact = (logits[0].double() / (options.get("temperature") or 1.0)).log_softmax(0)
     assert torch.allclose(logps.double(), exact[tokens])  # of all tokens

@@ -41,20 +41,22 @@ def test_a_batch_without_images_reaches_the_tower_with_zero_gradients_and_the_sa
         yield
 
     handle = models.attach_dummy_image(model, described, lambda: True, guard)
+    idle = models.attach_idle_experts(model, described, guard)
+    assert bool(idle) == (family == "ernie4_5_vl_moe")
     with_dummy, dummy_grads = step(model, inputs)
     assert torch.equal(loss, with_dummy)
-    assert entered == [1]
+    assert entered == [1] * (1 + len(idle) // 3)  # three hooks a layer
     for name, grad in dummy_grads.items():
         if "post_layernorm" in name and family == "llava_onevision":
             assert grad is None  # with images too: features are those in front of it
-        elif "vision_moe" in name:
-            assert grad is None  # experts for tokens of images, of which there are none here
+        elif name.endswith("e_score_correction_bias"):
+            assert grad is None  # nobody trains it
         elif of_images(described, name):
             assert grad is not None and torch.count_nonzero(grad) == 0, name
         else:
-            own = grads[name]  # None of a correction that nobody trains
-            assert grad is None if own is None else torch.equal(grad, own), name
-    handle.remove()
+            assert torch.equal(grad, grads[name]), name
+    for each in (handle, *idle):
+        each.remove()
     _, again = step(model, inputs)
     assert all(grad is None for name, grad in again.items() if of_images(described, name))
 
@@ -81,6 +83,16 @@ def test_with_real_images_the_dummy_adds_nothing_to_the_towers_gradients(checkpo
     assert torch.equal(loss, with_dummy)
     assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items())
     assert any(torch.count_nonzero(grad) for name, grad in grads.items() if of_images(family, name))
+
+
+def test_experts_for_images_that_ran_do_not_run_again(checkpoint):
+    model = models.load(checkpoint("ernie4_5_vl_moe"))
+    inputs = batch(models.load_processor(checkpoint("ernie4_5_vl_moe")), image=True)
+    loss, grads = step(model, inputs)
+    models.attach_idle_experts(model, models.describe(model), lambda: pytest.fail("they ran again"))
+    again, same = step(model, inputs)
+    assert torch.equal(loss, again)
+    assert all(grad is None if (own := same[name]) is None else torch.equal(grad, own) for name, grad in grads.items())
 
 
 def test_features_that_are_not_finite_leave_no_trace_in_the_language_model(checkpoint):

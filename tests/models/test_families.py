@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTraine
 
 from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
-from octavo.models import tiny
+from octavo.models import skeleton, structure, tiny
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
@@ -169,6 +169,10 @@ def test_single_parameters_have_a_component(checkpoint):
         (lambda m: setattr(m, "get_output_embeddings", lambda: None), "no output projection"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "it is an encoder and a decoder"),
         (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no module of its own"),
+        (
+            lambda m: setattr(m, "get_encoder", lambda modality: m.model.language_model.norm),
+            "no module of its own beside the tower model.language_model.norm",
+        ),
     ],
 )
 def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
@@ -177,6 +181,35 @@ def test_what_breaks_a_rule_is_refused_by_it(checkpoint, change, rule):
     change(model)
     with pytest.raises(models.ModelError, match=rule):
         models.describe(model)
+
+
+def test_a_head_may_be_in_the_decoder(checkpoint):
+    """As Llama 4's is, whose decoder is a language model by itself."""
+    model = models.empty(checkpoint("qwen3_vl"))
+    text, head = model.model.language_model, model._modules.pop("lm_head")
+    text.lm_head, model.get_output_embeddings, text.get_output_embeddings = head, lambda: None, lambda: head
+    family = models.describe(model)
+    assert family.components["lm_head"] == ("model.language_model.lm_head",)
+    assert family.component_of("model.language_model.lm_head") == "lm_head"
+    assert family.component_of("model.language_model.layers.0") == family.component_of("model.language_model.norm")
+
+
+def test_a_model_that_gives_scores_has_them_for_a_head(checkpoint):
+    scores = skeleton.skeleton(models.read_config(checkpoint("llama")), torch.float32, scores=True)
+    assert models.describe(scores).components["lm_head"] == ("score",)
+
+
+def test_lists_of_blocks_are_of_modules_that_are_made_of_modules():
+    """Not the mergers of DeepStack, nor one linear layer a modality."""
+    block, flat = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
+    model = nn.ModuleDict({"blocks": nn.ModuleList([block]), "maps": nn.ModuleList([flat]), "none": nn.ModuleList()})
+    assert structure.block_lists(model, "") == ["blocks"]
+
+
+def test_older_configurations_name_the_token_of_an_image_by_index():
+    assert structure.image_token(PreTrainedConfig(image_token_index=7)) == 7
+    assert structure.image_token(PreTrainedConfig(image_token_index=7, image_token_id=0)) == 0
+    assert structure.audio_token(PreTrainedConfig(audio_token_index=7)) == 7
 
 
 def test_what_stays_in_high_precision_has_a_reason(checkpoint):

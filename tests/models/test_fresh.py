@@ -37,7 +37,12 @@ def whole(path):
         torch.manual_seed(5)
         model.initialize_weights()
     model.tie_weights()
-    return model.state_dict()
+    return all_of(model)
+
+
+def all_of(model):
+    """Parameters and all buffers, those too that no folder holds."""
+    return model.state_dict() | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -46,7 +51,7 @@ def test_as_the_family_initialises_it(bare, family):
     state = torch.random.get_rng_state()
     model = models.fresh(folder, seed=5)
     assert torch.equal(torch.random.get_rng_state(), state) and not model.training
-    found = model.state_dict()
+    found = all_of(model)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert model.generation_config.eos_token_id == model.config.get_text_config().eos_token_id
     other = models.fresh(folder, seed=6).state_dict()

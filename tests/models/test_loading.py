@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from octavo import models
+from octavo import fp8, models
 from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
 from octavo.models import headers, loading
@@ -56,6 +56,18 @@ def refused(folder: Path, message: str) -> None:
         models.load(folder)
 
 
+def test_what_a_family_keeps_from_training_stays_so(checkpoint):
+    """In whatever way it is loaded, as on several ranks: the positions of a tower of sound are sinusoids."""
+    hears = checkpoint("qwen2_audio")
+    ways = [
+        models.load(hears), models.load(hears, load_in_fp8={"foundation": "row"}), models.load_split(hears)[0],
+        models.fresh(hears), models.defer(hears, torch.float32, torch.device("cpu")).model,
+    ]  # fmt: skip
+    for model in ways:
+        still = [name for name, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+        assert still == ["model.audio_tower.embed_positions.weight"]
+
+
 def test_values_dtype_and_mode(folder):
     model = models.load(folder, torch.bfloat16)
     weights = load_file(folder / "model.safetensors")
@@ -63,6 +75,16 @@ def test_values_dtype_and_mode(folder):
     for name, value in model.state_dict().items():
         assert value.dtype == torch.bfloat16 and torch.equal(value, weights[name].bfloat16())
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_layers_that_the_model_leaves_out_may_lie_in_the_folder(checkpoint, tmp_path):
+    """GLM-OCR's 17th, which predicts several tokens; any other is a tensor too many."""
+    folder = Path(shutil.copytree(checkpoint("glm_ocr"), tmp_path / "model"))
+    edit_weights(folder, lambda w: w.update({"model.language_model.layers.16.eh_proj.weight": torch.ones(2)}))
+    wanted, found = models.load(checkpoint("glm_ocr")), models.load(folder)
+    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    edit_weights(folder, lambda w: w.update({"model.language_model.layers.15.eh_proj.weight": torch.ones(2)}))
+    refused(folder, "layers.15.eh_proj")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

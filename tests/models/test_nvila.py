@@ -9,24 +9,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForImageTextToText, SiglipVisionModel
+from transformers import SiglipVisionModel
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
-from octavo import checkpoint as checkpoint_
 from octavo import data, models
-from octavo.checkpoint.export import export
-from octavo.checkpoint.verify import verify
 from octavo.models import nvila
-from octavo.models.folder import PARTS
 from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.projector import Downsample, Projector
-from octavo.models.nvila.three import MEDIA
 from octavo.models.nvila.tower import Tower
-from octavo.parallel import World
 from tests.models.conftest import batch, conversation, some_image
-from tests.models.three_folders import split
 
 
 def colours(rows: int, columns: int, side: int) -> Image.Image:
@@ -120,7 +112,46 @@ HOW_MANY = [((8, 8), 1), ((80, 80), 10), ((9, 16), 3), ((8, 100), 13), ((20, 20)
 @pytest.mark.parametrize(("size", "tiles"), HOW_MANY)
 def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
     """The closest aspect; of equal ones the larger grid where the image fills half of it; no thumbnail of one tile."""
-    assert NvilaImages(size={"height": 8, "width": 8}).grid(*size) == (tiles, 1, 1)
+    assert images_of().grid(*size) == (tiles, 1, 1)
+
+
+def images_of(**limits: int) -> NvilaImages:
+    """Of a model with tiles of 8 x 8 pixels."""
+    images = NvilaImages(size={"height": 8, "width": 8})
+    images.of(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
+    return images
+
+
+def test_the_model_says_how_many_tiles_there_may_be() -> None:
+    """12 where it says nothing, and more than transformers' processor has by itself where it does."""
+    assert images_of().grid(8, 800)[0] == 13 and images_of(max_tiles=20).grid(8, 800)[0] == 21
+    assert images_of(min_tiles=3).grid(8, 8)[0] == 5
+    for limits, most in (
+        ({}, 13),
+        ({"max_tiles": 1}, 1),
+        ({"s2_scales": [448, 896]}, 12),
+    ):  # planned for
+        assert models.vision_of(nvila.NvilaLiteConfig(**limits)).most == most
+    for limits in ({"min_tiles": 0}, {"max_tiles": 0}, {"min_tiles": 7, "max_tiles": 6}, {"max_tiles": 65}):
+        with pytest.raises(ValueError, match=r"min_tiles \d and max_tiles \d+ are no limits within 1 and 64"):
+            images_of(**limits)
+
+
+@pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
+@pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
+def test_what_is_no_number_is_refused(field, value) -> None:
+    with pytest.raises(ValueError, match=f"{field} is .* whole numbers from 0 alone"):
+        nvila.NvilaLiteConfig(**{field: value})
+    with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
+        nvila.NvilaLiteConfig(newlines=65)
+
+
+def test_tiles_are_made_bicubic() -> None:
+    image = some_image(1, (20, 9))
+    (*tiles, whole) = images_of()(images=[image])["pixel_values"]
+    for size, made in (((16, 8), np.concatenate(tiles, 2)), ((8, 8), whole)):
+        wanted = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC), dtype=np.float64)
+        assert np.allclose(made, ((wanted / 255 - 0.5) / 0.5).transpose(2, 0, 1), atol=1e-5)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -158,6 +189,27 @@ def test_media_lie_outside_the_table_and_are_no_labels(checkpoint, tmp_path) -> 
         model.get_input_embeddings()(ids)
 
 
+@pytest.mark.parametrize("word", ["<vila/video>", "<vila/sentinel>"])
+def test_other_tokens_of_media_are_no_words(checkpoint, word) -> None:
+    """There is no row to look up for them."""
+    turns = [{"from": "human", "value": "first?"}, {"from": "gpt", "value": f"a {word}"}]
+    row = data.parse({"conversations": turns}, "llava", file="a", row=0, images=None)
+    with pytest.raises(data.BadSample, match=f"spells the model's own placeholder '{word}'"):
+        data.Encoder(models.load_processor(checkpoint("nvila_lite")), 256).encode(row)
+
+
+def test_the_line_break_that_rows_write_is_the_one_of_the_image(checkpoint) -> None:
+    """As in VILA's data: images end with their own, and their place goes with the line break behind it, the first."""
+    processor = models.load_processor(checkpoint("nvila_lite"))
+
+    def written(*words: str) -> str:
+        content = [{"type": "image"} if word == "I" else {"type": "text", "text": word} for word in words]
+        return processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+
+    assert written("I", "\nfirst?") == written("I", "first?")
+    assert written("a\n", "I", "\n", "I", "\n\nb").endswith("user\na\n<image><image>\nb<|im_end|>\n")
+
+
 def test_templates_get_texts(checkpoint) -> None:
     """The published template joins contents with +, which parts would not take."""
     processor = models.load_processor(checkpoint("nvila_lite"))
@@ -174,93 +226,3 @@ def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
         (folder / "config.json").write_text(json.dumps(raw))
         with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'image_size'}"):
             models.load_processor(folder)
-
-
-# --- folders --------------------------------------------------------------------------------------------------------
-
-
-def test_one_folder_is_saved_back_name_by_name(checkpoint, tmp_path) -> None:
-    folder = checkpoint("nvila_lite")
-    before = load_file(folder / "model.safetensors")
-    torch.manual_seed(1)
-    drawn = {name: torch.randn_like(value) for name, value in before.items()}
-    save_file(drawn, tmp_path / "model.safetensors", {"format": "pt"})
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = load_file(tmp_path / "model.safetensors")
-    assert {name.partition(".")[0] for name in before} == {"llm", "vision_tower", "mm_projector"}
-    AutoModelForImageTextToText.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def files_of(folder) -> dict[str, dict[str, torch.Tensor]]:
-    return {str(file.relative_to(folder)): load_file(file) for file in folder.rglob("*.safetensors")}
-
-
-def test_three_folders_are_the_one_and_are_saved_back(checkpoint, tmp_path) -> None:
-    """Found by their names, whatever paths the configuration holds; remote code that it names is never run."""
-    one = checkpoint("nvila_lite")
-    folder = split(one, tmp_path / "three", {"model_type": "vila", "auto_map": {"AutoModel": "modeling_vila.Evil"}})
-    model, processor = models.load(folder, torch.bfloat16), models.load_processor(folder)
-    inputs, wanted = batch(processor, image=True), models.load(one, torch.bfloat16)
-    assert torch.equal(inputs["pixel_values"], batch(models.load_processor(one), image=True)["pixel_values"])
-    with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, wanted(**inputs).logits)
-    assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
-    checkpoint_.save_hf(model, folder, tmp_path / "out", World())
-    before, after = files_of(folder), files_of(tmp_path / "out")
-    assert set(before) == set(after) == {f"{part}/model.safetensors" for part in PARTS}
-    for file, tensors in before.items():
-        assert list(tensors) == list(after[file])
-        assert all(torch.equal(value, after[file][name]) for name, value in tensors.items())
-    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
-    assert names == sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*"))
-    again = models.load(checkpoint_.save_hf(model, folder, tmp_path / "out", World()), torch.bfloat16)  # over itself
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_path) -> None:
-    """Published tokenizers end with the table: VILA adds its own tokens when it loads one."""
-    folder = split(checkpoint("nvila_lite"), tmp_path / "three")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        raw = json.loads((folder / "llm" / name).read_text())
-        if name == "tokenizer.json":
-            raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in MEDIA]
-        else:
-            raw.pop("added_tokens_decoder", None)
-        (folder / "llm" / name).write_text(json.dumps(raw))
-    config, processor = models.read_config(folder), models.load_processor(folder)
-    rows = config.text_config.vocab_size
-    assert (config.image_token_id, config.video_token_id) == (rows + 1, rows + 2)
-    assert processor.tokenizer.convert_tokens_to_ids(list(MEDIA)) == [rows, rows + 1, rows + 2]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres'"),
-        ({"mm_vision_select_layer": -1}, "mm_vision_select_layer -1"),
-        ({"mm_vision_select_feature": "patch"}, "mm_vision_select_feature 'patch'"),
-    ],
-)
-def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
-    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA computes"):
-        models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
-
-
-def test_vila_1_5_has_one_tile_and_no_line_break(checkpoint, tmp_path) -> None:
-    folder = split(checkpoint("nvila_lite"), tmp_path / "three", {"image_aspect_ratio": "resize"})
-    raw = json.loads((folder / "config.json").read_text())
-    raw.pop("image_encoder")
-    (folder / "config.json").write_text(json.dumps(raw))
-    made = models.load_processor(folder)(text=["<image>"], images=[some_image(0, (16, 40))])
-    assert len(made["pixel_values"]) == 1 and len(made["input_ids"][0]) == 4
-
-
-def test_what_takes_one_folder_alone_says_so(checkpoint, tmp_path) -> None:
-    folder = split(checkpoint("nvila_lite"), tmp_path / "three")
-    for what in (verify, lambda place: export([], place, tmp_path / "out", "fp8-block")):
-        with pytest.raises(models.ModelError, match="is stored in three folders .llm, vision_tower, mm_projector."):
-            what(folder)

@@ -13,7 +13,7 @@ from octavo.models import nvila
 from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitched
 from tests.models.conftest import some_image
-from tests.models.three_folders import split
+from tests.models.three_folders import edit, split
 
 SCALES = (8, 16, 24)
 
@@ -100,11 +100,15 @@ def test_an_image_has_its_blocks_tokens_and_one_line_break(checkpoint) -> None:
 
 
 def test_scales_of_three_folders(checkpoint, tmp_path) -> None:
-    more = {"image_aspect_ratio": "dynamic_s2", "s2_scales": "16,32"}
+    more = {"image_aspect_ratio": "dynamic_s2", "s2_scales": "32,16"}  # VILA sorts them
     folder = split(checkpoint("nvila"), tmp_path / "three", more)
     config = models.read_config(folder)
     assert (config.model_type, config.s2_scales, config.newlines) == ("nvila", (16, 32), 1)
     assert models.load_processor(folder).image_processor.scales == (16, 32)
+    for stated in ("a,b", [16, 32]):
+        edit(folder / "config.json", s2_scales=stated)
+        with pytest.raises(models.ModelError, match="and they are sides in pixels, such as '448,896,1344'"):
+            models.read_config(folder)
     with pytest.raises(ValueError, match="the scales .448, 896. are not multiples of a tile, 16 pixels"):
         nvila.NvilaConfig(vision_config={"image_size": 16}, s2_scales=[448, 896])
 

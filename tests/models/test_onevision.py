@@ -22,6 +22,7 @@ from octavo import models
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import LOADERS
 from octavo.models import ModelError, onevision, own
+from octavo.models.fresh import draw
 from octavo.models.onevision import segments
 from octavo.models.onevision.tower import rotate
 from tests.models.conftest import batch
@@ -90,6 +91,17 @@ def test_class_tokens_are_loaded_and_angles_made(published, how):
     assert (
         torch.allclose(visual.rotary_pos_emb.inv_freq, wanted) and visual.rotary_pos_emb.inv_freq.dtype is wanted.dtype
     )
+
+
+def test_a_model_that_ranks_fill_has_class_tokens_and_angles_before_its_weights(published, loaded):
+    """Buffers are whole on every rank; a model that is drawn has no class token yet."""
+    wanted = dict(loaded.named_buffers())
+    for made in (models.defer(published).model, draw(published).model):
+        assert all(p.is_meta for p in made.parameters())
+        found = dict(made.named_buffers())
+        drawn = {name for name in wanted if not torch.equal(found[name], wanted[name])}
+        assert found.keys() == wanted.keys() and drawn <= {"model.visual.class_embedding", "model.visual.class_pos_emb"}
+        assert not any(found[name].any() for name in drawn)
 
 
 def test_what_is_known_of_other_loaders_is_told(published):

@@ -223,16 +223,17 @@ def test_without_torchvision_pillow(checkpoint):
     assert models.pixels_by(models.load_processor(checkpoint("qwen3"))) is None
 
 
-def test_a_torchvision_of_another_torch(checkpoint, monkeypatch):
+def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
     """PyPI's beside a CPU torch raises as it is imported."""
-    monkeypatch.delitem(sys.modules, "octavo.models.image_processors", raising=False)
-    monkeypatch.delattr(models, "image_processors", raising=False)
+    for name in ("image_processors", "audio_processors"):
+        monkeypatch.delitem(sys.modules, f"octavo.models.{name}", raising=False)
+        monkeypatch.delattr(models, name, raising=False)
 
     def broken() -> bool:
         raise RuntimeError("nms")
 
     monkeypatch.setattr("transformers.utils.is_torchvision_available", broken)
-    with pytest.raises(
-        models.ModelError, match=r"cannot be imported \(RuntimeError: nms\)\. .*that belongs to this torch"
-    ):
-        models.load_processor(checkpoint("qwen3_vl"))
+    monkeypatch.setitem(sys.modules, "transformers.models.qwen2_audio.processing_qwen2_audio", None)
+    for family, said in (("qwen3_vl", r"\(RuntimeError: nms\)"), ("qwen2_audio", r"\(\w*Error: .*\)")):
+        with pytest.raises(models.ModelError, match=rf"cannot be imported {said}\. .*that belongs to this torch"):
+            models.load_processor(checkpoint(family))

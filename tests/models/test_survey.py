@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -16,7 +17,8 @@ from transformers import (
     Glm4vConfig,
 )
 
-from octavo.models import survey
+from octavo import models
+from octavo.models import folder, survey
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 LEAST = {"5.17.0": {"described": 53, "not built": 15}, "5.23.0": {"described": 67, "not built": 12}}
@@ -56,3 +58,24 @@ def test_every_family_of_this_version():
     if written[1] == transformers.__version__:
         made = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](found)
         assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it anew"
+
+
+@pytest.mark.long
+def test_no_default_is_taken_for_a_broken_file(tmp_path):
+    """phi4_multimodal's depthwise channels were a depth, kosmos-2.5's patches tiles."""
+    file = tmp_path / "config.json"
+    for config_class in survey.config_classes().values():
+        try:
+            file.write_text(survey.whole(config_class).to_json_string(use_diff=False))
+        except models.ModelError:  # a class without a default
+            continue
+        folder.check_sizes(file)
+
+
+@pytest.mark.parametrize("field", [{"depthwise_separable_out_channel": 1024}, {"max_num_patches": 4096}])
+def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
+    (tmp_path / "config.json").write_text(json.dumps(field))
+    folder.check_sizes(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))
+    with pytest.raises(models.ModelError, match="gives depth=1024, and 1000 is the most here"):
+        folder.check_sizes(tmp_path / "config.json")

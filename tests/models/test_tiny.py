@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
+from octavo.cli import tiny as command
 from octavo.models import tiny
 from octavo.models.skeleton import auto_class
 from tests.models.conftest import batch, some_image
@@ -55,6 +57,8 @@ def test_config_and_tokenizer_agree_on_image_tokens(checkpoint, family):
         ("qwen3_vl", "Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
         ("qwen2_5_vl", "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
         ("internvl", "InternVLProcessor", "GotOcr2ImageProcessor", "InternVLVideoProcessor"),
+        ("glm46v", "Glm46VProcessor", "Glm46VImageProcessor", "Glm46VVideoProcessor"),
+        ("glm4v_moe", "Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
     ],
 )
 def test_stock_class_names_are_written(checkpoint, family, name, image, video):
@@ -64,6 +68,13 @@ def test_stock_class_names_are_written(checkpoint, family, name, image, video):
     assert read("processor_config.json")["processor_class"] == read("tokenizer_config.json")["processor_class"] == name
     assert read("preprocessor_config.json")["image_processor_type"] == image
     assert read("video_preprocessor_config.json")["video_processor_type"] == video
+
+
+def test_the_command_names_every_family():
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    [families] = [one.help for one in parser._actions if one.dest == "family"]
+    assert sorted(families.split(", ")) == sorted(tiny.FAMILIES)
 
 
 def test_the_demos_model(tmp_path):

@@ -10,7 +10,6 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 
 from octavo import models
 from octavo.models import image_processors, trained
-from octavo.parallel import World
 from octavo.train.build import check_family
 from octavo.train.errors import TrainError
 
@@ -45,12 +44,4 @@ def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(trained.WAITS, "gemma3", "of this reason")
     monkeypatch.setattr(trained, "TRAINED", ())
     with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
-        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")), World())
-
-
-def test_experts_that_a_rank_may_not_reach_stay_on_one(checkpoint):
-    model, settings = SimpleNamespace(path=checkpoint("ernie4_5_vl_moe")), SimpleNamespace(phase="sft")
-    cfg = SimpleNamespace(model=model, train=settings)
-    check_family(cfg, World())
-    with pytest.raises(TrainError, match="ernie4_5_vl_moe trains on one rank: its experts for images"):
-        check_family(cfg, SimpleNamespace(size=2))
+        check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))

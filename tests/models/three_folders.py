@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo.models.nvila.three import MEDIA
+
 ELSEWHERE = "/not/here"
 
 
@@ -38,7 +40,27 @@ def split(source: Path, target: Path, more: dict[str, Any] | None = None) -> Pat
         "model_type": "llava_llama", "architectures": ["LlavaLlamaModel"], "image_aspect_ratio": "dynamic",
         "mm_vision_select_layer": -2, "mm_vision_select_feature": "cls_patch", "max_tiles": raw["max_tiles"],
         "image_encoder": {"_target_": "llava.model.encoders.BasicImageEncoder"}, "torch_dtype": "bfloat16",
+        "s2_resize_output_to_scale_idx": -1,
         **{f"{part}_cfg": {"_name_or_path": f"{ELSEWHERE}/{part}"} for part in parts}, **(more or {}),
     }  # fmt: skip
     (target / "config.json").write_text(json.dumps(top, indent=2))
     return target
+
+
+def without_media(folder: Path) -> Path:
+    """The folder, its tokenizer one that ends with the table of embeddings, as published ones do: VILA adds tokens of
+    media when it loads one."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        raw = json.loads((folder / "llm" / name).read_text())
+        if name == "tokenizer.json":
+            raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in MEDIA]
+        else:
+            raw.pop("added_tokens_decoder", None)
+        (folder / "llm" / name).write_text(json.dumps(raw))
+    return folder
+
+
+def edit(file: Path, *gone: str, **fields: Any) -> None:
+    """Change a JSON object: fields that go, and others that it is given."""
+    raw = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({key: value for key, value in raw.items() if key not in gone}))

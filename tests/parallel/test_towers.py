@@ -34,6 +34,7 @@ def _one_vision(world: World, path: str, frozen: bool) -> dict:
         models.attach_dummy_sound(sharded, family, lambda: "input_features" not in batch)
     else:
         models.attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
+        models.attach_idle_experts(sharded, family)
     for row in rows:
         whole(**row).logits.float().logsumexp(-1).sum().div(100).backward()
     batch = rows[world.rank]
@@ -55,8 +56,9 @@ def _rows(model: nn.Module, family: models.Family) -> list[dict]:
     ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
     ids[0, 0, 2] = family.image_token_id
     kinds = (ids == family.image_token_id).long()
-    with_image = {"input_ids": ids[0], "mm_token_type_ids": kinds[0], **image}
-    return [with_image, {"input_ids": ids[1], "mm_token_type_ids": kinds[1]}]
+    names = ["mm_token_type_ids", "moe_mm_token_type_ids"][: 1 + family.name.startswith("ernie")]
+    of = [{"input_ids": row, **dict.fromkeys(names, kind)} for row, kind in zip(ids, kinds, strict=True)]
+    return [{**of[0], **image}, of[1]]
 
 
 def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) -> list[dict]:
@@ -72,10 +74,21 @@ def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_audio"])
-def test_a_rank_without_an_image_runs_the_tower_too(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("qwen3_vl", {}),
+        ("qwen2_audio", {}),
+        ("ernie4_5_vl_moe", {}),
+        ("ernie4_5_vl_moe", {"replicate": 2}),
+        ("ernie4_5_vl_moe", {"expert": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(value),
+)
+def test_a_rank_without_an_image_runs_the_tower_too(family, axes, tmp_path):
+    """And experts that images alone reach."""
     path = tiny.write(family, tmp_path / "model", size="mini")
-    for answer in ranks.run(_vision, 2, str(path)):
+    for answer in ranks.run(_vision, 2, str(path), **axes):
         for frozen, got in answer.items():
             assert got["gap"] < 1e-4, (frozen, got)
             assert got["tower_sharded"]

@@ -14,6 +14,10 @@ from octavo import fp8, models, train
 from octavo.data import BadSample
 from octavo.models import tiny
 from octavo.train import build, graphs, planning, tokens
+from octavo.train.memory_plan import states
+from octavo.train.memory_plan.footprint import Footprints, changed
+from octavo.train.memory_plan.switches import savings
+from tests.train.memory_plan.test_predicted import ONE, agree, counted, predicted
 
 from .conftest import Make
 
@@ -88,7 +92,12 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path):
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
     with pytest.raises(train.TrainError, match="preference is not for models of sound"):
-        build.check_family(phase, None)
+        build.check_family(phase)
+    file, found = tmp_path / "tiny/config.json", json.loads((tmp_path / "tiny/config.json").read_text())
+    file.write_text(json.dumps(found | {"audio_config": found["audio_config"] | {"encoder_layerdrop": 0.1}}))
+    with pytest.raises(train.TrainError, match="encoder_layerdrop of audio_config is 0.1, .*Set it to 0"):
+        build.check_family(cfg)
+    file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
     assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
@@ -112,5 +121,22 @@ def test_the_plan_counts_sounds(hears):
     assert 50 < counted.counts["audio_encoder"] <= 112 and counted.sound == 50
     asked = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 100})
     assert asked.counts["audio_projector"] == 50 and asked.sound == 50
+    several = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 600})  # six in a row, each by itself
+    assert several.sound == 50
+    narrow = cfg.model_copy(update={"train": cfg.train.model_copy(update={"seq_length": 16})})  # short ones fit
+    assert tokens.assumed(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
     silent = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
     assert tokens.attention_flops(config, asked) > tokens.attention_flops(config, silent)
+    sizes = Footprints(cfg, planning.model_of(cfg)[0], family, plan, assumed, device="cpu")
+    full = sizes.of(changed(cfg, {"train.logits": "full"})).kinds  # which chunked cannot better here, nor is it offered
+    assert sizes.of(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}
+    reached = states.backward_reaches(models.empty(cfg.model.path))  # whose first projection is k
+    assert {f"model.audio_tower.layers.0.self_attn.{name}_proj" for name in "qkv"} <= reached
+
+
+@pytest.mark.long
+def test_a_run_counts_the_memory_that_was_predicted(hears):
+    """Rows with several short sounds, each of which the tower takes for the longest."""
+    cfg = hears(*ONE, "fp8.recipe=rowwise")
+    train.run(cfg)
+    agree(counted(cfg), predicted(cfg))

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from octavo import models, train
+from octavo.checkpoint.verify import verify
 from octavo.models import tiny
+from octavo.train.finished import merge_model
 from tests.models.conftest import batch, conversation, some_image
+from tests.models.published import as_published
 from tests.models.three_folders import split
 
 
@@ -58,3 +61,28 @@ def test_twenty_steps(make, tmp_path, family: str, parts: bool) -> None:
         with torch.no_grad():
             assert torch.equal(mine(**inputs).logits, stock(**inputs).logits)
     assert isinstance(models.generate(mine, processor, conversation(True)[:1], [some_image()], 4), str)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["nvila", "llavaonevision1_5"])
+def test_an_adapter_is_merged_into_one_folder(make, tmp_path, family: str) -> None:
+    """Over folders as they are published: NVILA's three, whose run would have no model to serve else, and one that
+    names code of its authors."""
+    tiny.write(family, tmp_path / "one", size="mini")
+    if family == "nvila":
+        more = {"image_aspect_ratio": "dynamic_s2", "s2_scales": "16,32"}
+        base = split(tmp_path / "one", tmp_path / "base", more)
+    else:
+        base = as_published(tmp_path / "one", tmp_path / "base")
+    cfg = make(f"model.path={base}", "train.steps=3", "train.lr=0.05", "train.warmup=0", "data.eval=[]",
+               "lora={rank: 4, targets: [foundation, image_encoder, image_projector]}")  # fmt: skip
+    run = train.run(cfg).dir
+    merged = merge_model(run, tmp_path / "merged").exported.directory
+    assert verify(merged).ok and not any(file.is_dir() for file in merged.iterdir())
+    ours, processor, _ = train.load_run(run, recipe="off")
+    inputs = batch(models.load_processor(merged), image=True)
+    assert torch.equal(inputs["input_ids"], batch(processor, image=True)["input_ids"])
+    with torch.no_grad():
+        wanted, found, before = (m(**inputs).logits for m in (ours, models.load(merged), models.load(base)))
+    scale = (wanted - before).norm()
+    assert scale > 0.1 * before.norm() and (found - wanted).norm() < 0.02 * scale

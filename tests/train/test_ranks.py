@@ -13,6 +13,7 @@ import pytest
 
 from octavo import train
 from octavo.config import Config, override, to_yaml
+from octavo.models import tiny
 from octavo.train.rundir import read_rows
 from tests import ranks
 from tests.rl.forks import both
@@ -80,6 +81,24 @@ def test_ten_steps_on_two_ranks_are_those_of_one(make, recipe: str, tolerance: f
     done = torchrun(two)
     assert done.returncode == 0, done.stderr
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
+
+
+@pytest.mark.long
+def test_experts_of_images_alone_train_on_two_ranks_as_on_one(make, tmp_path):
+    """Rows of images and of talk, a micro-batch each: most steps leave one of the ranks without an image. Weights in
+    BF16, its routers too, which the family keeps in fp32; two of them round sums otherwise."""
+    tiny.write("ernie4_5_vl_moe", tmp_path / "ernie", size="mini")
+    row = {"conversations": [{"from": "human", "value": "Say one."}, {"from": "gpt", "value": "1"}]}
+    (tmp_path / "talk.json").write_text(json.dumps([row] * 24))
+    sets = f"data.train=[{{path: {make().data.train[0].path}}}, {{path: {tmp_path / 'talk.json'}}}]"
+    over = (f"model.path={tmp_path / 'ernie'}", sets, "fp8.recipe=off", "train.micro_batch=1", "data.eval=[]",
+            "optimizer.master=bf16+sr", "train.steps=3")  # fmt: skip
+    one, two = make(*over, dir="one"), make(*over, dir="two")
+    train.run(one)
+    done = torchrun(two)
+    assert done.returncode == 0, done.stderr
+    assert "2 weights that this family keeps in fp32 are BF16" in done.stdout
+    assert losses(two) == pytest.approx(losses(one), rel=3e-3)
 
 
 @pytest.mark.long

@@ -239,9 +239,9 @@ def test_changed_settings_are_named_and_refused_but_run_settings_may_change(make
 def test_what_a_template_is_given_and_what_of_thinking_is_learned_are_kept(make):
     found = {json.dumps(settings(make(*over))["data"]) for over in (
         (), ("data.template_args={enable_thinking: false}",), ("data.mask_reasoning=true",),
-        ("data.mask_empty_think=false",),
+        ("data.mask_empty_think=false",), ("data.split_turns=true",),
     )}  # fmt: skip
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_a_run_that_outgrew_its_card_goes_on_with_less_saved_to_the_same_bits(make):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,24 @@ def test_two_ranks_balance_and_count_as_one(moe):
         assert [b["aux_loss"], b["loss"]] == pytest.approx([a["aux_loss"], a["loss"]], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-2)
     assert two[0]["experts"] == one[0]["experts"]
+
+
+def test_padding_is_left_out_where_images_have_experts_of_their_own(tmp_path):
+    model = models.load(tiny.write("ernie4_5_vl_moe", tmp_path / "ernie", size="mini")).train()
+    image = models.dummy_image_inputs(model, models.describe(model))
+    ids = torch.tensor([[7, 8, model.config.image_token_id, 9, 10, 11]])
+    found = []
+    for padding in (0, 5):
+        padded, mask = (torch.nn.functional.pad(x, (0, padding)) for x in (ids, torch.ones_like(ids)))
+        kinds = (padded == model.config.image_token_id).long()
+        inputs = {"input_ids": padded, "attention_mask": mask, "moe_mm_token_type_ids": kinds}
+        load = routing.ExpertLoad(model)
+        load.begin(torch.device("cpu"))
+        load.batch({**inputs, "meta": SimpleNamespace(tokens=6)}, torch.device("cpu"))
+        model(**inputs, **image, mm_token_type_ids=kinds, use_cache=False)
+        found.append(load.end(World())["experts"])
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert found[0]["model.language_model.layers.1.mlp.vision_moe.experts"]["idle"] == 6  # two of eight have the token
 
 
 def test_only_training_forwards_are_counted_and_each_once(folder):

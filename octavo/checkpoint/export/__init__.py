@@ -40,7 +40,8 @@ from octavo.checkpoint.sums import MARKER, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.chat import check_template
-from octavo.models.folder import INDEX, check_companions, companions, copy_companions, one_folder, write_config
+from octavo.models.folder import INDEX, at, check_companions, companions
+from octavo.models.one import write_beside
 from octavo.models.quantization import to_config
 from octavo.reading import printable
 
@@ -167,7 +168,8 @@ def export(
         values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order, tied
             ones once or twice: tensors in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for experts), or
             :class:`Trained`. They are taken one at a time.
-        source: the model folder that configuration, tokenizer and processor come from.
+        source: the model folder that configuration, tokenizer and processor come from; of one that is stored in three
+            folders one is made, which is what servers read.
         directory: new, empty, or an earlier export, which is replaced where it holds nothing else.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
         include: components to be in FP8 beside the foundation.
@@ -185,9 +187,8 @@ def export(
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
-    one_folder(source, "octavo export")
     check_companions(source, copied=True)  # before an hour's work
-    if (source / "tokenizer.json").is_file() and any(source.glob("chat_template*")):
+    if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
         check_template(models.load_tokenizer(source), source)
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
@@ -201,8 +202,7 @@ def export(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
             dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened),
         )  # fmt: skip
-        write_config(source, made, torch.bfloat16, None if plan.quantization is None else to_config(plan.quantization))
-        copy_companions(source, made)
+        write_beside(source, made, torch.bfloat16, None if plan.quantization is None else to_config(plan.quantization))
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}

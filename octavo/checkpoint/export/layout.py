@@ -26,7 +26,7 @@ from octavo.models.quantization import FUSED, Quantization, by_parts, by_pattern
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
 #: components that may be put into FP8 beside the foundation
-INCLUDABLE = ("image_encoder", "image_projector")
+INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         raise CheckpointError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if strange := [name for name in include if name not in INCLUDABLE]:
         raise CheckpointError(
-            f"{strange[0]!r} cannot be included: beside the foundation, FP8 is for {' and '.join(INCLUDABLE)}; "
+            f"{strange[0]!r} cannot be included: beside the foundation, FP8 is for {', '.join(INCLUDABLE)}; "
             "embeddings, lm_head and routers stay in BF16"
         )
     stock = models.empty(source, dtype=torch.bfloat16)

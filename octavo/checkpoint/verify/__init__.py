@@ -29,7 +29,7 @@ from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_names, check_ties, scale_of
-from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, pair_up
+from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, check_sound, pair_up
 from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
 from octavo.models import ModelError, empty
@@ -67,7 +67,7 @@ def verify(
     if looked.raw:
         if os.path.lexists(folder / "adapter_config.json"):
             found.fail("adapter-beside", "adapter_config.json")
-        check_companions(folder, any(k in looked.raw for k in ("vision_config", "audio_config")), looked.stock, found)
+        check_companions(folder, looked.raw, looked.stock, found)
     if not looked.headers.files and not looked.raw and not found.items:
         raise CheckpointError(f"{folder} holds neither config.json nor safetensors: there is nothing to verify.")
     if not quick:
@@ -137,6 +137,7 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
     found.items += [f for f in seen if whole or f.kind not in _LOST]  # what a damaged file held is not also missing
     if stock is not None and headers.tensors:
         check_places(looked.known, stock, found)
+        check_sound(looked.known, stock, found)
         if looked.q is not None and looked.fp8:
             check_skips(looked.known, stock, looked.q, _listed(block), found)
         check_blocks(looked.known, stock, looked.q, found)

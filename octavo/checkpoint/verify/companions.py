@@ -8,6 +8,7 @@ about them; servers read some of it (templates in additional_chat_templates/, hf
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.models import chat
 from octavo.models.errors import ModelError
 from octavo.models.folder import companions, read_companion
-from octavo.models.trained import TRAINED
+from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -52,29 +53,31 @@ def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
     return tuple(unread)
 
 
-def check_companions(folder: Path, vision: bool, stock: Stock | None, found: Findings) -> None:
-    """Tokenizer, chat template and, for models of images, the processor: what a server needs beside weights."""
+def check_companions(folder: Path, raw: Mapping[str, Any], stock: Stock | None, found: Findings) -> None:
+    """Tokenizer, chat template and, for models of images or sound, the processor: what a server needs beside weights.
+    `raw`: what config.json says."""
     before = len(found.items)
     read_all(folder, found)
     damaged = len(found.items) > before
     tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     if not tokenizer:
         found.warn("companions/tokenizer", folder=folder, files=", ".join(_TOKENIZERS[:2]))
-    images = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
-    if vision and not images:
+    made = any((folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json"))
+    if not made and any(key in raw for key in ("vision_config", "audio_config")):
         found.warn("companions/processor", folder=folder)
     if damaged or not (tokenizer or (folder / "tokenizer_config.json").is_file()):
         if not _names_template(folder):
             found.warn("companions/template", folder=folder)
         return
-    known = stock is not None and stock.model.config.model_type in TRAINED
+    kind = "" if stock is None else stock.model.config.model_type
+    part = "image" if kind in TRAINED else "audio" if kind in TRAINED_WITH_SOUND else None
     with found.failing("tokenizer.json", "companion"):
-        loaded: Any = models.load_processor(folder) if known and images else models.load_tokenizer(folder)
-        _check_ids(getattr(loaded, "tokenizer", loaded), stock, found)
+        loaded: Any = models.load_processor(folder) if part and made else models.load_tokenizer(folder)
+        _check_ids(loaded, stock, found)
         if not loaded.chat_template:
             found.warn("companions/template", folder=folder)
         else:
-            _write_question(loaded, folder, known, found)
+            _write_question(loaded, folder, part, found)
 
 
 def read_all(folder: Path, found: Findings) -> None:
@@ -91,26 +94,32 @@ def _names_template(folder: Path) -> bool:
     )
 
 
-def _check_ids(tokenizer: Any, stock: Stock | None, found: Findings) -> None:
-    """That the model has a row of embeddings for each token."""
+def _check_ids(loaded: Any, stock: Stock | None, found: Findings) -> None:
+    """That the model has a row of embeddings for each token that it looks up, which some families do not for media."""
     embeddings = None if stock is None else stock.model.get_input_embeddings()
-    rows = None if embeddings is None else embeddings.weight.shape[0]
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if rows is not None and largest >= rows:
+    if stock is None or embeddings is None:
+        return
+    rows = embeddings.weight.shape[0]
+    never = set(loaded.image_token_ids if getattr(stock.model, "media_outside", False) else ())
+    tokenizer = getattr(loaded, "tokenizer", loaded)
+    largest = max((number for number in tokenizer.get_vocab().values() if number not in never), default=-1)
+    if largest >= rows:
         found.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
 
 
-def _write_question(loaded: Any, folder: Path, vision: bool, found: Findings) -> None:
-    """The template at work: a question in plain words or, where it wants them, in parts."""
+def _write_question(loaded: Any, folder: Path, part: str | None, found: Findings) -> None:
+    """The template at work: a question in plain words or, where it wants them, in parts, behind an image or a sound
+    (`part`)."""
     words = [{"role": "user", "content": _QUESTION}]
-    parts = [{"role": "user", "content": [{"type": "image"}] * vision + [{"type": "text", "text": _QUESTION}]}]
+    first = [] if part is None else [{"type": part}]
+    parts = [{"role": "user", "content": [*first, {"type": "text", "text": _QUESTION}]}]
     try:
         chat.check_template(loaded, folder)
     except ModelError as error:
         found.fail("template", "chat template", said=str(error))
         return
     said = ""
-    for messages in (parts, words) if vision else (words, parts):
+    for messages in (parts, words) if part else (words, parts):
         try:
             if _QUESTION in chat.render(loaded, messages, add_generation_prompt=True):
                 return

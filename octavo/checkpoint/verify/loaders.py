@@ -128,6 +128,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "router": _all(GARBAGE, "the router is read in high precision: its codes are taken for values"),
     "head": _servers(GARBAGE, "the output projection is read in high precision: its codes are taken for values"),
     "fp8-elsewhere": _all(GARBAGE, "codes outside linear layers are taken for values"),
+    "of-sound": _servers(REFUSES, "the tower of sound is transformers' own there, which has no parameter for scales"),
     "stacked": {
         _HF: Does(WARNS, "stacked experts in FP8 have no published form"),
         **_servers(REFUSES, "experts are read one by one"),
@@ -166,7 +167,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that one loader does not survive, though the folder is right for the others
-_SURE = ("experts-apart",)
+_SURE = ("experts-apart", "of-sound")
 
 
 def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdict, ...]:

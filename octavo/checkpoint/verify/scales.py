@@ -12,7 +12,9 @@ from octavo.checkpoint.stock import Linear, Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
+from octavo.models import describe
 from octavo.models.quantization import Quantization
+from octavo.models.trained import TRAINED_WITH_SOUND
 
 _OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}
 _METHOD = {"_scale_inv": "fp8", "_scale": "compressed-tensors"}
@@ -154,6 +156,18 @@ def check_places(known: Mapping[str, Held], stock: Stock, found: Findings) -> No
         else:
             continue
         found.fail(kind, held, single=next(iter(stock.stacked.get(name, ())), ""))
+
+
+def check_sound(known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
+    """FP8 in parts that servers run by transformers' own modules, which multiply values alone; each part once."""
+    if stock.model.config.model_type not in TRAINED_WITH_SOUND:
+        return
+    family = describe(stock.model)
+    parts = {name: family.component_of(layer.module) for name, layer in stock.linears.items()}
+    for component in ("audio_encoder", "audio_projector"):
+        held = next((held for name, held in known.items() if held.fp8 and parts.get(name) == component), None)
+        if held is not None:
+            found.warn("of-sound", held, component=component)
 
 
 def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None, found: Findings) -> None:

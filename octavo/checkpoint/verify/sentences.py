@@ -71,8 +71,8 @@ SENTENCES: dict[str, str] = {
     '"{most}".',
     "config-dtype/other": "config.json gives dtype {dtype}, and most values on disk are {most}: loaders round them "
     'while loading; write "dtype": "{most}" if that is not meant.',
-    "companions/processor": "{folder.name} has no preprocessor_config.json, though the model takes images; copy it "
-    "from the model it was made from.",
+    "companions/processor": "{folder.name} has no preprocessor_config.json, though the model takes images or sound; "
+    "copy it from the model it was made from.",
     "companions/template": "{folder.name} has no chat template (chat_template.jinja): servers refuse chat requests; "
     "copy it from the model it was made from.",
     "companions/tokenizer": "{folder.name} has no tokenizer ({files}): servers cannot start from it; copy the "
@@ -103,6 +103,8 @@ SENTENCES: dict[str, str] = {
     "write it in BF16 and list it among the layers that are not quantized.",
     "head": "is the output projection in FP8: vLLM and SGLang read it in high precision and would take codes for "
     "values; write it in BF16 and list it as not quantized.",
+    "of-sound": "is FP8 and of the {component}, which vLLM and SGLang run by transformers' own modules, in high "
+    "precision: for them export without --include {component}.",
     "stacked": "holds stacked experts in FP8; servers read FP8 experts one by one ({single!r}): export again.",
     "experts-apart": "is an expert by itself, as vLLM and SGLang read FP8; transformers reads this family's experts "
     "stacked alone ({name!r}): for it, export in bf16, or load with octavo.",

@@ -16,11 +16,11 @@ from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact
 
-_TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+_TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
 
 def forms(layer: Linear) -> tuple[str, ...]:
-    """The names that a server may know a layer by: in the model, on disk, and vision parts without `model.`."""
+    """The names that a server may know a layer by: in the model, on disk, and towers without `model.`."""
     both = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
     bare = [name.removeprefix("model.") for name in both]
     return (*both, *(name for name in bare if name.startswith(_TOWERS) and name not in both))

@@ -3,11 +3,12 @@
 from octavo.fp8.kernels.backends import BACKENDS
 from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_waits
 from octavo.fp8.kernels.groups import Groups
-from octavo.fp8.kernels.layout import PAGED_CHUNK, padded_sizes
+from octavo.fp8.kernels.layout import ALIGN, PAGED_CHUNK, padded_sizes
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
 from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged, why_not_rows
 
 __all__ = [
+    "ALIGN",
     "BACKENDS",
     "Backend",
     "BackendError",

@@ -43,7 +43,7 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
             f"Cannot cast rows grouped by expert under {spec}: a block of {r} rows would span two experts, whose rows "
             f"begin at multiples of {TILE}. Use blocks of a divisor of {TILE} rows, or of all (-1)."
         )
-    data = torch.zeros(rows, cols, dtype=torch.uint8, device=x.device).view(spec.fmt.dtype)
+    data = x.new_zeros((rows, cols), dtype=torch.uint8).view(spec.fmt.dtype)
     grid = (groups.experts if r == -1 else rows // r, 1 if c == -1 else ceil_div(cols, c))
     scale = torch.ones(grid, dtype=torch.float32, device=x.device)
     if spec.scale == "e8m0":
@@ -110,7 +110,7 @@ def _matrix(q: Quantized, expert: int) -> Quantized:
 
 def _zeros(q: Quantized, cols: int, groups: Groups, dtype: torch.dtype) -> Tensor:
     _check(q.data.shape[0], groups)
-    return torch.zeros(q.data.shape[0], cols, dtype=dtype, device=q.data.device)
+    return q.data.new_zeros((q.data.shape[0], cols), dtype=dtype)  # of a fake tensor, a fake one
 
 
 def _check(rows: int, groups: Groups) -> None:

@@ -41,6 +41,8 @@ class Backend:
     """
 
     name: str
+    cuts_results = False
+    """Whether its GEMMs write results in a multiple of 16 columns, of which the real ones are copied out."""
 
     def version(self) -> str:
         """What measurements of this backend depend on, such as ``"triton 3.6.0"``."""
@@ -199,6 +201,7 @@ class GemmOnlyBackend(Backend):
     """
 
     ops: tuple[str, ...] = tuple(layout.CONTRACTED)
+    cuts_results = True
 
     def why_not_here(self, device: torch.device) -> str | None:
         """Why none of its kernels runs on this device, None if some may."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from octavo.fp8.planning.rows import PlanRow, components, share
-from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.globs import template
-from octavo.fp8.policy.padding import Padding, padding
+from octavo.fp8.policy.padding import Padding, copied, padding
 
 _SHOWN = 3  # kinds of layers whose sizes are filled up
 HEAD = ("component", "layer", "N x K", "layers", "recipe", "backend", "reason")
@@ -118,29 +117,30 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
 def padded(rows: Sequence[PlanRow]) -> list[str]:
     """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
     one for each of the dearest; none where every size is taken as it is."""
-    found: dict[tuple[str, tuple[int, int], Padding], list[PlanRow]] = {}
+    found: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
-        gemms = [gemm for gemm in row.selections if gemm != "wgrad" or not row.row.frozen]
-        if row.recipe is not None and (more := padding(row.recipe, row.shape, gemms)).part:
-            found.setdefault((template(row.name), row.shape, more), []).append(row)
+        runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
+        if row.recipe is not None and (more := padding(row.recipe, row.shape, tuple(runs))).part:
+            found.setdefault((template(row.name), row.shape, more, copied(row.shape, runs)), []).append(row)
     if not found:
         return []
     flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in found.items()}
-    total = sum(row.flops for row in rows if row.kind not in OUTSIDE) or 1.0
+    total = sum(row.flops for row in rows) or 1.0
     count = f"{sum(map(len, found.values()))} of {sum(row.fp8 for row in rows)} FP8 layers"
     shown = sorted(found, key=lambda key: -flops[key])[:_SHOWN]
     rest = f"; the dearest {_SHOWN} of {len(found)} kinds:" if len(found) > _SHOWN else ":"
     part = _percent(sum(flops.values()) / total)
     return [
-        f"{count} have sizes that tensor cores take filled up with zeros, {part} of linear FLOPs more{rest}",
-        *(f"{fold(row.name for row in found[key])}: {_as(key[1], key[2])}" for key in shown),
+        f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",
+        *(f"{fold(row.name for row in found[key])}: {_as(*key[1:])}" for key in shown),
     ]
 
 
-def _as(shape: tuple[int, int], more: Padding) -> str:
+def _as(shape: tuple[int, int], more: Padding, cut: Sequence[str]) -> str:
     (n, k), (wide, deep) = shape, more.sizes
-    return f"{n} x {k} as {wide} x {deep}, {_percent(more.part)} more"
+    copies = f", {' and '.join(cut)} copied out" if cut else ""
+    return f"{n} x {k} as {wide} x {deep}, {_percent(more.part)} more{copies}"
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:.2g} %"
+    return f"{100 * part:.2g} %" if part >= 1e-5 else "under 0.001 %"

@@ -36,7 +36,7 @@ def decisions(
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
+            _gates(row, modules, policy) or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
         )
         for row in rows
     ]
@@ -60,11 +60,26 @@ def asks_for_head(policy: Policy, row: Row) -> bool:
     return row.kind == HEAD and (named or (given is not None and given.recipe is not None))
 
 
+def _gates(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
+    """Why a layer that says how fast a state is forgotten, a number or two a head, stays: ``in_proj_a`` and
+    ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other, and for one that a
+    rule names, as plan files of runs do that were begun when they did not stay."""
+    decay = modules[row.module.rpartition(".")[0]]._parameters.get("A_log")
+    gates = row.kind == "linear" and decay is not None and row.shape[0] in (decay.numel(), 2 * decay.numel())
+    return GATE if gates and not any(_names(rule, row) for rule in policy.rules) else None
+
+
+def _names(rule: Rule, row: Row) -> bool:
+    """Whether a rule gives a layer a recipe by its own name, at whatever depth."""
+    own = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
+    return own and rule.recipe is not None and applies(rule, row)
+
+
 def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
     """Why this row cannot run in FP8, None if it can. Modules of experts of one kind and size are tried once. ``head``:
     it is a head, and meant."""
     if row.kind in STAYS and not head:
-        return STAYS[row.kind]
+        return CONVOLUTION if row.kind == "patch_embed" and row.component.endswith("_projector") else STAYS[row.kind]
     if row.kind == "subclass" or (head and type(module) not in (nn.Linear, Linear)):
         return f"{row.type} is a subclass of nn.Linear and is left as it is"
     if "forward" in module.__dict__:
@@ -90,6 +105,10 @@ STAYS = {
     "patch_embed": "patch embedding stays in high precision",
     "router": "router stays in high precision",
 }
+GATE = "gate of a recurrence stays in high precision"
+"""Its error is multiplied into all that a state remembers."""
+CONVOLUTION = "convolution stays in high precision"
+"""Of a projector, such as GLM's ``downsample``: what is no patch embedding, though it merges squares as one does."""
 
 
 def applies(rule: Rule, row: Row) -> bool:

@@ -44,7 +44,10 @@ CONVENTIONS: Mapping[str, tuple[str, ...]] = {
     "image_encoder": tuple(f"**.{part}" for part in _TOWERS),
 }
 _HEADS = ("lm_head", "embed_out", "output_layer")
-_PATCH = ("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder", "patchify")
+_PATCH = (
+    *("patch_embed", "patch_embedding", "patch_embeddings", "patch_embedder", "patchify"),
+    *("patch_projection", "video_patch_projection"),  # Kosmos 2.5's and Nemotron's, which are linear layers
+)
 _ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
 
 

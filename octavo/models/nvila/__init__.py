@@ -5,12 +5,12 @@ Source of the arithmetic: Liu et al., NVILA, arXiv 2412.04468, and the published
 
 from octavo.models.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
 from octavo.models.nvila.model import (
-    NvilaForConditionalGeneration,
-    NvilaLiteForConditionalGeneration,
+    NVILAForConditionalGeneration,
+    NVILALiteForConditionalGeneration,
     NvilaLiteModel,
     NvilaModel,
     renamings,
 )
 
-__all__ = ["PROJECTORS", "NvilaConfig", "NvilaForConditionalGeneration", "NvilaLiteConfig",
-           "NvilaLiteForConditionalGeneration", "NvilaLiteModel", "NvilaModel", "renamings"]  # fmt: skip
+__all__ = ["PROJECTORS", "NvilaConfig", "NVILAForConditionalGeneration", "NvilaLiteConfig",
+           "NVILALiteForConditionalGeneration", "NvilaLiteModel", "NvilaModel", "renamings"]  # fmt: skip

@@ -21,6 +21,8 @@ _PUBLISHED = {
 }  # fmt: skip
 """The tower of both, which is taken where none is given."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
+MOST_TILES = 64
+"""Of an image, whatever a configuration says: all grids of so many are looked at for each image."""
 
 
 class NvilaLiteConfig(PreTrainedConfig):
@@ -37,7 +39,8 @@ class NvilaLiteConfig(PreTrainedConfig):
     s2_scales                    sides in pixels of the squares that an image is seen as, the last one cut to its aspect
                                  (dynamic S2); none: tiles
 
-    Raises ValueError for another projector, and for scales that are no squares of tiles.
+    Raises ValueError for another projector, for scales that are no squares of tiles, for limits that no number of tiles
+    keeps, and for what is no number.
     """
 
     model_type = "nvila_lite"
@@ -56,7 +59,6 @@ class NvilaLiteConfig(PreTrainedConfig):
         min_tiles: int = 1,
         max_tiles: int = 12,
         s2_scales: Sequence[int] | None = None,
-        tie_word_embeddings: bool = False,
         **more: Any,
     ) -> None:
         self.text_config = _text(text_config)
@@ -66,15 +68,22 @@ class NvilaLiteConfig(PreTrainedConfig):
             raise ValueError(
                 f"the projector {self.projector_type!r} is not one that Octavo knows; it knows {', '.join(PROJECTORS)}"
             )
+        _check_whole(
+            image_token_id=image_token_id, newline_token_id=newline_token_id, min_tiles=min_tiles, max_tiles=max_tiles,
+            newlines=0 if newlines is None else newlines, s2_scales=() if s2_scales is None else s2_scales,
+        )  # fmt: skip
         self.image_token_id, self.video_token_id = image_token_id, video_token_id
         self.newline_token_id = newline_token_id
         self.newlines = self._newlines if newlines is None else newlines
         self.min_tiles, self.max_tiles = min_tiles, max_tiles
+        if not 1 <= min_tiles <= max_tiles <= MOST_TILES:
+            raise ValueError(f"min_tiles {min_tiles} and max_tiles {max_tiles} are no limits within 1 and {MOST_TILES}")
         self.s2_scales = tuple(self._scales if s2_scales is None else s2_scales)
         side = self.vision_config.image_size
         if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
             raise ValueError(f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, from one on")
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
+        tied = bool(getattr(self.text_config, "tie_word_embeddings", False))  # whatever stands above
+        super().__init__(**{**more, "tie_word_embeddings": tied})
 
     @property
     def merge(self) -> int:
@@ -99,6 +108,15 @@ class NvilaConfig(NvilaLiteConfig):
 
     def __init__(self, **fields: Any) -> None:  # transformers makes one of the annotations of a class that has none
         super().__init__(**fields)
+
+
+def _check_whole(**fields: Any) -> None:
+    for name, value in fields.items():
+        for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
+            if type(one) is not int or one < 0:
+                raise ValueError(f"{name} is {value!r:.80}, and there stand whole numbers from 0 alone")
+    if fields["newlines"] > MOST_TILES:
+        raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MOST_TILES} at most")
 
 
 def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:

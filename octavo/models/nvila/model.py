@@ -44,6 +44,7 @@ class NvilaPreTrainedModel(PreTrainedModel):
     config: NvilaLiteConfig
     base_model_prefix = "model"
     input_modalities = ("image", "text")
+    media_outside = True  # tokens of media may lie behind the table of embeddings: none is looked up
     supports_gradient_checkpointing = True
     _no_split_modules = ["SiglipEncoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -168,7 +169,7 @@ class NvilaOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
 
 
-class NvilaLiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
+class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
     """NVILA-Lite with its output projection: text and tiles in, logits out."""
 
     config_class = NvilaLiteConfig
@@ -233,7 +234,7 @@ class NvilaModel(NvilaLiteModel):
     config_class = NvilaConfig
 
 
-class NvilaForConditionalGeneration(NvilaLiteForConditionalGeneration):
+class NVILAForConditionalGeneration(NVILALiteForConditionalGeneration):
     """NVILA with its output projection: text and images at several scales in, logits out."""
 
     config_class = NvilaConfig

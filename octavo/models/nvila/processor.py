@@ -16,16 +16,18 @@ from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
 from octavo.models.errors import ModelError
 from octavo.models.nvila.configuration import NvilaLiteConfig
+from octavo.models.nvila.three import IMAGE, MEDIA
 from octavo.models.stock_processors import Telling
 
-PLACE = "<image>"
+PLACE = IMAGE
 
 
 class NvilaProcessor(Telling, ProcessorMixin):
     """`processor(text=, images=)` and `processor.apply_chat_template(messages)` of a model of `config`.
 
-    Chat templates of NVILA take contents as texts, so parts are written as one, images as `<image>`. Raises ModelError
-    where tokenizer or image processor are not those of the configuration.
+    Chat templates of NVILA take contents as texts, so parts are written as one, images as `<image>`. Tokens of media
+    are no words: those of all of them are `image_token_ids`, which no text may spell. Raises ModelError where tokenizer
+    or image processor are not those of the configuration.
     """
 
     image_token = PLACE
@@ -39,6 +41,7 @@ class NvilaProcessor(Telling, ProcessorMixin):
     ) -> None:
         assert config is not None
         self.image_token_id = tokenizer.convert_tokens_to_ids(PLACE)
+        self.image_token_ids = [tokenizer.get_vocab()[token] for token in MEDIA if token in tokenizer.get_vocab()]
         _check(config, image_processor, tokenizer)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
         image_processor.of(config)
@@ -92,7 +95,8 @@ class NvilaProcessor(Telling, ProcessorMixin):
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
         """The chat template over contents that are texts."""
-        return super().apply_chat_template([_flat(message) for message in conversation], *args, **kwargs)
+        flat = [_flat(message, PLACE if self.newlines else f"{PLACE}\n") for message in conversation]
+        return super().apply_chat_template(flat, *args, **kwargs)
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **_: Any) -> dict[str, list[int]]:
         """Of images (height, width), as transformers' processors say it."""
@@ -116,11 +120,18 @@ def _grown(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list
     return grown, told
 
 
-def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A message whose content is a text. Rows write a line break behind `<image>`: of models that end images with one
+    of their own it goes, as in VILA's data; VILA 1.5 has it in the text, once."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    return {**message, "content": "".join(PLACE if part.get("type") == "image" else part["text"] for part in content)}
+    text, behind = "", False
+    for part in content:
+        image = part.get("type") == "image"
+        text += place if image else part["text"].removeprefix("\n") if behind else part["text"]
+        behind = image
+    return {**message, "content": text}
 
 
 def _check(config: NvilaLiteConfig, image_processor: Any, tokenizer: Any) -> None:

@@ -39,6 +39,7 @@ from octavo.train import base, build, critic, losses, routing
 from octavo.train.errors import TrainError
 from octavo.train.forward import chunked_head, model_dtype
 from octavo.train.memory import made_by_model
+from octavo.train.memory_plan.micro_batch import micro_batch
 from octavo.train.tokens import Tokens
 
 
@@ -110,7 +111,7 @@ def fake_forward(
         _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
         return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
         raise TrainError(
@@ -144,7 +145,7 @@ def _counted(
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
     build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
-    batch = _batch(small, family, replace(tokens, image=0) if head_alone else tokens, mode)
+    batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
         keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
@@ -242,7 +243,7 @@ def _shrunk(
     shapes: dict[str, list[int]] = {tower: [] for tower in towers}
     blocks = family.layers(model)
     memo: dict[int, Any] = {
-        id(block): _Passing(shapes[name.rpartition(".")[0]])
+        id(block): _passing(block, shapes[name.rpartition(".")[0]])
         for i, (name, block) in enumerate(blocks)
         if i not in stands
     }
@@ -266,11 +267,17 @@ class _Passing(nn.Module):
     """In place of a block that does not run: hands the hidden states on in the form that the block would."""
 
     def __init__(self, parts: list[int]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the block's class
         self.parts = parts  # filled by the blocks of this tower that run, the first of them before all others
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, *[None] * (self.parts[0] - 1)) if self.parts else hidden_states
+
+
+def _passing(block: nn.Module, parts: list[int]) -> nn.Module:
+    """Of the block's class: transformers counts layers by it, where a projector asks for the output of one."""
+    kind = type(block)
+    return type(f"Passing{kind.__name__}", (_Passing, kind), {})(parts)
 
 
 def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
@@ -344,106 +351,42 @@ def _nothing_older() -> Iterator[None]:
 
 
 class _ForFakeTensors(TorchDispatchMode):
-    """Two things that fake tensors do slowly or not at all.
+    """Four things that fake tensors do slowly or not at all.
 
     Their device is known at once: half of what a forward asks of its tensors is that, and no operation. A boolean mask
-    says by its values how much it selects: masks are real here and become indices, which need no values.
+    says by its values how much it selects: masks are real here and become indices without values. Whether
+    floats equal a number is asked of pixels, to throw tiles away that are nothing but filling: here none is (a real
+    tensor of one element, repeated). The shape of what experts in high precision make torch tells of BF16 alone.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
+        if func is _EQUALS and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
+            return torch.zeros((), dtype=torch.bool).expand(args[0].shape)
+        if func is _GROUPED and isinstance(args[0], FakeTensor) and args[0].dtype != torch.bfloat16:
+            with args[0].fake_mode:
+                return torch.empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype, device="cpu")
         if func in _INDEXING and isinstance(args[0], FakeTensor):
             indices: list[Tensor | None] = []
             for index in args[1]:
                 real = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-                indices += index.nonzero().unbind(1) if real else [index]
+                indices += self._chosen(index, args[0].fake_mode) if real else [index]
             args = (args[0], indices, *args[2:])
         return func(*args, **(kwargs or {}))
+
+    def _chosen(self, mask: Tensor, mode: FakeTensorMode) -> list[Tensor | None]:
+        """Indices of what a mask chooses: so many, and which is not asked."""
+        count = int(mask.sum())
+        with mode:
+            return [torch.empty(count, dtype=torch.int64, device="cpu") for _ in mask.shape]
 
 
 _DEVICE = torch.ops.prim.device.default
 _aten = torch.ops.aten
+_EQUALS = _aten.eq.Scalar
+_GROUPED = _aten._grouped_mm.default
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-
-
-# --- a micro-batch ----------------------------------------------------------------------------------------------------
-
-
-def _batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
-    """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
-    ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
-    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    patches = tokens.counts.get("image_encoder", 0)
-    if family.has_vision and patches and tokens.image:
-        batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode)
-    if family.has_audio and tokens.sound:
-        batch |= _sounds(model.config, ids, tokens.counts["audio_encoder"], family.audio_token_id, mode)
-    known = inspect.signature(model.forward).parameters
-    if "mm_token_type_ids" in known and family.has_vision:
-        batch["mm_token_type_ids"] = (ids == family.image_token_id).to(torch.int64)
-    return batch
-
-
-def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """Sounds of full length, as many as the tokens of the encoder make, which the first rows of ``ids`` get."""
-    hearing = models.hearing_of(config)
-    many = max(1, round(places / hearing.positions))
-    each = -(-many // len(ids))  # in one row
-    if each * (hearing.features + 1) >= ids.shape[1]:
-        raise TrainError(
-            f"{places} places of sounds become {each} x {hearing.features} tokens in a row of {ids.shape[1]}. Give "
-            "fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
-        )
-    for number in range(many):
-        row, start = number // each, (number % each) * (hearing.features + 1) + 1
-        ids[row, start : start + hearing.features] = token
-    with mode:
-        heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
-    return {"input_features": heard, "feature_attention_mask": torch.ones(many, hearing.frames, dtype=torch.int64)}
-
-
-def _images(
-    config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
-) -> dict[str, Tensor]:
-    """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
-    vision, rows = models.vision_of(config), len(ids)
-    if vision.kind == "patches":
-        each = max(1, round(patches / image / rows))  # images a row
-        merge = vision.merge
-        side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
-        other = max(1, round(patches / (each * rows * side * merge * merge)))
-        length = side * other
-        grid = torch.tensor([[1, side * merge, other * merge]]).repeat(each * rows, 1)
-        features = vision.channels * vision.patch[0] * vision.patch[1]
-        shape: tuple[int, ...] = (int(grid.prod(-1).sum()), features)
-        more = {"image_grid_thw": grid}
-    elif vision.axes == 4 and vision.kind == "tiles":
-        of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
-        each = max(1, round(patches / of_one / rows))
-        frames, count, more = 1, 1, {}
-        if vision.scales:  # images as large as they are on average
-            count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
-            frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
-            more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
-        length = count * vision.length + vision.ends
-        shape = (each * rows * frames * count, vision.channels, *vision.tile)
-    else:
-        raise TrainError(
-            f"the tower of {config.model_type!r} looks at the sizes of images, which a forward without values has not. "
-            "Train a few steps: each row of metrics.jsonl says what they took"
-        )
-    if each * (length + 1) > ids.shape[1]:
-        raise TrainError(
-            f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
-            f"{ids.shape[1]} tokens. Give fewer tokens for image_encoder, or more for foundation (train.seq_length)"
-        )
-    for i in range(each):  # a token of text between two images
-        start = i * (length + 1)
-        ids[:, start + 1 : start + 1 + length] = token
-    with mode:
-        pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return {"pixel_values": pixels, **more}
 
 
 # --- what was counted, for the whole model ----------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def _seconds(
     twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
     if twice:
         total += 2 * sum(forward.values()) + again
-    if cfg.train.logits == "chunked":
+    if sizes.chunks(cfg):
         total += forward.get("lm_head", 0.0)
     compute = steps * total / FLOPS
     weights, grads = found.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)

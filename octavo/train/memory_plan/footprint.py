@@ -36,7 +36,7 @@ from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocasts, gathers_bf16, model_dtype
+from octavo.train.forward import autocasts, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.memory_plan.mesh import keys, layout_of, part
@@ -160,6 +160,10 @@ class Footprints:
             self._forwards[key] = self._fake_forward(plain, head_alone=True)
         return self._forwards[key].logits
 
+    def chunks(self, cfg: Config) -> bool:
+        """Whether losses come without full logits: asked for, and possible with this model."""
+        return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
+
     def forward_of(self, cfg: Config) -> tuple[torch.dtype, bool]:
         """In what a forward computes: the dtype of the parameters, and whether autocast surrounds it."""
         return model_dtype(cfg), autocasts(cfg, torch.device(self.device))
@@ -258,6 +262,7 @@ class Footprints:
         values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
         gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
         keys       of a layer, from the other ranks that share a row (octavo.train.memory_plan.mesh)
+        mask       of a tower that tells the images of a micro-batch apart by one over all their patches (Pixtral)
         stream     buffers of an optimizer whose states come and go
 
         A reference's forward, while activations are there, makes less than the backward does. The first two are at
@@ -267,7 +272,7 @@ class Footprints:
         each, about = states.width(cfg), self._about
         low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
-        if cfg.train.logits == "chunked":
+        if self.chunks(cfg):
             chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
             codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
@@ -295,6 +300,8 @@ class Footprints:
             parts["gathered"] = sum(self._gather(cfg, plan, layout.expert))
         if layout.context > 1:
             parts["keys"] = keys(cfg, self.config, layout, tokens, low)
+        if tokens.image and models.vision_of(self.config).kind == "whole":
+            parts["mask"] = low * tokens.counts.get("image_encoder", 0) ** 2
         if cfg.optimizer.offload:
             parts["stream"] = STREAM
         return {name: size for name, size in parts.items() if size}

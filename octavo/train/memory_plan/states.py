@@ -174,20 +174,20 @@ def _held_gemms(plan: fp8.Plan, row: fp8.PlanRow, reached: bool = True, frozen: 
     return (recipe.fwd, recipe.dgrad) if reached else (recipe.fwd,)
 
 
-_SIBLINGS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+_SIBLINGS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate and up", "up_proj": "gate and up"}
 
 
 def backward_reaches(model: nn.Module) -> frozenset[str]:
     """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
     parameter in the order of the modules, which is the order of execution in the models that Octavo knows. Of sibling
-    projections, which have one input (q, k and v; gate and up), the first decides for all."""
-    names = {name for name, _ in model.named_modules()}
+    projections, which have one input (q, k and v; gate and up), the first decides for all, whichever it is: Whisper's
+    and SigLIP's is k."""
     found: set[str] = set()
+    decided: dict[tuple[str, str], bool] = {}
     trained = False
     for name, module in model.named_modules():
-        parent, dot, last = name.rpartition(".")
-        first = f"{parent}{dot}{_SIBLINGS.get(last, last)}"
-        if trained and (first in found or first == name or first not in names):
+        parent, _, last = name.rpartition(".")
+        if decided.setdefault((parent, _SIBLINGS.get(last, last)), trained):
             found.add(name)
         trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
     return frozenset(found)

@@ -45,6 +45,8 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
     for key, (values, cost) in SWITCHES.items():
         if key in ("fp8.activations", "fp8.weight_codes") and (cfg.fp8.plan is not None or not sizes.plan.share):
             continue
+        if key == "train.logits" and not sizes.chunks(changed(cfg, {key: "chunked"})):
+            continue
         found = value_of(cfg, key)
         if key == "train.recompute":
             ways = {how for _, how in found}

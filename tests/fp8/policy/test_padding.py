@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8 import kernels
+from octavo.fp8.arithmetic.cast import Quantized
+from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
+from octavo.fp8.kernels.torch_backend import lay_out, multiply
 from octavo.fp8.policy.padding import padding
 
 ALL = ("fwd", "dgrad", "wgrad")
@@ -34,6 +38,55 @@ def test_padding_is_that_of_the_buffers(recipe, shape, sizes):
     assert tuple(real.shape) == shape and buffer.shape[1] == sizes[0]
 
 
+@pytest.mark.parametrize("shape", [(3420, 1280), (1280, 3420), (4304, 1152), (255, 1152), (576, 7168)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_the_cost_is_what_products_are_handed(recipe, shape):
+    """Published sizes, laid out as torch's product takes them: no less than the plan names, and no more."""
+    made, (n, k), tokens = fp8.recipe(recipe), shape, 128
+    sizes = {"fwd": ((tokens, k), (n, k)), "dgrad": ((tokens, n), (n, k)), "wgrad": ((tokens, n), (tokens, k))}
+    for gemm, operands in sizes.items():
+        casts = made.gemm(gemm)
+        codes = []
+        for (rows, columns), spec in zip(operands, (casts.a, casts.b), strict=True):
+            contract = layout.CONTRACTED[gemm][len(codes)]
+            scale = torch.ones(layout.grid_of(rows, columns, spec), dtype=E8M0 if spec.scale == "e8m0" else None)
+            _, data = layout.codes_buffer(rows, columns, spec, contract, torch.device("cpu"), zero=True)
+            codes.append(Quantized(data, scale, spec))
+        product = lay_out(gemm, *codes)
+        flops = product.a.shape[0] * product.a.shape[1] * product.b.shape[1]
+        named = (padding(made, shape, (gemm,)).part + 1) * tokens * n * k
+        # dy's rows in wgrad, N, are handed over as they are where each has a scale or all have one
+        few = named * (1 - n / layout.round_up(n, 16)) if gemm == "wgrad" else 0
+        assert named - few - 1 <= flops <= named + 1
+
+
+def test_results_that_no_multiple_of_16_holds_are_copied():
+    """By torch's product (K = 3420: dx and dw; N = 3420: y alone), and not by the reference."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"gate": nn.Linear(1280, 3420), "down": nn.Linear(3420, 1280)})
+    notes = fp8.plan(model, fp8.Policy("rowwise", backend="torch")).notes
+    assert "gate: 3420 x 1280 as 3424 x 1280, 0.12 % more, y copied out" in notes
+    assert "down: 1280 x 3420 as 1280 x 3424, 0.12 % more, dx and dw copied out" in notes
+    a, b = (fp8.quantize(torch.ones(16, width), fp8.recipe("rowwise").fwd.a) for width in (32, 32))
+    torch_backend = kernels.get("torch")
+    assert torch_backend.cuts_results and not kernels.get("reference").cuts_results
+    for columns in (15, 16):
+        wide = multiply(lay_out("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
+        assert wide.shape == (16, 16)
+
+
+def test_the_cost_counts_the_head_on_both_sides():
+    """GOT-OCR2's, 151860 words; in the share of a model it is no part of what it is divided by elsewhere."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"up": nn.Linear(1024, 1024), "lm_head": nn.Linear(1024, 151860)})
+    plan = fp8.plan(model, fp8.Policy("rowwise", components={"lm_head": "rowwise"}))
+    [note] = [note for note in plan.notes if "filled up" in note]
+    more, whole = 12 * 1024, (151860 + 1024) * 1024
+    assert f"{100 * more / whole:.2g} % of all layers' FLOPs more" in note
+    tiny = fp8.plan(model, fp8.Policy("off", components={"lm_head": "rowwise"}))
+    assert any("lm_head: 151860 x 1024 as 151872 x 1024" in note for note in tiny.notes)
+
+
 def test_the_cost_is_counted_by_gemm():
     made = fp8.recipe("blockwise")
     alone = [padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
@@ -51,7 +104,7 @@ def test_a_plan_names_layer_size_and_cost():
     assert plan.share == 1
     at = next(i for i, note in enumerate(plan.notes) if "zeros" in note)
     assert plan.notes[at : at + 4] == (
-        "7 of 7 FP8 layers have sizes that tensor cores take filled up with zeros, 0.43 % of linear FLOPs more:",
+        "7 of 7 FP8 layers have sizes that tensor cores take filled up with zeros, 0.43 % of all layers' FLOPs more:",
         "blocks.{0..2}.gate: 3420 x 1280 as 3456 x 1280, 0.43 % more",
         "blocks.{0..2}.down: 1280 x 3420 as 1280 x 3456, 0.43 % more",
         "odd: 255 x 1152 as 256 x 1152, 0.39 % more",

@@ -128,6 +128,31 @@ def qwen3_vl():
     return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
 
 
+@pytest.mark.parametrize("name", ["patch_embed", "patch_projection", "video_patch_projection"])
+def test_linear_layers_over_pixels_are_patch_embeddings(name):
+    model = nn.ModuleDict({name: nn.Linear(768, 64), "blocks": nn.ModuleList([nn.Linear(64, 64)])})
+    assert {n: row.kind for n, row in by_name(model).items()} == {name: "patch_embed", "blocks.0": "linear"}
+
+
+def test_gates_of_a_recurrence_stay():
+    """A number a head, or two: Qwen3.5's in_proj_a and in_proj_b, Qwen3-Next's in_proj_ba; not the layer's others."""
+    layer = nn.ModuleDict({"qkv": nn.Linear(64, 96), "a": nn.Linear(64, 4), "ba": nn.Linear(64, 8)})
+    layer.A_log = nn.Parameter(torch.zeros(4))
+    model = nn.ModuleDict({"layer": layer, "narrow": nn.Linear(64, 4)})
+    reasons = {row.name: row.reason for row in fp8.plan(model, "rowwise").rows if not row.fp8}
+    assert reasons == dict.fromkeys(["layer.a", "layer.ba"], "gate of a recurrence stays in high precision")
+    named = fp8.Policy("rowwise", rules=({"match": "**.ba", "recipe": "rowwise"}, {"match": "*.*", "recipe": "mxfp8"}))
+    assert [row.name for row in fp8.plan(model, named).rows if not row.fp8] == ["layer.a"]  # as old plan files name it
+
+
+def test_a_convolution_of_a_projector_is_no_patch_embedding():
+    model = nn.ModuleDict({"merger": nn.Conv2d(64, 96, 2, 2), "proj": nn.Conv2d(3, 64, 4, 4), "up": nn.Linear(96, 96)})
+    plan = fp8.plan(model, components={"image_projector": ("merger",), "image_encoder": ("proj",), "rest": ("up",)})
+    assert [row.reason for row in plan.rows][:2] == [
+        "convolution stays in high precision", "patch embedding stays in high precision",
+    ]  # fmt: skip
+
+
 def test_qwen3_vl_by_conventional_names():
     rows = by_name(meta(qwen3_vl))
     where = {n: (r.kind, r.component) for n, r in rows.items()}

@@ -6,7 +6,7 @@ fragment that says the same now and keep its name, by which results are compared
 could see is none: replace it. The tests are those that should fail, narrow enough to tell within seconds.
 """
 
-from faults import arithmetic, cost, families, onevision, packing, plans, runs  # each enters its own
+from faults import arithmetic, cost, families, nvila, onevision, packing, plans, runs  # each enters its own
 from faults.fault import FAULTS, Fault
 
-__all__ = ["FAULTS", "Fault", "arithmetic", "cost", "families", "onevision", "packing", "plans", "runs"]
+__all__ = ["FAULTS", "Fault", "arithmetic", "cost", "families", "nvila", "onevision", "packing", "plans", "runs"]

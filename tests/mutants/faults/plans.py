@@ -433,7 +433,7 @@ area(
     ),
     (
         'compare-reuses-other-runs', 'report/compare.py',
-        '_differences(_comparable(load_config(saved)), _comparable(run.cfg))',
+        '_differences(comparable(load_config(saved)), comparable(run.cfg))',
         '[]',
         "runs of another configuration are taken for this one's",
         'report/test_compare.py',

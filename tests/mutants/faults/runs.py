@@ -85,9 +85,16 @@ area(
     ),
     (
         "answers-without-their-reasoning-are-learned", "data/thinking.py",
-        "                lost += 1\n                continue\n", "                lost += 1\n",
+        "found.append((start, start))\n                lost += 1",
+        "found.append((start, end))\n                lost += 1",
         "an answer whose reasoning was left out is learned",
         "data/test_thinking.py",
+    ),
+    (
+        "context-of-a-question-is-learned", "data/encode.py",
+        "max(given or 0, conversation.given)", "given or 0",
+        "answers are learned again in each later row of a conversation that is split",
+        "data/test_splitting.py",
     ),
     (
         "answers-begin-with-the-mark", "data/answers.py",

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from octavo import models
 from octavo.models import shapes
 from octavo.train import planning
 from octavo.train.errors import TrainError
@@ -35,6 +36,25 @@ def test_objects_that_the_caller_froze_stay_frozen(make, place) -> None:
     assert gc.get_freeze_count() > 100_000
     sizes(cfg, Tokens({"foundation": 64, "lm_head": 64}, 64, 0)).of(cfg)
     assert gc.get_freeze_count() > 100_000
+
+
+@pytest.mark.parametrize("family", ["mistral3", "llava_onevision"])
+def test_a_deep_tower_of_which_a_layer_is_asked_for(make, tmp_path, family: str) -> None:
+    """Layers that do not run count where the projector asks for the output of one by its number."""
+    cfg = make("fp8.recipe=off")
+    kept = []
+    for depth in (5, 10):
+        config = models.tiny_config(family, "mini")
+        config.vision_config.num_hidden_layers = depth
+        model = models.empty(config)
+        described = models.describe(model)
+        plan, _, _ = planning.plan_model(cfg, model, described)
+        tokens = Tokens({"foundation": 64, "lm_head": 64, "image_encoder": 32, "image_projector": 32}, 64, 16)
+        all_of = Footprints(cfg, model, described, plan, tokens, device="cpu")
+        kept.append(all_of.forward(cfg, 1).blocks["image_encoder"])
+    assert kept[1] == 2 * kept[0] > 0
+    masks = 4 * 32**2 if family == "mistral3" else 0  # over all patches, in fp32
+    assert all_of.of(cfg).parts.get("mask", 0) == masks
 
 
 def test_the_largest_shard_is_counted() -> None:
@@ -181,6 +201,22 @@ def test_tokens_without_data_are_said(make) -> None:
     tokens, said = assumed(cfg, family.components, model.config)
     assert tokens.counts["foundation"] == 2 * 128 and tokens.counts["image_encoder"] == 2 * 4 and tokens.image == 4
     assert "micro_batch 2 x train.seq_length 128" in said and "4 patches" in said
+
+
+@pytest.mark.parametrize("length", [64, 1000])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("family", ["llava_onevision", "nvila_lite"])
+def test_tokens_that_are_assumed_can_be_counted(make, family: str, length: int, packing: bool) -> None:
+    """Images cut into tiles have line breaks besides, and no more tiles than their grids."""
+    more = ("data.packing=true", "train.micro_batch=1") if packing else ()
+    cfg = make("fp8.recipe=off", f"train.seq_length={length}", *more)
+    config = models.tiny_config(family, "mini")
+    model = models.empty(config)
+    described = models.describe(model)
+    tokens, _ = assumed(cfg, described.components, config)
+    assert packing or tokens.counts["image_encoder"] <= cfg.train.micro_batch * 5 * 16
+    plan, _, _ = planning.plan_model(cfg, model, described)
+    assert Footprints(cfg, model, described, plan, tokens, device="cpu").of(cfg).kinds["activations"] > 0
 
 
 @pytest.mark.parametrize("text", ["80", "80GB", "80 gb"])

@@ -1,0 +1,176 @@
+"""What may break a run: each GEMM that its plan has in FP8, and each feature beside them; and a run with some of them.
+
+Candidates stand in one order: GEMMs by component and layer as the model has them, then features. Halving that order
+asks of components first, then of layers, then of GEMMs. A run with none on is high precision without any saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import Config, Fp8Section
+from octavo.config.sections import Component, Rule
+from octavo.config.words import COMPONENTS
+from octavo.fp8.policy import matches, template
+from octavo.report.savings import HEAD, Switch, switches
+
+GEMMS = ("fwd", "dgrad", "wgrad")
+REFERENCE = "reference"  # the backend that is the specification
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A GEMM of a layer (``gemm`` is fwd, dgrad or wgrad) or, with an empty ``gemm``, a feature in its words."""
+
+    name: str
+    gemm: str = ""
+    component: str = ""
+    flops: float = 0.0
+
+    @property
+    def words(self) -> str:
+        return f"{self.gemm} of {self.name}" if self.gemm else self.name
+
+
+@dataclass(frozen=True)
+class Space:
+    """The candidates of a configuration ``cfg`` whose plan has these rows."""
+
+    cfg: Config
+    gemms: tuple[Candidate, ...]
+    features: tuple[Switch, ...]
+    layers: tuple[str, ...]  # all linear layers, those in high precision too
+    recipes: Mapping[str, str]  # of those in FP8
+
+    @classmethod
+    def of(cls, cfg: Config, plan: Mapping[str, Any]) -> Space:
+        """From a configuration and the plan.json of a run of it. Where a plan file or a measurement chose recipes,
+        rules do so from here on, layer by layer."""
+        rows = plan["rows"]
+        if cfg.fp8.plan is not None or "auto" in _recipes(cfg):
+            cfg = _by_rules(cfg, plan)
+        gemms = tuple(
+            Candidate(row["name"], gemm, row["component"], float(row["flops"]))
+            for row in rows
+            if row["recipe"]
+            for gemm in GEMMS
+            if row["recipe"][gemm] == "fp8" and not (gemm == "wgrad" and row.get("frozen"))
+        )
+        used = {name for row in rows for name in (row.get("backend") or {}).values()}
+        recipes = {row["name"]: row["recipe"]["name"] for row in rows if row["recipe"]}
+        return cls(cfg, gemms, tuple(features_of(cfg, used)), tuple(row["name"] for row in rows), recipes)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return (*self.gemms, *(Candidate(switch.words) for switch in self.features))
+
+    def with_only(self, on: Collection[Candidate]) -> Config:
+        """The configuration with these candidates on and all others off."""
+        cfg = self.cfg
+        names = {one.name for one in on if not one.gemm}
+        for switch in self.features:
+            if switch.words not in names:
+                cfg = switch.off(cfg)
+        off = [one for one in self.gemms if one not in set(on)]
+        if len(off) == len(self.gemms):
+            return cfg.model_copy(update={"fp8": Fp8Section(recipe="off")})
+        return _with_rules(cfg, self.rules(off))
+
+    def without(self, off: Collection[Candidate]) -> Config:
+        return self.with_only([one for one in self.candidates if one not in set(off)])
+
+    def in_recipe(self, layers: Collection[Candidate], recipe: str) -> Config:
+        """The configuration with the layers of these GEMMs in another recipe; nothing is taken away."""
+        names = dict.fromkeys(one.name for one in layers if one.gemm)
+        form = "e4m3" if recipe == "mxfp8" and self.cfg.fp8.format == "hybrid" else None
+        asked = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
+        return _with_rules(self.cfg, self._folded(dict(asked)))
+
+    def has_recipe(self, layers: Collection[Candidate], recipe: str) -> bool:
+        """Whether any of these layers has it already."""
+        return any(self.recipes[one.name] == recipe for one in layers)
+
+    def rules(self, off: Iterable[Candidate]) -> list[Rule]:
+        """Rules that keep these GEMMs, of layers that stay in FP8 but for them, in high precision."""
+        out: dict[str, list[str]] = {}
+        for one in off:
+            out.setdefault(one.name, []).append(one.gemm)
+        have = {name: {one.gemm for one in self.gemms if one.name == name} for name in out}
+        return self._folded({name: _rule(name, gone, set(gone) == have[name]) for name, gone in out.items()})
+
+    def _folded(self, rules: Mapping[str, Rule]) -> list[Rule]:
+        """One rule for all layers that differ in their numbers alone, where it says the same of each of them."""
+        out: dict[str, Rule] = {}
+        for name, rule in rules.items():
+            glob = template(name)
+            alike = [other for other in self.layers if matches(glob, other)]
+            same = {k: v for k, v in rule if k != "match"}
+            if all(other in rules and {k: v for k, v in rules[other] if k != "match"} == same for other in alike):
+                out[glob] = rule.model_copy(update={"match": glob})
+            else:
+                out[name] = rule
+        return list(out.values())
+
+
+def _rule(name: str, gone: Sequence[str], all_of_them: bool) -> Rule:
+    return Rule(match=name, recipe="off") if all_of_them else Rule(match=name, **dict.fromkeys(gone, "bf16"))
+
+
+def features_of(cfg: Config, backends: Collection[str]) -> list[Switch]:
+    """The savings of a configuration, what else it has on, and backends of its plan beside the reference."""
+    others = sorted(set(backends) - {REFERENCE})
+    backend = [Switch(f"backend: {', '.join(others)}", _set("fp8", backend=REFERENCE))] if others else []
+    savings = [switch for switch in switches(cfg) if not switch.words.startswith(HEAD)]  # its GEMMs are candidates
+    return [*savings, *extras(cfg), *backend]
+
+
+def extras(cfg: Config) -> list[Switch]:
+    """What a configuration has on, beside FP8 and savings, that changes how a step is computed."""
+    train, fp8 = cfg.train, cfg.fp8
+    found = (
+        (train.compile, "compile", _set("train", compile=False)),
+        (train.cuda_graphs, "cuda_graphs", _set("train", cuda_graphs=False)),
+        (train.gather == "bf16", "gather: bf16", _set("train", gather="stored")),
+        (train.exchange == "fp8", "exchange: fp8", _set("train", exchange="stored")),
+        (fp8.fuse == "on", "fuse", _set("fp8", fuse="off")),
+    )
+    return [Switch(words, off) for on, words, off in found if on]
+
+
+def _set(section: str, **values: Any) -> Any:
+    def change(cfg: Config) -> Config:
+        return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
+
+    return change
+
+
+def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
+    return _set("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
+
+
+def _recipes(cfg: Config) -> set[str | None]:
+    parts = [getattr(cfg.fp8, name) for name in (*COMPONENTS, "lm_head")]
+    return {cfg.fp8.recipe, *(part.recipe for part in parts if part), *(rule.recipe for rule in cfg.fp8.rules)}
+
+
+def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
+    """The configuration whose plan a file or a measurement made, with a rule for each layer in its place, and what
+    else such a file decides."""
+    chosen = [row for row in plan["rows"] if row["recipe"]]
+    rules = tuple(
+        Rule(match=row["name"], recipe=row["recipe"]["name"], format=row["recipe"]["format"],
+             **{gemm: "bf16" for gemm in GEMMS if row["recipe"][gemm] == "bf16"})
+        for row in chosen
+    )  # fmt: skip
+    settings = {name: plan.get(name) or {} for name in ("activations", "param")}
+    parts = {
+        name: Component(**own)
+        for name in COMPONENTS
+        if (own := {setting: by[name] for setting, by in settings.items() if name in by})
+    }
+    whole = {setting: by[""] for setting, by in settings.items() if "" in by}
+    fuse = "on" if plan.get("fuse_blocks") else "off"
+    more = {**parts, **whole, "weight_codes": plan.get("weight_codes") or "keep", "fuse": fuse}
+    return cfg.model_copy(update={"fp8": Fp8Section(recipe="off", rules=rules, backend=cfg.fp8.backend, **more)})

@@ -1,0 +1,221 @@
+"""The search from a configuration to what breaks it: which runs are made, in which order, and what they answer.
+
+    1. The configuration itself, and high precision without any saving. No worse by the margin: nothing to find.
+    2. The smallest set that breaks a run (:mod:`octavo.bisect.search`), by runs as short as the harm allows.
+    3. One of that set goes, and the same is asked again while what is left still breaks; at last over all steps.
+    4. Whether another recipe serves where a GEMM had to go, so that its layer stays in FP8.
+
+Where many are broken a little each there is no small set: then whole recipes, components, kinds of GEMMs and features
+are tried instead, and the first change that works is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from octavo import atomic
+from octavo.bisect.answer import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
+from octavo.bisect.candidates import GEMMS, Candidate, Space, extras
+from octavo.bisect.judging import MARGINS, Bar, By, short
+from octavo.bisect.page import document, write
+from octavo.bisect.search import Diffuse, smallest
+from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
+from octavo.config import Config, to_yaml
+from octavo.fp8 import PlanError
+from octavo.report.compare import own_recipe, same_files
+from octavo.report.rundir import json_of
+from octavo.report.savings import storable, switches
+from octavo.train import base
+
+FINER = ("rowwise", "blockwise", "mxfp8")  # recipes that are tried in place of one that breaks, the fastest first
+MOST_SETS = 6
+
+
+def bisect(
+    cfg: Config,
+    directory: str | Path,
+    by: By = "loss",
+    margin: float | None = None,
+    steps: int | None = None,
+    start: str | Path | None = None,
+    console: Any = None,
+    fresh: bool = False,
+) -> Answer:
+    """Find what breaks the run of a configuration.
+
+    Args:
+        directory: of the runs, ``bisect.json``, ``bisect.html`` and ``works.yaml``; a search that was cut off goes on.
+        by: what is judged: "loss", or "time" of a step. A run that raises or whose loss is not finite is broken anyway.
+        margin: the share by which a run must be worse than high precision to count as broken (0.02; of time 0.05).
+        steps: of each run at the most; None: all of ``train.steps``. The harm must show in them.
+        start: a checkpoint (``runs/first/milestones/step_200``) from which all runs go on, with its optimizer, instead
+            of the beginning; what stores weights or states in fewer bytes is off then.
+        console: a rich console (None: silent).
+        fresh: train all runs again.
+
+    Raises BisectError where there is nothing to search or high precision fails itself, and what training raises that is
+    no finding: a plan, data or a model that cannot be.
+    """
+    directory = Path(directory)
+    if fresh:
+        _clear(directory)
+    original = base.counted(base.settled(cfg))
+    cfg = _begins(original, start)
+    if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
+        raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")
+    total = cfg.train.steps - fork_step(cfg)
+    if total < 1 or (steps is not None and not 1 <= steps <= total):
+        raise BisectError(f"steps={steps}: the run has {max(total, 0)} from where it begins (train.steps, --from)")
+    same_files(cfg, directory)
+    asked = _Asked(Trials(directory, _sayer(console)), by)
+    answer = _answer(cfg, asked, by, MARGINS[by] if margin is None else margin, steps or total)
+    if answer.works is not None:
+        works = answer.works.model_copy(update={"run": original.run, "data": original.data})
+        atomic.write_text(directory / "works.yaml", to_yaml(works))
+    atomic.write_text(directory / "bisect.json", json.dumps(document(answer), indent=1, allow_nan=False) + "\n")
+    write(answer, directory)
+    return answer
+
+
+class _Asked:
+    """Questions that runs answer, and all that were asked so far."""
+
+    def __init__(self, trials: Trials, by: By) -> None:
+        self.trials, self.by, self.say = trials, by, trials.say
+        self.lines: list[Line] = []
+
+    def figure(self, cfg: Config, bar: Bar, words: str) -> float:
+        """The figure of a configuration's run."""
+        before = self.trials.trained
+        outcome = self.trials.outcome(cfg, bar.steps, words)
+        found = bar.figure(outcome)
+        if self.trials.trained == before:
+            self.say(f"read: {words}")
+        self.lines.append(Line(words, outcome, found, found > bar.bar))
+        self.say(f"  {said(self.by, found)}: {'broken' if found > bar.bar else 'whole'}")
+        return found
+
+    def works(self, cfg: Config, bar: Bar, words: str) -> bool:
+        """Whether a change works, which may not fit the model at all."""
+        try:
+            return self.figure(cfg, bar, words) <= bar.bar
+        except PlanError as error:
+            self.say(f"  cannot be: {error}")
+            return False
+
+
+def _answer(cfg: Config, asked: _Asked, by: By, margin: float, total: int) -> Answer:
+    trials = asked.trials
+    whole = trials.outcome(cfg, total, "the configuration as it is")
+    plan = json_of(trials.directory / whole.name / "plan.json")
+    if not plan:
+        raise BisectError(f"the configuration fails before it has a plan: {whole.failure}")
+    space = Space.of(cfg, plan)
+    reference = trials.outcome(space.with_only([]), total, "high precision")
+    full = Bar(by, reference, total, margin)
+    bar = short(whole, full)
+    seen = bar.figure(whole)
+    asked.lines += [Line("high precision", reference, 0.0, False), Line("as it is", whole, seen, seen > margin)]
+    asked.say(f"as it is: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
+    answer = Answer(SOUND, by, margin, bar.steps, len(space.candidates))
+    if seen > margin:
+        sets, out = _culprits(space, asked, seen, bar, full)
+        if sets:
+            how, works = _mildest(space, asked, out, full)
+            answer = replace(answer, status=FOUND, sets=tuple(sets), out=tuple(out), how=how, works=works)
+        else:
+            changes = ((how, works) for how, works in _coarse(space) if asked.works(works, full, how))
+            how, changed = next(changes, ("", None))
+            answer = replace(answer, status=DIFFUSE if how else UNSOLVED, how=how, works=changed)
+    return replace(answer, lines=tuple(asked.lines), trained=trials.trained)
+
+
+def _culprits(
+    space: Space, asked: _Asked, seen: float, bar: Bar, full: Bar
+) -> tuple[list[tuple[Candidate, ...]], list[Candidate]]:
+    """(smallest sets that break a run, what has to go so that none does); empty where they are not few. ``seen``: the
+    figure of the configuration over the steps of ``bar``."""
+    sets: list[tuple[Candidate, ...]] = []
+    out: list[Candidate] = []
+    while len(sets) < MOST_SETS:
+        left = [one for one in space.candidates if one not in out]
+        try:
+            found = smallest(_question(space, asked, bar.half(seen)), left)
+        except Diffuse:
+            break
+        sets.append(tuple(found))
+        out.append(min(found, key=lambda one: (bool(one.gemm), one.flops)))  # whose loss costs least
+        asked.say(f"found: {named(found)}")
+        words, rest = f"without {named(out)}", space.without(out)
+        seen = asked.figure(rest, bar, words)
+        if seen <= bar.bar and bar.steps < full.steps:  # another fault may show later
+            bar = full
+            seen = asked.figure(rest, bar, f"{words}, all steps")
+        if seen <= bar.bar:
+            return sets, out
+    return [], []
+
+
+def _question(space: Space, asked: _Asked, bar: Bar) -> Any:
+    return lambda on: asked.figure(space.with_only(on), bar, f"with {brief(on)}") > bar.bar
+
+
+def _mildest(space: Space, asked: _Asked, out: Sequence[Candidate], full: Bar) -> tuple[str, Config]:
+    """The words and the configuration of the least change: another recipe for the layers of these GEMMs, else the GEMMs
+    in high precision."""
+    features, gemms = ([one for one in out if bool(one.gemm) == of] for of in (False, True))
+    if gemms and asked.by == "loss":
+        rest = replace(space, cfg=space.without(features)) if features else space
+        layers = ", ".join(dict.fromkeys(one.name for one in gemms))
+        for recipe in FINER:
+            how = f"{layers} in {recipe}" + (f", without {named(features)}" if features else "")
+            if not space.has_recipe(gemms, recipe) and asked.works(works := rest.in_recipe(gemms, recipe), full, how):
+                return how, works
+    return f"taking out {named(out)}", space.without(out)
+
+
+def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
+    """Changes of more than a few layers: recipes, then components and kinds of GEMMs in high precision, those of fewest
+    FLOPs first, then features."""
+    everything = list(space.gemms)
+    for recipe in FINER:
+        if not space.has_recipe(everything, recipe):
+            yield f"{recipe} everywhere", space.in_recipe(everything, recipe)
+    components = dict.fromkeys(one.component for one in everything)
+    parts = [(name, [one for one in everything if one.component == name]) for name in components]
+    parts += [(f"{gemm} everywhere", [one for one in everything if one.gemm == gemm]) for gemm in GEMMS]
+    for words, own in sorted(parts, key=lambda part: sum(one.flops for one in part[1])):
+        if 0 < len(own) < len(everything):
+            yield f"{words} in high precision", space.without(own)
+    if features := [one for one in space.candidates if not one.gemm]:
+        yield f"taking out {named(features)}", space.without(features)
+
+
+def _begins(cfg: Config, start: str | Path | None) -> Config:
+    """The configuration from where its runs begin: its weights, or a checkpoint that high precision can go on from."""
+    if start is None and cfg.run.fork is None:
+        return cfg
+    fork = Path(start or str(cfg.run.fork)).resolve()
+    if not fork.is_dir():
+        raise BisectError(f"{fork} is no checkpoint: there is no such folder")
+    return storable(cfg).model_copy(update={"run": cfg.run.model_copy(update={"fork": str(fork), "start_from": None})})
+
+
+def _clear(directory: Path) -> None:
+    """Delete what an earlier search left; only folders that it made are touched."""
+    for folder in sorted((directory / "runs").glob("*")):
+        if (folder / DONE).is_file() or (folder / "config.yaml").is_file():
+            shutil.rmtree(folder)
+    for name in ("files.json", "bisect.json", "bisect.html", "loss.png", "gap.png", "works.yaml"):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _sayer(console: Any) -> Any:
+    if console is None:
+        return lambda text: None
+    return lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)

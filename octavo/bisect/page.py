@@ -1,0 +1,99 @@
+"""What a search leaves for people and programs: ``bisect.html`` (one file, opens offline) and the same as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+import octavo
+from octavo import atomic
+from octavo.bisect.answer import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
+from octavo.config import to_yaml
+from octavo.reading import finite
+from octavo.report import figures, parts
+
+HERE = Path(__file__).parent
+PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """``bisect.json``: the answer and every run, as plain JSON; what is not a finite number is null."""
+    found: dict[str, Any] = finite(
+        {
+            "octavo": octavo.__version__,
+            "status": answer.status,
+            "answer": answer.sentence,
+            "by": answer.by,
+            "bar": answer.bar,
+            "steps": answer.steps,
+            "candidates": answer.candidates,
+            "sets": [[_candidate(one) for one in found] for found in answer.sets],
+            "out": [_candidate(one) for one in answer.out],
+            "works": answer.how or None,
+            "rules": [] if answer.works is None else [_rule(rule) for rule in answer.works.fp8.rules],
+            "runs": [_line(line) for line in answer.lines],
+            "trained": answer.trained,
+        }
+    )
+    return found
+
+
+def write(answer: Answer, directory: Path) -> Path:
+    """Write the page and its plots; returns the page's path."""
+    curves = curves_of(answer)
+    drawings = []
+    with matplotlib.rc_context(figures.STYLE):
+        if len(curves) > 1:
+            drawings.append(figures.save(figures.loss_figure(curves), directory / "loss.png"))
+            drawings.append(figures.save(figures.gap_figure(curves, answer.bar), directory / "gap.png"))
+    page = directory / "bisect.html"
+    text = parts.render(
+        "bisect.html.jinja",
+        folder=HERE,
+        answer=answer,
+        pill=PILLS.get(answer.status, "warn"),
+        bar=percent(answer.bar),
+        lines=[(line, said(answer.by, line.figure)) for line in answer.lines],
+        drawings=drawings,
+        works=""
+        if answer.works is None
+        else to_yaml(answer.works.model_copy(update={"run": type(answer.works.run)()})),
+    )
+    atomic.write_text(page, text)
+    return page
+
+
+def curves_of(answer: Answer) -> list[figures.Curve]:
+    """High precision, the configuration as it is, each smallest set alone, and what works."""
+    reference, whole, *asked = answer.lines
+    chosen = [("high precision", "base", reference), ("as it is", "fp8-0", whole)]
+    for number, found in enumerate(answer.sets, 1):
+        alone = [line for line in asked if line.broken and line.words == f"with {named(found)}"]
+        chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in alone[:1]]
+    if answer.works is not None:
+        chosen += [("what works", "fp8-4", line) for line in [line for line in asked if not line.broken][-1:]]
+    return [_curve(*one) for one in chosen if one[2].outcome.losses.size]
+
+
+def _curve(label: str, color: str, line: Line) -> figures.Curve:
+    losses = line.outcome.losses
+    steps = line.outcome.begins + 1 + np.arange(len(losses))
+    return figures.Curve(label, "reference" if color == "base" else "fp8", color, steps, losses)
+
+
+def _candidate(one: Any) -> dict[str, Any]:
+    return {"name": one.name, "gemm": one.gemm or None, "component": one.component or None}
+
+
+def _rule(rule: Any) -> dict[str, Any]:
+    return {key: value for key, value in rule if value is not None}
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "words": line.words, "figure": line.figure, "broken": line.broken, "run": line.outcome.name,
+        "steps": len(line.outcome.losses), "failure": line.outcome.failure or None,
+    }  # fmt: skip

@@ -1,0 +1,173 @@
+"""One short run: trained where it was not trained before, read, and put into figures.
+
+Each configuration has a folder of its own, named by what decides its numbers, so that a search that is started again
+reads what it has trained. A run leaves no checkpoint: one that was cut off is trained again from its beginning.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from octavo import atomic, reading, rl, train
+from octavo.config import Config
+from octavo.fp8 import ProofError
+from octavo.report.compare import comparable
+from octavo.report.rundir import ReportError, RunRecord, read, read_failed, rows_of
+from octavo.train import TrainError
+
+BARE = {
+    "resume": "never", "save_every": 0, "save_states": False, "milestones": (), "log_every": 1,
+    "health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": (), "save": "sync",
+}  # fmt: skip
+
+DONE, FAILURE = "done", "failure.txt"
+
+
+class BisectError(ValueError):
+    """A search that cannot be made, or that means nothing; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run showed in its first ``steps`` steps, which begin after step ``begins``.
+
+    losses   of the steps that it did, in nats per token
+    seconds  of each of them
+    failure  why it did not do them all; empty where it did
+    """
+
+    name: str
+    begins: int
+    steps: int
+    losses: np.ndarray
+    seconds: np.ndarray
+    failure: str = ""
+
+    @property
+    def fails_at(self) -> int | None:
+        """The first step without a finite loss, or the one after the last where the run ended by an error."""
+        bad = np.flatnonzero(~np.isfinite(self.losses))
+        if bad.size:
+            return int(bad[0]) + 1
+        return len(self.losses) + 1 if self.failure else None
+
+    def upto(self, steps: int) -> Outcome:
+        """The same of a shorter run."""
+        failure = self.failure if len(self.losses) < steps else ""
+        return Outcome(self.name, self.begins, steps, self.losses[:steps], self.seconds[:steps], failure)
+
+    @property
+    def time(self) -> float:
+        """Median seconds of a step, the first third left out as warm-up."""
+        rest = self.seconds[len(self.seconds) // 3 :]
+        return float(np.median(rest)) if rest.size else math.nan
+
+
+class Enough(Exception):
+    """A run has done the steps that were asked of it."""
+
+
+class Until(train.Callback):
+    """Ends a run after a step by an error, and so without a checkpoint; also at the first loss that is not finite."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def end_step(self, run: train.Run, step: train.Step) -> None:
+        if step.number >= self.last or not math.isfinite(step.row["loss"]):
+            raise Enough
+
+
+class Trials:
+    """The runs of one search, in ``directory``/runs. ``say`` gets a line about each that is trained."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self.directory, self.say = directory / "runs", say
+        self.trained = 0
+
+    def outcome(self, cfg: Config, steps: int, words: str) -> Outcome:
+        """What a configuration shows in so many steps; ``words`` say what it is."""
+        home = self.directory / name_of(cfg)
+        begins = fork_step(cfg)
+        found = _read(home, begins)
+        if found is None or (len(found.losses) < steps and not found.failure and found.fails_at is None):
+            self.trained += 1
+            self.say(f"run {self.trained}: {words}")
+            found = self._train(cfg, home, begins, steps)
+        return found.upto(steps)
+
+    def _train(self, cfg: Config, home: Path, begins: int, steps: int) -> Outcome:
+        if home.exists():
+            shutil.rmtree(home)
+        run = cfg.run.model_copy(update={**BARE, "dir": str(home)})
+        data = cfg.data.model_copy(update={"eval": ()})
+        cfg = cfg.model_copy(update={"run": run, "data": data})
+        failure, until = "", Until(begins + steps)
+        try:
+            result = rl.run(cfg, callbacks=[until], tell=lambda planned: ())
+            if result.status != "finished":
+                raise BisectError(f"stopped in {home}; the same command goes on")
+        except Exception as error:
+            if not isinstance(error.__cause__, Enough):
+                if not _is_finding(error):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+        gc.collect()
+        if failure:
+            home.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(home / FAILURE, failure + "\n")
+        (home / DONE).touch()
+        found = _read(home, begins)
+        assert found is not None
+        return found
+
+
+def name_of(cfg: Config) -> str:
+    """A name for what decides a configuration's numbers, and where it begins."""
+    text = json.dumps([comparable(cfg), cfg.run.fork], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fork_step(cfg: Config) -> int:
+    """The step of the checkpoint that a configuration goes on from; 0 where it begins."""
+    if cfg.run.fork is None:
+        return 0
+    last = Path(cfg.run.fork).name.rpartition("_")[2]
+    if not last.isdecimal():
+        raise BisectError(f"{cfg.run.fork} is no checkpoint of a run: those are called step_N")
+    return int(last)
+
+
+def _is_finding(error: Exception) -> bool:
+    """Whether an error is one of computing: of a step, a kernel, memory or the proof. One of the plan, the data or the
+    folder would be the same with whatever is on."""
+    return isinstance(error, TrainError | ProofError | RuntimeError | MemoryError)
+
+
+def _read(home: Path, begins: int) -> Outcome | None:
+    """What a run left that reached the end it was meant to reach, None where none did."""
+    if not (home / DONE).is_file():
+        return None
+    file = home / FAILURE
+    failure = reading.read_text(file, BisectError).strip() if file.is_file() else ""
+    try:
+        record: RunRecord = read(home)
+    except ReportError:
+        record = read_failed(home, failure)
+    losses = np.where(np.isin(record.steps, record.skipped), math.nan, record.losses)
+    return Outcome(home.name, begins, len(losses), losses, _seconds(home), failure)
+
+
+def _seconds(home: Path) -> np.ndarray:
+    if not (home / "metrics.jsonl").exists():
+        return np.array([])
+    return np.array([float(row["seconds"]) for row in rows_of(home) if "loss" in row])

@@ -1,0 +1,107 @@
+"""A trainer that only pretends: its losses follow from which GEMMs and features a configuration has on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from octavo.bisect.trials import Enough
+from octavo.config import Config, load_config_text, to_yaml
+from octavo.fp8.policy import matches
+from octavo.train import TrainError
+
+KINDS = ("q_proj", "o_proj", "up_proj", "down_proj")
+LAYERS = [f"model.visual.blocks.{n}.{kind}" for n in range(2) for kind in KINDS[:2]]
+LAYERS += [f"model.layers.{n}.{kind}" for n in range(4) for kind in KINDS]
+GEMMS = ("fwd", "dgrad", "wgrad")
+
+CONFIG = """
+model: {path: nowhere}
+fp8: {recipe: tensorwise}
+data: {train: [{path: rows.jsonl}]}
+train: {steps: 80, seq_length: 64, micro_batch: 1, global_batch: 1}
+run: {dir: runs/it}
+"""
+
+
+def component(layer: str) -> str:
+    return "image_encoder" if "visual" in layer else "foundation"
+
+
+def recipes(cfg: Config) -> dict[str, str]:
+    """ "LAYER.GEMM" -> the recipe that it runs in, of those in FP8."""
+    out = {}
+    for layer, gemm in itertools.product(LAYERS, GEMMS):
+        recipe, runs = cfg.fp8.recipe, getattr(cfg.fp8, gemm)
+        for rule in cfg.fp8.rules:
+            if matches(rule.match, layer):
+                recipe, runs = rule.recipe or recipe, getattr(rule, gemm) or runs
+        if recipe != "off" and runs == "fp8":
+            out[f"{layer}.{gemm}"] = recipe
+    return out
+
+
+def plan_of(cfg: Config) -> dict:
+    on = recipes(cfg)
+    rows = []
+    for number, layer in enumerate(LAYERS):
+        own = {gemm: on.get(f"{layer}.{gemm}") for gemm in GEMMS}
+        name = next(filter(None, own.values()), None)
+        recipe = (
+            None
+            if name is None
+            else {"name": name, "format": "e4m3"} | {g: "fp8" if r else "bf16" for g, r in own.items()}
+        )
+        rows.append({"name": layer, "component": component(layer), "kind": "linear", "recipe": recipe,
+                     "flops": 100.0 - number, "backend": {g: "reference" for g, r in own.items() if r}})  # fmt: skip
+    return {"rows": rows, "notes": []}
+
+
+Harm = Callable[[Config, dict[str, str], int], float | str]
+"""(configuration, what runs in FP8, step) -> the share by which the loss is higher, or the sentence of an error."""
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """trainer(harm) puts the pretended trainer in place; gives the names of folders that were trained."""
+
+    def install(harm: Harm) -> list[str]:
+        trained: list[str] = []
+
+        def run(cfg, *, callbacks, tell):
+            home = Path(cfg.run.dir)
+            trained.append(home.name)
+            assert cfg.run.save_every == 0 and not cfg.data.eval and not home.exists()
+            home.mkdir(parents=True)
+            (home / "config.yaml").write_text(to_yaml(cfg))
+            (home / "plan.json").write_text(json.dumps(plan_of(cfg)))
+            begins, on = int((cfg.run.fork or "_0").rpartition("_")[2]), recipes(cfg)
+            with (home / "metrics.jsonl").open("w") as file:
+                for step in range(begins + 1, cfg.train.steps + 1):
+                    more = harm(cfg, on, step)
+                    if isinstance(more, str):
+                        raise TrainError(more)
+                    row = {"step": step, "loss": (3 - step / 100) * (1 + more), "tokens": 64, "tokens_per_s": 64.0,
+                           "lr": 1e-3, "seconds": 1.0 + (more if cfg.train.compile else 0)}  # fmt: skip
+                    file.write(json.dumps(row).replace("Infinity", "null") + "\n")
+                    try:
+                        callbacks[0].end_step(None, SimpleNamespace(number=step, row=row))
+                    except Enough as enough:
+                        raise TrainError("a callback failed") from enough
+            return SimpleNamespace(status="finished")
+
+        monkeypatch.setattr("octavo.rl.run", run)
+        monkeypatch.setattr("octavo.train.datafiles.fingerprints", lambda cfg: {"data": {}, "model": {}})
+        return trained
+
+    return install
+
+
+@pytest.fixture
+def cfg() -> Callable[..., Config]:
+    return lambda *overrides: load_config_text(CONFIG, overrides)
