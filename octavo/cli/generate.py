@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import fp8, generation, models
-    from octavo.data import images
+    from octavo.data import images, sounds
     from octavo.models import chat
     from octavo.train.forward import autocasts
 
@@ -153,6 +153,11 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [images.load(file, megapixels) for file in args.image]
+    if hasattr(processor, "sound_limits") and any(sounds.PLACEHOLDER in prompt for prompt in args.prompt):
+        raise UsageError(
+            f"--prompt has a place for a sound ({sounds.PLACEHOLDER}), and none can be given here in this version; ask "
+            "by transformers' generate, or hold answers against rows with `octavo eval`"
+        )
     sees = not isinstance(processor, models.TextProcessor)
     conversations = [(_messages(system, prompt, len(loaded), sees), loaded) for prompt in args.prompt]
     sampling = generation.Sampling(

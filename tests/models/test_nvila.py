@@ -19,6 +19,7 @@ from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.projector import Downsample, Projector
 from octavo.models.nvila.tower import Tower
 from tests.models.conftest import batch, conversation, some_image
+from tests.models.three_folders import edit
 
 
 def colours(rows: int, columns: int, side: int) -> Image.Image:
@@ -224,5 +225,9 @@ def test_a_folder_whose_parts_disagree(checkpoint, tmp_path) -> None:
         raw = json.loads((checkpoint("nvila_lite") / "config.json").read_text())
         raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
         (folder / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'image_size'}"):
+        with pytest.raises(models.ModelError, match=f"gives {key if isinstance(value, int) else 'size'}"):
             models.load_processor(folder)
+    shutil.copy(checkpoint("nvila_lite") / "config.json", folder)
+    edit(folder / "preprocessor_config.json", size=1_000_000)  # no image is made so large to find out
+    with pytest.raises(models.ModelError, match="preprocessor_config.json gives size .* by config.json"):
+        models.load_processor(folder)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForMultimodalLM
 
 from octavo import fp8, models, train
+from octavo.cli.main import main
 from octavo.data import BadSample
 from octavo.models import tiny
 from octavo.train import build, graphs, planning, tokens
@@ -85,7 +86,7 @@ def test_it_trains_and_stock_transformers_gives_its_logits(hears):
         assert torch.equal(stock(**seen.inputs).logits, seen.found)
 
 
-def test_what_is_not_for_models_that_hear(hears, tmp_path):
+def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     """Refused by name, before a step."""
     with pytest.raises(fp8.PlanError, match="takes sound, which packs do not hold"):
         train.run(hears("data.packing=true", "train.micro_batch=1", dir="packed"))
@@ -101,6 +102,8 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path):
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
     assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
+    assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
+    assert "has a place for a sound (<audio>), and none can be given" in capsys.readouterr().err
     tone(tmp_path / "1.flac", 400, 2.0)
     with pytest.raises(BadSample, match="1.flac is too long: 2.00 s"):
         train.run(hears(dir="long"))

@@ -26,8 +26,8 @@ class NvilaProcessor(Telling, ProcessorMixin):
     """`processor(text=, images=)` and `processor.apply_chat_template(messages)` of a model of `config`.
 
     Chat templates of NVILA take contents as texts, so parts are written as one, images as `<image>`. Tokens of media
-    are no words: those of all of them are `image_token_ids`, which no text may spell. Raises ModelError where tokenizer
-    or image processor are not those of the configuration.
+    are no words: those of all of them are `image_token_ids`, which no text may spell. Raises ModelError where the
+    tokenizer is not that of the configuration.
     """
 
     image_token = PLACE
@@ -42,7 +42,7 @@ class NvilaProcessor(Telling, ProcessorMixin):
         assert config is not None
         self.image_token_id = tokenizer.convert_tokens_to_ids(PLACE)
         self.image_token_ids = [tokenizer.get_vocab()[token] for token in MEDIA if token in tokenizer.get_vocab()]
-        _check(config, image_processor, tokenizer)
+        _check(config, tokenizer)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
         image_processor.of(config)
         cells = config.vision_config.image_size // config.vision_config.patch_size
@@ -52,6 +52,11 @@ class NvilaProcessor(Telling, ProcessorMixin):
     @staticmethod
     def options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"config": config}
+
+    @staticmethod
+    def image_options(config: PreTrainedConfig) -> dict[str, Any]:
+        side = config.vision_config.image_size
+        return {"size": {"height": side, "width": side}}
 
     def __call__(  # type: ignore[override]
         self,
@@ -134,16 +139,14 @@ def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {**message, "content": text}
 
 
-def _check(config: NvilaLiteConfig, image_processor: Any, tokenizer: Any) -> None:
+def _check(config: NvilaLiteConfig, tokenizer: Any) -> None:
     stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACE))]
     if config.newlines:
         found = tokenizer("\n", add_special_tokens=False)["input_ids"]
         stated.append(("newline_token_id", config.newline_token_id, found[0] if len(found) == 1 else found))
-    side, size = config.vision_config.image_size, image_processor.size
-    stated += [("image_size", side, size["height"]), ("image_size", side, size["width"])]
     for key, theirs, ours in stated:
         if theirs != ours:
             raise ModelError(
-                f"{config.name_or_path or 'the model'}: config.json gives {key} {theirs!r:.80}, and its tokenizer or "
-                f"image processor {ours!r:.80}: the model could not take its images. Copy all files from one model."
+                f"{config.name_or_path or 'the model'}: config.json gives {key} {theirs!r:.80}, and its tokenizer "
+                f"{ours!r:.80}: the model could not take its images. Copy all files from one model."
             )
