@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN    := .venv/bin
 JOBS   ?= 2
 DEMO   ?=
+# Where it is set, every process compiles the package again, and pytest rewrites 45,000 lines of tests at each start.
+unexport PYTHONDONTWRITEBYTECODE
 # what make gpu runs with: torch, triton, transformers, pytest, hypothesis and numpy are all it needs
 GPU_PYTHON ?= python3
 GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT)) \

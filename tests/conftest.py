@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
@@ -19,6 +21,7 @@ import pytest
 from hypothesis import settings
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
 # A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -39,6 +42,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if given.get("family") in LIKE_OTHERS:
             item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collection ends: what there is now is set apart, and garbage is looked for again."""
+    try:
+        return (yield)
+    finally:
+        if "transformers" in sys.modules:  # it renders every configuration that it reads, for a log at a level unseen
+            sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What still lives dies with the process: pytest and the interpreter would go through it six times more."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,6 +17,7 @@ from octavo.train.tokens import assumed
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
+SEVERAL = EXAMPLES / "tiny" / "scale.yaml"  # on four processes, which train/test_scale.py does
 
 
 CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "launch")
@@ -96,8 +97,15 @@ def commands(path: Path, sets: Path, home: Path) -> list[list[str]]:
     return [line.removeprefix("#").split()[1:] for line in lines if line.startswith("#   octavo ")]
 
 
+def test_the_tiny_example_of_several_processes_names_its_commands(tmp_path: Path) -> None:
+    (tmp_path / "sets").mkdir()
+    typed = commands(SEVERAL, tmp_path / "sets", tmp_path)
+    assert typed[0][:2] == ["tiny", "qwen3_vl_moe"] and typed[1][0] == "digits"
+    assert typed[2] == ["train", "examples/tiny/scale.yaml", "--nproc", "4"]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("path", TINY, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [path for path in TINY if path != SEVERAL], ids=lambda p: p.stem)
 def test_a_tiny_example_trains_as_its_comment_says(
     path: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

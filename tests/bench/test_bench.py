@@ -80,9 +80,8 @@ def test_the_memory_suite_trains_in_every_way(monkeypatch) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("suite", ["layer", "step"])
 def test_the_compiling_suites_time_every_recipe_eager_and_compiled(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step through inductor; layers, of which it is made, as graphs that run as they were traced."""
-    if suite == "layer":
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    """As graphs that run as they were traced; through inductor: fp8/dense/test_compiled.py, train/test_compile.py."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     result = bench.run([suite], session())
     names = {r.candidate for r in result.rows}
     lacking = [a for a in result.absent if not a.candidate.startswith(("torchao", "TransformerEngine"))]

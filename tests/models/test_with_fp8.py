@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
-from octavo.models import tiny
 from octavo.models.skeleton import auto_class
 from octavo.parallel import World
-from tests.models.conftest import batch, conversation, some_image
+from tests.models.conftest import MANY, batch, conversation, some_image
 
 
 def converted(folder):
@@ -21,7 +20,7 @@ def converted(folder):
     return fp8.apply(model, plan), family, plan
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*MANY, "llavaonevision1_5", "nvila", "mistral3"])  # others: train/test_seeing.py
 def test_a_converted_model_saves_as_a_stock_one(checkpoint, tmp_path, family):
     source = checkpoint(family)
     model, described, plan = converted(source)

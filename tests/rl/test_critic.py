@@ -25,6 +25,8 @@ from octavo.train.update import AfterBackward
 from tests.rl.test_ppo import plain
 from tests.rl.test_reinforcing import LORA, rows_of
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 Make = Callable[..., Config]
 ONE = ("train.steps=1", "train.warmup=0")
 PPO = ("rl.algorithm=ppo", "fp8.recipe=off", *ONE)

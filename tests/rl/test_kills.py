@@ -24,7 +24,11 @@ from tests import ranks
 from tests.rl.forks import both
 from tests.rl.test_reinforcing import LORA, rows_of
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(ranks.START != "fork", reason="what is killed is a fork")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(ranks.START != "fork", reason="what is killed is a fork"),
+    pytest.mark.usefixtures("uncounted"),
+]
 Make = Callable[..., Config]
 TIMES = (
     "tokens_per_s",

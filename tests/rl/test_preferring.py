@@ -19,6 +19,8 @@ from octavo.rl.algorithms import PREFERENCES
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 Make = Callable[..., Config]
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
 

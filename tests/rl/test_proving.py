@@ -25,6 +25,8 @@ from octavo.train.update import AfterBackward
 from tests.rl.test_reinforcing import LORA, rows_of
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 Make = Callable[..., Config]
 LAYER = "model.language_model.layers.1.mlp.down_proj"
 

@@ -18,7 +18,11 @@ from tests.rl.forks import both
 from tests.rl.test_proving import LAYER
 from tests.rl.test_reinforcing import LORA, rows_of
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks"),
+    pytest.mark.usefixtures("uncounted"),
+]
 Make = Callable[..., Config]
 NEAR = 1e-4  # sums are taken in another order, and in FP8 a code may flip
 

@@ -31,6 +31,8 @@ from octavo.train import TrainError, stopping
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 Make = Callable[..., Config]
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
 COLUMNS = {"reward", "reward_std", "length", "entropy", "kl", "logp_gap_mean", "logp_gap_max", "rollout_tokens_per_s"}

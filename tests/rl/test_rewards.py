@@ -2,11 +2,10 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from octavo.rl.rewards import RewardError, Rewards, changed, worker
 from octavo.rl.rewards.builtin import letter
+from tests import ranks
 
 SCORES = """
 import dataclasses, os, sys, time
@@ -346,23 +346,22 @@ def test_math():
     assert values("math", [("$\\sin x$", "\\sin x"), ("$\\log y$", "$\\log y$")]) == [1, 1]
 
 
-ORPHAN = """
-import sys
-from octavo.rl.rewards import Rewards
-
-rewards = Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", timeout=600.0)
-print(rewards._workers.popitem()[1]._process.pid, flush=True)
-rewards.score(["a" * 80 + "b"], {"answer": ["a"]})
-"""
+def _score_for_ever(told) -> None:
+    rewards = Rewards([{"reward": "regex", "pattern": "(a|aa)+$"}], ".", timeout=600.0)
+    told.send(rewards._workers.popitem()[1]._process.pid)
+    rewards.score(["a" * 80 + "b"], {"answer": ["a"]})
 
 
+@pytest.mark.skipif(ranks.START != "fork", reason="the trainer is a fork")
 def test_a_hanging_worker_ends_with_a_trainer_that_was_killed():
     """Though its interpreter is held by a search, and nothing in it can look at anything."""
-    trainer = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
-    group = int(trainer.stdout.readline())
+    told, tell = multiprocessing.Pipe(duplex=False)
+    trainer = multiprocessing.get_context("fork").Process(target=_score_for_ever, args=(tell,))
+    trainer.start()
+    group = told.recv()
     time.sleep(0.3)
     trainer.kill()
-    trainer.wait()
+    trainer.join()
     for _ in range(100):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, 0)

@@ -7,7 +7,7 @@ import torch
 
 from octavo.data.collate import Meta
 from octavo.train.answers import ANSWERS, LENGTH, Answers
-from octavo.train.evaluation import Answer, _shown
+from octavo.train.evaluation import Answer, Place, _shown
 
 WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}
 TOKENIZER = SimpleNamespace(
@@ -19,7 +19,7 @@ def test_an_answer_is_kept_as_far_as_it_goes_right_and_the_first_of_each_row():
     ids = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 7, 8, 0, 0, 0]])
     likeliest = torch.tensor([[9, 3, 9, 9, 6], [7, 8, 0, 0, 0]])
     batch = {"input_ids": ids, "meta": Meta(files=("a", "b"), rows=(4, 5))}
-    answers = [(0, (2, 5)), (0, (5, 6)), (1, (1, 3))]
+    answers = [Place(0, 0, 2, 5), Place(0, 1, 5, 6), Place(1, 0, 1, 3)]
     found = list(_shown(likeliest, batch, answers, [False, True, True], 4))
     assert found == [Answer("a", 4, [1, 2], [3, 4, 5], [3, 9], False), Answer("b", 5, [1], [7, 8], [7, 8], True)]
     assert [one.row for one in _shown(likeliest, batch, answers, [False, True, True], 1)] == [4]

@@ -22,6 +22,8 @@ from tests import ranks
 
 from .conftest import Rows, at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 ASYNC = "run.save=async"
 OFTEN = ("run.save_every=2", "run.keep=9", "data.eval=[]", "train.steps=4")
 LORA = (

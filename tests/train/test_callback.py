@@ -15,6 +15,8 @@ from octavo.train.rundir import read_rows
 
 from .conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/callback.py"
 
 

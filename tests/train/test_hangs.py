@@ -29,7 +29,10 @@ from octavo.train.signals import StopRequest
 from octavo.train.step import Stepper
 from tests import ranks
 
-pytestmark = pytest.mark.skipif(ranks.START != "fork" or not hasattr(signal, "SIGHUP"), reason="ranks are forks")
+pytestmark = [
+    pytest.mark.skipif(ranks.START != "fork" or not hasattr(signal, "SIGHUP"), reason="ranks are forks"),
+    pytest.mark.usefixtures("uncounted"),
+]
 
 
 class Rank1(train.Callback):

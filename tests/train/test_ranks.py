@@ -156,7 +156,7 @@ def test_an_error_on_one_rank_ends_the_other(make):
     rows[2]["image"] = "images/none.png"
     (source.parent / "bad.json").write_text(json.dumps(rows))
     cfg = make(f"data.train=[{{path: {source.parent / 'bad.json'}}}]", "data.eval=[]")
-    done = subprocess.run(command(cfg), capture_output=True, text=True, timeout=300)
+    done = torchrun(cfg)
     assert done.returncode != 0
     assert "row 2" in done.stderr and "none.png" in done.stderr
 

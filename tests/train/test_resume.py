@@ -26,6 +26,8 @@ from octavo.train.rundir import read_rows, settings
 from .. import ranks
 from .conftest import STEPS, Rows, at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 def steps_of(directory: Path) -> list[int]:
     return [row["step"] for row in read_rows(directory / "metrics.jsonl")]

@@ -15,6 +15,8 @@ from octavo.config import Config
 from tests.data.test_tar import packed
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 KINDS = (
     "json",
     "jsonl",
@@ -69,6 +71,7 @@ def reading(make, place, tmp_path):
     return build
 
 
+@pytest.mark.long
 def test_every_source_trains_alike(reading, tmp_path, monkeypatch):
     """Through the cache where there is one; epochs make the same steps of all, and a stream resumes as the rest do."""
     monkeypatch.setattr("octavo.data.cache.SMALL", 0)

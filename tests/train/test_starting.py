@@ -16,6 +16,8 @@ from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 from tests.train.test_ranks import losses, torchrun
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 # One row over and over, so that the next step of a run and the first of another see the same.
 SAME = ("data.train.0.max_samples=1", "data.eval=[]", "train.warmup=0", "train.schedule=constant", "fp8.recipe=off")
 LORA = ("lora={rank: 4}",)

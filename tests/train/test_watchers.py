@@ -12,6 +12,8 @@ from octavo.report.live import Page
 from octavo.train import trackers
 from octavo.train.errors import TrainError
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 class Lines:
     """A console that keeps its lines."""
