@@ -67,6 +67,12 @@ Harm = Callable[[Config, dict[str, str], int], float | str]
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Plots take half a second each; one test needs them."""
+    monkeypatch.setattr("octavo.bisect.find.write", lambda *_: None)
+
+
+@pytest.fixture
 def trainer(monkeypatch):
     """trainer(harm) puts the pretended trainer in place; gives the names of folders that were trained."""
 

@@ -47,14 +47,14 @@ def test_one_gemm_is_found_in_a_logarithm_of_runs_and_its_layer_stays_in_fp8(tra
     assert min((tmp_path / f"{name}.png").stat().st_size for name in ("loss", "gap")) > 5000
 
 
-def test_a_gemm_that_no_recipe_saves_is_taken_out(trainer, cfg, tmp_path):
+def test_a_gemm_that_no_recipe_saves_is_taken_out(trainer, undrawn, cfg, tmp_path):
     trainer(when(f"{UP}.wgrad"))
     answer = bisect.bisect(cfg(), tmp_path)
     assert answer.how == f"taking out wgrad of {UP}"
     assert [(r.match, r.recipe, r.wgrad, r.fwd) for r in answer.works.fp8.rules] == [(UP, None, "bf16", None)]
 
 
-def test_two_that_only_break_it_together(trainer, cfg, tmp_path):
+def test_two_that_only_break_it_together(trainer, undrawn, cfg, tmp_path):
     trainer(when(f"{LAYERS[1]}.dgrad", f"{UP}.fwd"))
     answer = bisect.bisect(cfg(), tmp_path)
     assert {one.words for one in answer.sets[0]} == {f"dgrad of {LAYERS[1]}", f"fwd of {UP}"}
@@ -62,7 +62,7 @@ def test_two_that_only_break_it_together(trainer, cfg, tmp_path):
     assert answer.out[0].name == UP and "together with" in answer.sentence
 
 
-def test_two_of_which_each_breaks_it(trainer, cfg, tmp_path):
+def test_two_of_which_each_breaks_it(trainer, undrawn, cfg, tmp_path):
     first, second = when(f"{LAYERS[0]}.fwd"), when(f"{UP}.dgrad", harm=0.5)
     trainer(lambda *at: max(first(*at), second(*at)))
     answer = bisect.bisect(cfg(), tmp_path)
@@ -70,21 +70,21 @@ def test_two_of_which_each_breaks_it(trainer, cfg, tmp_path):
     assert len(answer.sets) == 2
 
 
-def test_one_that_shows_late_and_one_that_shows_later(trainer, cfg, tmp_path):
+def test_one_that_shows_late_and_one_that_shows_later(trainer, undrawn, cfg, tmp_path):
     early, late = when(f"{UP}.fwd", after=20, harm=0.6), when(f"{LAYERS[0]}.fwd", after=55, harm=0.6)
     trainer(lambda *at: max(early(*at), late(*at)))
     answer = bisect.bisect(cfg(), tmp_path)
     assert {one.words for one in answer.out} == {f"fwd of {UP}", f"fwd of {LAYERS[0]}"}
 
 
-def test_nothing_is_broken(trainer, cfg, tmp_path):
+def test_nothing_is_broken(trainer, undrawn, cfg, tmp_path):
     trained = trainer(when("nobody"))
     answer = bisect.bisect(cfg(), tmp_path)
     assert answer.status == "sound" and len(trained) == 2 and answer.works is None
     assert "nothing is broken: loss" in answer.sentence and not (tmp_path / "works.yaml").exists()
 
 
-def test_a_feature_and_a_backend(trainer, cfg, tmp_path):
+def test_a_feature_and_a_backend(trainer, undrawn, cfg, tmp_path):
     trainer(lambda c, on, step: 0.4 if c.optimizer.states == "fp8" else 0.0)
     answer = bisect.bisect(cfg("optimizer.states=fp8", "optimizer.update=backward"), tmp_path)
     assert [one.words for one in answer.out] == ["optimizer states in fp8"]
@@ -92,7 +92,7 @@ def test_a_feature_and_a_backend(trainer, cfg, tmp_path):
     assert not answer.works.fp8.rules and answer.works.fp8.recipe == "tensorwise"
 
 
-def test_a_run_that_raises_or_is_not_finite_is_broken(trainer, cfg, tmp_path):
+def test_a_run_that_raises_or_is_not_finite_is_broken(trainer, undrawn, cfg, tmp_path):
     trainer(lambda c, on, step: "no kernel" if f"{UP}.fwd" in on and step > 5 else 0.0)
     answer = bisect.bisect(cfg(), tmp_path)
     assert [one.words for one in answer.out] == [f"fwd of {UP}"] and answer.steps == 6
@@ -102,7 +102,7 @@ def test_a_run_that_raises_or_is_not_finite_is_broken(trainer, cfg, tmp_path):
     assert [one.words for one in answer.out] == [f"dgrad of {UP}"]
 
 
-def test_harm_of_many_gets_a_coarser_answer(trainer, cfg, tmp_path):
+def test_harm_of_many_gets_a_coarser_answer(trainer, undrawn, cfg, tmp_path):
     trainer(lambda c, on, step: 0.004 * sum(r == "tensorwise" and "fwd" in name for name, r in on.items()))
     answer = bisect.bisect(cfg(), tmp_path)
     assert answer.status == "diffuse" and answer.how == "rowwise everywhere"
@@ -114,14 +114,14 @@ def test_harm_of_many_gets_a_coarser_answer(trainer, cfg, tmp_path):
     assert answer.status == "unsolved" and answer.works is None
 
 
-def test_by_time(trainer, cfg, tmp_path):
+def test_by_time(trainer, undrawn, cfg, tmp_path):
     trainer(lambda c, on, step: 0.5 if f"{UP}.fwd" in on and c.train.compile else 0.0)
     answer = bisect.bisect(cfg("train.compile=true"), tmp_path, by="time")
     assert {one.words for one in answer.sets[0]} == {"compile", f"fwd of {UP}"}
     assert [one.words for one in answer.out] == ["compile"] and not answer.works.train.compile
 
 
-def test_it_goes_on_where_it_was_cut_off(trainer, cfg, tmp_path):
+def test_it_goes_on_where_it_was_cut_off(trainer, undrawn, cfg, tmp_path):
     harm = when(f"{UP}.fwd")
     calls = []
 
@@ -141,7 +141,7 @@ def test_it_goes_on_where_it_was_cut_off(trainer, cfg, tmp_path):
     assert again.sentence == answer.sentence and 0 < answer.trained < again.trained
 
 
-def test_from_a_checkpoint(trainer, cfg, tmp_path):
+def test_from_a_checkpoint(trainer, undrawn, cfg, tmp_path):
     start = tmp_path / "first" / "milestones" / "step_50"
     start.mkdir(parents=True)
     trainer(when(f"{UP}.fwd"))
@@ -156,7 +156,7 @@ def test_from_a_checkpoint(trainer, cfg, tmp_path):
         bisect.bisect(cfg(), tmp_path / "b", start=start, steps=31)
 
 
-def test_what_cannot_be_searched(trainer, cfg, tmp_path):
+def test_what_cannot_be_searched(trainer, undrawn, cfg, tmp_path):
     trainer(lambda c, on, step: math.inf if step > 3 else 0.0)
     with pytest.raises(BisectError, match="high precision itself fails at step 4"):
         bisect.bisect(cfg(), tmp_path)
@@ -164,7 +164,7 @@ def test_what_cannot_be_searched(trainer, cfg, tmp_path):
         bisect.bisect(cfg("fp8.recipe=off"), tmp_path / "b")
 
 
-def test_recipes_of_a_plan_file_or_a_measurement_become_rules(trainer, cfg, tmp_path):
+def test_recipes_of_a_plan_file_or_a_measurement_become_rules(trainer, undrawn, cfg, tmp_path):
     trainer(when(f"{UP}.fwd"))
     rules = "fp8.rules=[{match: '**.up_proj', recipe: rowwise}]"
     measured = bisect.bisect(cfg("fp8.recipe=auto", rules), tmp_path)
@@ -172,7 +172,7 @@ def test_recipes_of_a_plan_file_or_a_measurement_become_rules(trainer, cfg, tmp_
     assert len(measured.works.fp8.rules) > len(LAYERS) - 1
 
 
-def test_the_command(trainer, tmp_path, monkeypatch, capsys):
+def test_the_command(trainer, undrawn, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("octavo.cli.arguments.need_files", lambda cfg, file: cfg)
     (tmp_path / "run.yaml").write_text(CONFIG)

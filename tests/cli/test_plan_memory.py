@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from octavo import rl
 from octavo.cli import plan_memory
 from octavo.cli.main import main
@@ -65,6 +67,7 @@ def test_a_proposal_is_what_train_takes_with_the_words_that_were_given(capsys) -
     assert "parallel asks for replicate: 2 and shard: 2, and there are 2 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_fit_proposes_yaml(capsys) -> None:
     assert main(["plan", "--shape", "llama2_7b", "--fit", "80GB", "train.global_batch=1", *HELD]) == 0
     out = capsys.readouterr().out
@@ -104,6 +107,7 @@ def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
     assert memory["bytes"]["kv_cache"] == 0 < rollout["bytes"]["kv_cache"]
 
 
+@pytest.mark.long
 def test_pages_of_a_rollout_are_planned_for_and_too_few_are_named(capsys, monkeypatch) -> None:
     monkeypatch.setattr(plan_memory, "savings", lambda sizes, ranks: [])
     file = EXAMPLES / "qwen3_1_7b_grpo_lora_5gb.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,6 +98,7 @@ def _all(world: World, folder: str) -> dict:
     return answer
 
 
+@pytest.mark.long
 def test_bf16_on_the_wire_and_fp32_shards(tmp_path: Path) -> None:
     first, second = ranks.run(_all, 2, str(tmp_path))
     for got in (first, second):

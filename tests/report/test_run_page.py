@@ -64,7 +64,9 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert [re.sub("<wbr>", "", key) for key in re.findall(r"<code>(.*?)</code>", differ)] == ["fp8.recipe", "run.seed"]
 
 
-@pytest.mark.parametrize("name", ["finished", "lora", "stopped", "stopped_fp8_weights"])
+@pytest.mark.parametrize(
+    "name", ["lora", "stopped_fp8_weights", *(pytest.param(n, marks=pytest.mark.long) for n in ("finished", "stopped"))]
+)
 def test_runs_of_version_0_4_0_have_a_page(name: str, tmp_path: Path) -> None:
     html = page_of(OLD / name, out=tmp_path / "page.html")
     assert f"{'not finished' if 'stopped' in name else 'finished'}</span> {name}: step" in html

@@ -59,7 +59,9 @@ def agree(found: dict[str, int], want: Footprint) -> None:
         ("rl.kl=0.1",),
         (*LORA, "rl.kl=0.1", "rl.kv=fp8", "rl.slots=6"),
         pytest.param(("rl.pages=31", "fp8.recipe=off"), marks=pytest.mark.long),
-        ("fp8.recipe=off", "rl.kl=0.1", "optimizer.master=bf16+sr", "train.steps=2"),
+        pytest.param(
+            ("fp8.recipe=off", "rl.kl=0.1", "optimizer.master=bf16+sr", "train.steps=2"), marks=pytest.mark.long
+        ),
         pytest.param((*LORA, "rl.algorithm=ppo", "lora.dtype=bf16"), marks=pytest.mark.long),
         pytest.param(("rl.algorithm=ppo", "optimizer.master=bf16+16", "optimizer.states=fp8"), marks=pytest.mark.long),
     ],

@@ -113,7 +113,13 @@ def test_a_rank_that_hangs_is_named_and_a_signal_ends_it(make, started) -> None:
     assert saved(cfg) == [2]
 
 
-@pytest.mark.parametrize("full", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()])
+@pytest.mark.parametrize(
+    "full",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        pytest.param(MemoryError(), marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_runs_out_of_memory_says_so_and_is_missed(make, started, monkeypatch, full: Exception) -> None:
     cfg = make("data.eval=[]", "run.timeout=8", "run.save_every=2", "run.save=async")
     totals = Stepper.totals
@@ -133,7 +139,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_is_missed(make, started, mon
     assert saved(cfg) == [2]
 
 
-@pytest.mark.parametrize("way, code", [("closed", 129), ("group", 143)])
+@pytest.mark.parametrize("way, code", [("closed", 129), pytest.param("group", 143, marks=pytest.mark.long)])
 def test_what_reaches_workers_too_leaves_a_saved_run(way: str, code: int, make, monkeypatch) -> None:
     """A terminal that closes sends SIGHUP to the trainer and its workers alike, and what is printed from then on has no
     reader. SIGTERM to the whole group would end the workers while the trainer waits for rows, as it mostly does here.

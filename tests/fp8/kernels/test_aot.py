@@ -139,6 +139,7 @@ def variants():
 """
 
 
+@pytest.mark.long
 def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN, encoding="utf-8")
     code = (

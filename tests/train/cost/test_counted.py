@@ -81,7 +81,7 @@ SHORT = ("train.steps=1", "train.warmup=0", "train.micro_batch=1", "data.eval=[]
     ("over", "collectives"),
     [
         (("fp8.param=true",), {"all_gather", "reduce_scatter"}),
-        (("parallel.replicate=2", "train.global_batch=2"), {"all_reduce"}),
+        pytest.param(("parallel.replicate=2", "train.global_batch=2"), {"all_reduce"}, marks=pytest.mark.long),
     ],
     ids=["fsdp", "hsdp"],
 )

@@ -35,6 +35,7 @@ def card(usable: float) -> Card:
     return made
 
 
+@pytest.mark.long
 def test_room_enough_takes_the_fastest_and_of_equals_the_exact(all_of) -> None:
     found = propose(all_of, card(1e12))
     assert found.best is not None and not found.faster

@@ -62,6 +62,7 @@ def test_the_largest_shard_is_counted() -> None:
     assert [held.elements(n) for n in (1, 2, 3, 8)] == [35, 20, 15, 5]
 
 
+@pytest.mark.long
 def test_a_qwen3_8b_layer_keeps_what_the_target_says() -> None:
     """A decoder layer of 4096, 12288, 32/8 heads of 128 with QK-norm: 66.7 KiB a token, one block standing for 36,
     beside what transformers ships in BF16."""
