@@ -179,7 +179,8 @@ def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         "moe_num_shared_experts": 1,
         "moe_intermediate_size": [64, 32],
         "mlp_layer_types": ["dense", "sparse"],
-        "rope_parameters": rope(2 * half, mrope_section=[half - 5, half - 5, 10 - half]),  # height, width, time
+        # height, width, time, in the published proportions but for rounding
+        "rope_parameters": rope(2 * half, mrope_section=[half * 3 // 8, half * 3 // 8, half // 4]),
     }
     tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), intermediate_size=128)
     for name in ("out_hidden_size", "temporal_patch_size"):

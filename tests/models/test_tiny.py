@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from collections import defaultdict
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from octavo import models
 from octavo.cli import tiny as command
 from octavo.models import tiny
 from octavo.models.skeleton import auto_class
+from octavo.models.tiny_configs import CONFIGS
 from tests.models.conftest import batch, some_image
 
 
@@ -75,6 +78,14 @@ def test_the_command_names_every_family():
     command.add_arguments(parser)
     [families] = [one.help for one in parser._actions if one.dest == "family"]
     assert sorted(families.split(", ")) == sorted(tiny.FAMILIES)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_has_the_size_that_the_command_writes(family):
+    ids = defaultdict(itertools.count().__next__)  # whatever its tokens are called
+    config = CONFIGS[family](tiny.SIZES[0], 512, ids)
+    assert models.describe(models.empty(config)).layer_globs
+    assert config.get_text_config().hidden_size == 128
 
 
 def test_the_demos_model(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from octavo import adapters, fp8, models
@@ -36,7 +37,8 @@ _STEP = 4  # the step's number, fp32, one for each parameter
 class Held:
     """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
     the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``beside``: of an adapter or a
-    critic, which no base holds."""
+    critic, which no base holds; ``wide``: frozen, and in fp32 in a model that is not (corrections of Ernie's routers).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +48,7 @@ class Held:
     codes: CastSpec | None = None
     turned: bool = False
     beside: bool = False
+    wide: bool = False
 
     def rows(self, ranks: int) -> int:
         """Rows on rank 0."""
@@ -57,7 +60,7 @@ class Held:
 
     def width(self, cfg: Config) -> int:
         """Bytes of an element, and of its gradient, where it has values."""
-        return trained_width(cfg) if self.beside else width(cfg)
+        return 4 if self.wide else trained_width(cfg) if self.beside else width(cfg)
 
     def bytes(self, cfg: Config, ranks: int = 1, each: int | None = None) -> int:
         """On rank 0: values (``each`` bytes an element; None: their width), or codes and the scales of all blocks that
@@ -73,6 +76,7 @@ class Held:
 def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
     """The parameters of a model, which may be on the meta device; adapters among them where it has some."""
     inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
+    mixed = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return tuple(
         Held(
             name,
@@ -83,6 +87,7 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
             fp8.is_frozen(p) and p.turned,
             adapters.is_adapter_parameter(name) or critic.owns(name),
+            mixed and p.dtype == torch.float32 and not p.requires_grad,
         )
         for name, p in model.named_parameters()
     )
