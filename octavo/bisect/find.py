@@ -26,6 +26,7 @@ from octavo.bisect.page import document, write
 from octavo.bisect.search import Diffuse, smallest
 from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
 from octavo.config import Config, to_yaml
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.report.compare import own_recipe, same_files
 from octavo.report.rundir import json_of
@@ -68,6 +69,11 @@ def bisect(
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
         raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")
+    if cfg.train.phase in BEYOND_SFT and by == "loss":
+        raise BisectError(
+            f"phase {cfg.train.phase} has no losses to judge by: they say nothing of what is learned there. Search the "
+            "same model and fp8 section in phase sft, or by time"
+        )
     total = cfg.train.steps - fork_step(cfg)
     if total < 1 or (steps is not None and not 1 <= steps <= total):
         raise BisectError(f"steps={steps}: the run has {max(total, 0)} from where it begins (train.steps, --from)")

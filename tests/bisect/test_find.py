@@ -162,6 +162,8 @@ def test_what_cannot_be_searched(trainer, undrawn, cfg, tmp_path):
         bisect.bisect(cfg(), tmp_path)
     with pytest.raises(BisectError, match="nothing in it could break a run"):
         bisect.bisect(cfg("fp8.recipe=off"), tmp_path / "b")
+    with pytest.raises(BisectError, match="phase preference has no losses to judge by"):
+        bisect.bisect(cfg("train.phase=preference", "preference={}"), tmp_path / "b")
 
 
 def test_recipes_of_a_plan_file_or_a_measurement_become_rules(trainer, undrawn, cfg, tmp_path):
