@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
-from octavo import rl
+from octavo import models, rl
 from octavo.cli.main import main
 from octavo.config import load_config
-from octavo.models import shapes
+from octavo.models import shapes, tiny
 from octavo.train import base, planning
 from octavo.train.memory_plan import Card, Footprints
 from octavo.train.tokens import assumed
@@ -27,6 +29,17 @@ CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name !
 def test_an_example_is_a_valid_configuration(path: Path) -> None:
     cfg = load_config(path)
     assert cfg.fp8.recipe != "off"
+
+
+def test_the_outlier_channel_changes_nothing_in_high_precision_and_fills_a_tensors_scale(tmp_path: Path) -> None:
+    tiny.write("qwen3", tmp_path / "plain", size="mini")
+    runpy.run_path(str(EXAMPLES / "outliers.py"))["plant"](tmp_path / "plain", tmp_path / "planted", 0)
+    plain, planted = (models.load(tmp_path / name) for name in ("plain", "planted"))
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.allclose(plain(input_ids=ids).logits, planted(input_ids=ids).logits, atol=1e-4)
+    rows = planted.get_submodule("model.layers.0.mlp.up_proj").weight.abs().amax(1)
+    assert rows[0] > 1e5 * rows[1:].max()
 
 
 COLUMNS = {

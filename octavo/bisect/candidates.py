@@ -13,10 +13,11 @@ from typing import Any
 from octavo.config import Config, Fp8Section
 from octavo.config.sections import Component, Rule
 from octavo.config.words import COMPONENTS
+from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
-from octavo.report.savings import HEAD, Switch, switches
+from octavo.report.savings import HEAD, Switch, changing, switches
+from octavo.train import planning
 
-GEMMS = ("fwd", "dgrad", "wgrad")
 REFERENCE = "reference"  # the backend that is the specification
 
 
@@ -49,7 +50,7 @@ class Space:
         """From a configuration and the plan.json of a run of it. Where a plan file or a measurement chose recipes,
         rules do so from here on, layer by layer."""
         rows = plan["rows"]
-        if cfg.fp8.plan is not None or "auto" in _recipes(cfg):
+        if planning.leaves_open(cfg):
             cfg = _by_rules(cfg, plan)
         gemms = tuple(
             Candidate(row["name"], gemm, row["component"], float(row["flops"]))
@@ -121,7 +122,7 @@ def _rule(name: str, gone: Sequence[str], all_of_them: bool) -> Rule:
 def features_of(cfg: Config, backends: Collection[str]) -> list[Switch]:
     """The savings of a configuration, what else it has on, and backends of its plan beside the reference."""
     others = sorted(set(backends) - {REFERENCE})
-    backend = [Switch(f"backend: {', '.join(others)}", _set("fp8", backend=REFERENCE))] if others else []
+    backend = [Switch(f"backend: {', '.join(others)}", changing("fp8", backend=REFERENCE))] if others else []
     savings = [switch for switch in switches(cfg) if not switch.words.startswith(HEAD)]  # its GEMMs are candidates
     return [*savings, *extras(cfg), *backend]
 
@@ -130,29 +131,17 @@ def extras(cfg: Config) -> list[Switch]:
     """What a configuration has on, beside FP8 and savings, that changes how a step is computed."""
     train, fp8 = cfg.train, cfg.fp8
     found = (
-        (train.compile, "compile", _set("train", compile=False)),
-        (train.cuda_graphs, "cuda_graphs", _set("train", cuda_graphs=False)),
-        (train.gather == "bf16", "gather: bf16", _set("train", gather="stored")),
-        (train.exchange == "fp8", "exchange: fp8", _set("train", exchange="stored")),
-        (fp8.fuse == "on", "fuse", _set("fp8", fuse="off")),
+        (train.compile, "compile", changing("train", compile=False)),
+        (train.cuda_graphs, "cuda_graphs", changing("train", cuda_graphs=False)),
+        (train.gather == "bf16", "gather: bf16", changing("train", gather="stored")),
+        (train.exchange == "fp8", "exchange: fp8", changing("train", exchange="stored")),
+        (fp8.fuse == "on", "fuse", changing("fp8", fuse="off")),
     )
     return [Switch(words, off) for on, words, off in found if on]
 
 
-def _set(section: str, **values: Any) -> Any:
-    def change(cfg: Config) -> Config:
-        return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
-
-    return change
-
-
 def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
-    return _set("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
-
-
-def _recipes(cfg: Config) -> set[str | None]:
-    parts = [getattr(cfg.fp8, name) for name in (*COMPONENTS, "lm_head")]
-    return {cfg.fp8.recipe, *(part.recipe for part in parts if part), *(rule.recipe for rule in cfg.fp8.rules)}
+    return changing("fp8", rules=(*cfg.fp8.rules, *rules))(cfg) if rules else cfg
 
 
 def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:

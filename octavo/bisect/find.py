@@ -20,7 +20,7 @@ from typing import Any
 
 from octavo import atomic
 from octavo.bisect.answer import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
-from octavo.bisect.candidates import GEMMS, Candidate, Space, extras
+from octavo.bisect.candidates import Candidate, Space, extras
 from octavo.bisect.judging import MARGINS, Bar, By, short
 from octavo.bisect.page import document, write
 from octavo.bisect.search import Diffuse, smallest
@@ -28,6 +28,7 @@ from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
 from octavo.config import Config, to_yaml
 from octavo.config.phases import BEYOND_SFT
 from octavo.fp8 import PlanError
+from octavo.fp8.arithmetic import GEMMS
 from octavo.report.compare import own_recipe, same_files
 from octavo.report.rundir import json_of
 from octavo.report.savings import storable, switches

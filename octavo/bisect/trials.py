@@ -21,7 +21,7 @@ from octavo import atomic, reading, rl, train
 from octavo.config import Config
 from octavo.fp8 import ProofError
 from octavo.report.compare import comparable
-from octavo.report.rundir import ReportError, RunRecord, read, read_failed, rows_of
+from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 from octavo.train import TrainError
 
 BARE = {
@@ -38,7 +38,7 @@ class BisectError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed in its first ``steps`` steps, which begin after step ``begins``.
+    """What a run showed in its first steps, which begin after step ``begins``.
 
     losses   of the steps that it did, in nats per token
     seconds  of each of them
@@ -47,7 +47,6 @@ class Outcome:
 
     name: str
     begins: int
-    steps: int
     losses: np.ndarray
     seconds: np.ndarray
     failure: str = ""
@@ -63,7 +62,7 @@ class Outcome:
     def upto(self, steps: int) -> Outcome:
         """The same of a shorter run."""
         failure = self.failure if len(self.losses) < steps else ""
-        return Outcome(self.name, self.begins, steps, self.losses[:steps], self.seconds[:steps], failure)
+        return Outcome(self.name, self.begins, self.losses[:steps], self.seconds[:steps], failure)
 
     @property
     def time(self) -> float:
@@ -164,10 +163,4 @@ def _read(home: Path, begins: int) -> Outcome | None:
     except ReportError:
         record = read_failed(home, failure)
     losses = np.where(np.isin(record.steps, record.skipped), math.nan, record.losses)
-    return Outcome(home.name, begins, len(losses), losses, _seconds(home), failure)
-
-
-def _seconds(home: Path) -> np.ndarray:
-    if not (home / "metrics.jsonl").exists():
-        return np.array([])
-    return np.array([float(row["seconds"]) for row in rows_of(home) if "loss" in row])
+    return Outcome(home.name, begins, losses, record.tokens / record.tokens_per_s, failure)

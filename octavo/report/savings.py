@@ -39,16 +39,16 @@ def switches(cfg: Config) -> list[Switch]:
     found = [
         (head, f"{HEAD} ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
         (_has_codes(cfg), base_of(cfg), _high_base),
-        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", _set("optimizer", states="fp32")),
+        (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", changing("optimizer", states="fp32")),
         (optimizer.master != "fp32", f"weights as {optimizer.master}", _fp32_weights),
         (activations, "activations in FP8", lambda c: _fp8(c, {"activations": "bf16"}, {"activations": None})),
         (param, "FP8 weights between steps", lambda c: _fp8(c, {"param": False}, {"param": None})),
-        (cfg.rl is not None and cfg.rl.kv == "fp8", "keys and values of rollouts in FP8", _set("rl", kv="bf16")),
+        (cfg.rl is not None and cfg.rl.kv == "fp8", "keys and values of rollouts in FP8", changing("rl", kv="bf16")),
         (fp8.weight_codes == "recast", "weights cast at each use", lambda c: _fp8(c, {"weight_codes": "keep"}, {})),
-        (recompute != RecomputeSection(), f"recompute: {word}", _set("train", recompute=RecomputeSection())),
-        (optimizer.update == "backward", "update in backward", _set("optimizer", update="step")),
-        (optimizer.offload, "optimizer states in host memory", _set("optimizer", offload=False)),
-        (train.offload_activations, "activations in host memory", _set("train", offload_activations=False)),
+        (recompute != RecomputeSection(), f"recompute: {word}", changing("train", recompute=RecomputeSection())),
+        (optimizer.update == "backward", "update in backward", changing("optimizer", update="step")),
+        (optimizer.offload, "optimizer states in host memory", changing("optimizer", offload=False)),
+        (train.offload_activations, "activations in host memory", changing("train", offload_activations=False)),
     ]
     return [Switch(words, off) for on, words, off in found if on]
 
@@ -83,7 +83,7 @@ def _on_disk(cfg: Config) -> str:
 def _high_base(cfg: Config) -> Config:
     """A base in high precision: not quantized while it is read, and dequantized where its checkpoint is in FP8."""
     more = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
-    return _set("model", load_in_fp8=LoadInFp8Section(), **more)(cfg)
+    return changing("model", load_in_fp8=LoadInFp8Section(), **more)(cfg)
 
 
 def without(cfg: Config) -> Config:
@@ -147,7 +147,7 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
     return rows
 
 
-def _set(section: str, **values: Any) -> Callable[[Config], Config]:
+def changing(section: str, **values: Any) -> Callable[[Config], Config]:
     """A configuration with other values in one of its sections."""
 
     def change(cfg: Config) -> Config:
@@ -161,8 +161,8 @@ def _set(section: str, **values: Any) -> Callable[[Config], Config]:
 def _fp32_weights(cfg: Config) -> Config:
     """fp32 weights that compute in BF16, as the model of BF16 weights does: settings differ by what is stored alone.
     Adapters are fp32 then; beside them computes what computed before."""
-    computing = _set("train", precision="bf16") if cfg.lora is None else _set("lora", dtype="fp32")
-    return computing(_set("optimizer", master="fp32")(cfg))
+    computing = changing("train", precision="bf16") if cfg.lora is None else changing("lora", dtype="fp32")
+    return computing(changing("optimizer", master="fp32")(cfg))
 
 
 def _fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
