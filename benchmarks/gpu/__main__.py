@@ -36,10 +36,6 @@ NEEDED = ("torch", "transformers", "pytest", "hypothesis", "numpy")  # triton co
 END = 15.0  # seconds kept for the report
 
 
-class Stopped(Exception):
-    """A signal asked the call to end."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     until = time.monotonic()
     args = _arguments(argv)
@@ -71,16 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     lanes = min(4, os.cpu_count() or 1)
     runner = Runner(store, say, call, device, args.small, lanes)
     say(f"{len(jobs)} jobs on {where['device']}, {args.budget:.0f} s, into {folder}")
-    stopped = ""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
-    try:
-        runner.run(jobs, until - END)
-    except Stopped as stop:
-        stopped = str(stop)
-    code = summary(jobs, store, call, stopped)
+        signal.signal(number, runner.stop)
+    runner.run(jobs, until - END)
+    code = summary(jobs, store, call, runner.stopped)
     store.close()
-    if not stopped:
+    if not runner.stopped:
         _report(folder, until)
     return code
 
@@ -185,12 +177,6 @@ def _report(folder: Path, until: float) -> None:
 
 def _indented(lines: Sequence[str]) -> str:
     return "\n".join(f"    {line}" for line in lines)
-
-
-def _stop(number: int, frame: object) -> None:
-    for each in (signal.SIGTERM, signal.SIGINT):  # asked once, it ends: what there is has to be written
-        signal.signal(each, signal.SIG_IGN)
-    raise Stopped(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

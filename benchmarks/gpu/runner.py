@@ -4,6 +4,7 @@ with the last lines that were printed, and a new process goes on with the cases 
 from __future__ import annotations
 
 import select
+import signal
 import sys
 import time
 from collections import deque
@@ -25,7 +26,8 @@ PYTEST = {2: "interrupted", 3: "an internal error of pytest", 4: "wrong usage of
 @dataclass
 class Runner:
     """``device``, ``small``: what suites run on. ``lanes``: test files at a time. ``least``: seconds below which
-    nothing is begun. ``command``: what a process runs; tests put another in its place."""
+    nothing is begun. ``command``: what a process runs; tests put another in its place. ``stopped``: the signal that
+    asked it to end."""
 
     store: Store
     say: Callable[[str], None]
@@ -35,6 +37,11 @@ class Runner:
     lanes: int = 4
     least: float = 10.0
     command: Sequence[str] = WORKER
+    stopped: str = ""
+
+    def stop(self, number: int, frame: object) -> None:
+        """A signal's handler. It only notes: an exception could fall between the reading of events and their saving."""
+        self.stopped = signal.Signals(number).name
 
     def run(self, jobs: Sequence[Job], until: float) -> None:
         """Run all jobs before ``until`` (monotonic): tests several at a time, then alone, then suites one by one.
@@ -48,6 +55,8 @@ class Runner:
         together = max([sum(job.seconds for job in tests) / self.lanes, *(job.seconds for job in tests)], default=0.0)
         turns = [(tests, self.lanes, together), *(([job], 1, job.seconds) for job in [*alone, *suites])]
         for number, (group, lanes, seconds) in enumerate(turns):
+            if self.stopped:
+                break
             left = until - time.monotonic()
             scale = left / (sum(share for _, _, share in turns[number:]) or 1)
             self._together(group, lanes, time.monotonic() + scale * seconds, scale)
@@ -55,7 +64,7 @@ class Runner:
     def _together(self, jobs: Sequence[Job], lanes: int, until: float, scale: float) -> None:
         waiting, running = deque(jobs), list[_Task]()
         try:
-            while waiting or running:
+            while (waiting or running) and not self.stopped:
                 while waiting and len(running) < lanes and (now := time.monotonic()) + self.least < until:
                     job = waiting.popleft()
                     running.append(_Task(self, job, min(until, now + scale * job.seconds)))
