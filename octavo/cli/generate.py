@@ -143,7 +143,7 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     from octavo import fp8, generation, models
     from octavo.data import images, sounds
     from octavo.models import chat
-    from octavo.train.forward import autocasts
+    from octavo.train.forward import autocast_dtype
 
     model, processor, notes = found.open(
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
@@ -163,8 +163,8 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     sampling = generation.Sampling(
         args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.min_p, tuple(args.stop), args.seed
     )
-    bf16 = cfg is not None and autocasts(cfg, next(model.parameters()).device)  # as training computes
-    context = generation.Context(autocast=bf16)
+    low = None if cfg is None else autocast_dtype(cfg, next(model.parameters()).device)  # as training computes
+    context = generation.Context(autocast=low)
     with fp8.count_gemms() as counts:
         answers = generation.answers(
             model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, say=terminal.note

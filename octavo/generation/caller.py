@@ -23,13 +23,13 @@ def _no_dummy(needed: bool) -> None:
 class Context:
     """How a run calls its model.
 
-    autocast     compute under BF16 autocast
+    autocast     compute under autocast, in this dtype (None: without)
     dtype        of pixels, without autocast (None: that of the parameters)
     world        the ranks that share the model's parameters, and so run as many forwards (None: this process alone)
     dummy_image  told before each forward whether a dummy image has to keep the vision tower in step with other ranks
     """
 
-    autocast: bool = False
+    autocast: torch.dtype | None = None
     dtype: torch.dtype | None = None
     world: World | None = None
     dummy_image: Callable[[bool], None] = _no_dummy
@@ -48,7 +48,7 @@ class Caller:
         self.axes = models.axes(model, self.family)
         self._attention: models.Attend | None = None
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = torch.bfloat16 if context.autocast else context.dtype or own
+        self.dtype = context.autocast or context.dtype or own
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,8 @@ class Caller:
         self._attention = attention
         more = {} if keep is None else {"logits_to_keep": keep}
         where = positions[:, None] if self.axes == 3 else positions
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.context.autocast):
+        low = self.context.autocast
+        with torch.autocast(tokens.device.type, dtype=low, enabled=low is not None):
             out = self.model(input_ids=tokens[None], position_ids=where, use_cache=False, **more, **images)
         return out.logits[0]
 

@@ -53,8 +53,8 @@ def answers(
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
             raise GenerationError(f"{why}: it answers greedily alone. Leave temperature, stop, samples and kv out.")
         say(f"answers come from transformers, one by one: {why}")
-        device = next(model.parameters()).device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=context.autocast):
+        device, low = next(model.parameters()).device.type, context.autocast
+        with torch.autocast(device, dtype=low, enabled=low is not None):
             new = sampling.max_new_tokens
             return [[models.generate(model, processor, *asked, new)] for asked in conversations]
     prompts = [prompt_of(processor, *asked, number=number) for number, asked in enumerate(conversations)]

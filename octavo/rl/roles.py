@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
 from octavo.train import base, critic
-from octavo.train.forward import Forward, autocasts, keep_towers_running, log_probs, model_dtype
+from octavo.train.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
 from octavo.train.memory import weight_bytes
 from octavo.train.step import Stepper, StepResult
 
@@ -90,7 +90,7 @@ class Copy:
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
         base.into_codes(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
-        forward = Forward(model, world, autocasts(cfg, world.device))
+        forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
         head = None if stepper.head is None else fp8.chunked_head(model)
         parallel.shard(model, family, world)

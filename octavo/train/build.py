@@ -29,7 +29,7 @@ from octavo.models.folder import check_companions
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward, autocasts, chunked_head, gathers_bf16, keep_towers_running
+from octavo.train.forward import Forward, autocast_dtype, chunked_head, gathers_bf16, keep_towers_running
 from octavo.train.optim import adamw
 from octavo.train.phase import SFT, Phase
 from octavo.train.step import Stepper
@@ -132,7 +132,8 @@ def build(
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
     dealt = parallel.Images(model, family, context) if context is not None and family.has_vision else None
-    forward = Forward(model, world, autocasts(cfg, world.device) and gather is None, gather, packed, context, dealt)
+    low = autocast_dtype(cfg, world.device) if gather is None else None
+    forward = Forward(model, world, low, gather, packed, context, dealt)
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, say)
     parallel.shard(model, family, world, gather=gather)

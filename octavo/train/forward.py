@@ -26,11 +26,15 @@ def model_dtype(cfg: Config) -> torch.dtype:
     return torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
 
 
-def autocasts(cfg: Config, device: torch.device) -> bool:
-    """Whether a model of fp32 parameters computes under BF16 autocast: asked for, or `auto` on CUDA. A model of BF16
-    parameters computes in BF16 without."""
-    asked = cfg.train.precision == "bf16" or (cfg.train.precision == "auto" and device.type == "cuda")
-    return asked and model_dtype(cfg) == torch.float32
+def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
+    """What a model of fp32 parameters computes in under autocast: what is asked for, and BF16 for `auto` on CUDA. None:
+    without autocast, as a model of BF16 parameters does, which computes in BF16."""
+    asked = cfg.train.precision if cfg.train.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+    return LOW.get(asked) if model_dtype(cfg) == torch.float32 else None
+
+
+LOW = {"bf16": torch.bfloat16}
+"""Words of `train.precision` -> what autocast lowers to."""
 
 
 def gathers_bf16(cfg: Config, ranks: int) -> bool:
@@ -52,7 +56,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
 
 
 class Forward:
-    """Calls the model: moves the batch, enters autocast, asks for the logits that are needed and no others.
+    """Calls the model: moves the batch, enters autocast (None: does not), asks for the logits that are needed and no
+    others.
 
     `images` says whether the batch at hand has an image, `sounds` whether a sound; the dummy hooks read it. Without
     autocast, pixels come in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are
@@ -61,7 +66,7 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, world: World, autocast: bool, dtype: torch.dtype | None = None,
+        self, model: nn.Module, world: World, autocast: torch.dtype | None, dtype: torch.dtype | None = None,
         packed: models.Packed | None = None, context: Context | None = None, dealt: Images | None = None,
     ) -> None:  # fmt: skip
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
@@ -120,7 +125,7 @@ class Forward:
         }
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
-        computing = torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
         with self._apart(batch, inputs), computing:
             out = self.model(**inputs, **more, use_cache=False)
         logits = out.logits

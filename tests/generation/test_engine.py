@@ -256,7 +256,7 @@ def test_a_model_in_bf16_and_under_autocast(made):
     prompts = prompts_of(family, processor, 3)
     own = Engine(family, processor.tokenizer, slots=4)
     wide = made("qwen3_vl")[0]
-    cast = Engine(wide, processor.tokenizer, generation.Context(autocast=True), slots=4)
+    cast = Engine(wide, processor.tokenizer, generation.Context(autocast=torch.bfloat16), slots=4)
     exact = Engine(wide, processor.tokenizer, slots=4).generate(prompts, Sampling(1, temperature=0))
     for engine in (own, cast):
         got = engine.generate(prompts, Sampling(1, temperature=0))
@@ -276,7 +276,7 @@ def test_scores_of_the_cache_are_in_fp32_under_autocast(small, monkeypatch):
         return call(self, layer, q, k, v, scale)
 
     monkeypatch.setattr(Decode, "__call__", watched)
-    engine = Engine(model, tokenizer, generation.Context(autocast=True), slots=4)
+    engine = Engine(model, tokenizer, generation.Context(autocast=torch.bfloat16), slots=4)
     engine.generate(prompts[:1], Sampling(3, temperature=0))
     assert engine.cache.codes.dtype == torch.bfloat16 and set(seen) == {torch.float32}
 

@@ -131,7 +131,8 @@ def test_models_as_runs_make_them_are_captured(made, as_on_a_gpu, monkeypatch, c
     prompts, found = prompts_of(model, processor, 1), []
     for tape in (False, True):
         steps = as_on_a_gpu(tape)
-        engine = Engine(model, processor.tokenizer, Context(autocast), slots=1, page=4, say=pytest.fail)
+        context = Context(torch.bfloat16 if autocast else None)
+        engine = Engine(model, processor.tokenizer, context, slots=1, page=4, say=pytest.fail)
         with fp8.count_gemms() as counts:
             found.append(engine.generate(prompts, GREEDY))
         found.append(dict(counts.calls))

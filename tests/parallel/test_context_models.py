@@ -89,8 +89,8 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
         context = context_of(world, ulysses, ours.config.get_text_config().num_attention_heads)
         assert context is not None
         images = Images(ours, family, context) if family.has_vision else None
-        alone = Forward(one, World(), False, packed=models.Packed(one, family))
-        shared = Forward(ours, world, False, packed=models.Packed(ours, family, context), context=context, dealt=images)
+        alone = Forward(one, World(), None, packed=models.Packed(one, family))
+        shared = Forward(ours, world, None, packed=models.Packed(ours, family, context), context=context, dealt=images)
         models.attach_dummy_image(ours, family, lambda: False) if images else None
         for model in (one, ours):
             models.attach_idle_experts(model, family) if images else None

@@ -76,9 +76,9 @@ def trained(model, forward, batches, reduction):
 def test_a_step_of_packs_is_that_of_its_samples(mixed, reduction):
     model, family, samples = samples_of(mixed())
     apart = [collate([sample], 0) for sample in samples]
-    loss, grads = trained(model, Forward(model, World(), False), apart, reduction)
+    loss, grads = trained(model, Forward(model, World(), None), apart, reduction)
     before = evaluation.evaluate(model, apart)
-    forward = Forward(model, World(), False, packed=models.Packed(model, family))
+    forward = Forward(model, World(), None, packed=models.Packed(model, family))
     packs = [collate_pack(samples[:5], 0, 500), collate_pack([], 0, 500), collate_pack(samples[5:], 0, 500)]
     assert any(batch["meta"].has_image for batch in packs) and not all(sample.images for sample in samples)
     ours, own = trained(model, forward, packs, reduction)
@@ -103,7 +103,7 @@ def test_routers_and_experts_see_no_padding(place, make, tmp_path):
     moe = tiny.write("qwen3_moe", tmp_path / "moe", size="mini")
     cfg = make(f"model.path={moe}", f"data.train=[{{path: {talk(tmp_path)}}}]", "data.eval=[]")
     model, family, samples = samples_of(cfg, 3)
-    forward = Forward(model, World(), False, packed=models.Packed(model, family))
+    forward = Forward(model, World(), None, packed=models.Packed(model, family))
     tokens = sum(len(sample.input_ids) for sample in samples)
     tight, wide = (collate_pack(samples, 0, capacity) for capacity in (tokens, 4096))
     assert wide["boundaries"].length > tokens
@@ -129,7 +129,7 @@ def talk(folder: Path) -> Path:
 def test_a_pack_needs_a_model_that_was_made_ready(mixed):
     model, _, samples = samples_of(mixed(), 1)
     with pytest.raises(TrainError, match=r"not made ready for packs \(data\.packing\)"):
-        Forward(model, World(), False)(collate_pack(samples, 0, 99))
+        Forward(model, World(), None)(collate_pack(samples, 0, 99))
 
 
 def test_ranks_that_planned_other_packs_are_found(mixed, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 from octavo import fp8, models, train
 from octavo.parallel import World
-from octavo.train.forward import autocasts, model_dtype
+from octavo.train.forward import autocast_dtype, model_dtype
 from octavo.train.rundir import read_rows
 from octavo.train.update import AfterBackward, InBackward, Loss
 
@@ -38,15 +38,15 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(make):
 
 def test_precision_is_chosen_by_device_unless_asked(make):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert [autocasts(make(f"train.precision={p}"), d) for p in ("auto", "bf16", "fp32") for d in (cpu, cuda)] == [
-        False, True, True, True, False, False
+    assert [autocast_dtype(make(f"train.precision={p}"), d) for p in ("auto", "bf16", "fp32") for d in (cpu, cuda)] == [
+        None, torch.bfloat16, torch.bfloat16, torch.bfloat16, None, None
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("master", ["bf16+16", "bf16+sr"])
 def test_a_model_of_bf16_weights_computes_in_bf16_without_autocast(make, master: str):
     cfg = make(f"optimizer.master={master}", "train.precision=bf16")
-    assert model_dtype(cfg) == torch.bfloat16 and not autocasts(cfg, torch.device("cuda"))
+    assert model_dtype(cfg) == torch.bfloat16 and autocast_dtype(cfg, torch.device("cuda")) is None
     assert model_dtype(make()) == torch.float32
 
 

@@ -73,7 +73,7 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
     sound = tower if tokens.sound and not tokens.image else 0.0  # no family is trained on both
     again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower - sound, "audio_encoder": sound})
     decoder = decoder_of(config, plan, cfg.train.exchange)
-    low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] else 4
+    low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] is not None else 4
     rows = Rows(
         tokens.counts.get("foundation", 0),
         tokens.counts.get("image_projector", 0),

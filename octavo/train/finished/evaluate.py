@@ -18,7 +18,7 @@ from octavo.train.build import data_settings
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
 from octavo.train.finished.target import HIGH, Target, checkpoint_of, configuration, look
-from octavo.train.forward import Forward, autocasts
+from octavo.train.forward import Forward, autocast_dtype
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -190,8 +190,8 @@ def _judge(
     evalset = data.eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
-    wide = autocasts(found.cfg or cfg, world.device) and next(model.parameters()).dtype == torch.float32
-    forward = Forward(model, world, wide)
+    wide = next(model.parameters()).dtype == torch.float32
+    forward = Forward(model, world, autocast_dtype(found.cfg or cfg, world.device) if wide else None)
     with fp8.count_gemms() as counts:
         result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
     for piece in pieces or ():

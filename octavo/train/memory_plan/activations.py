@@ -81,7 +81,7 @@ def fake_forward(
     plan: fp8.Plan,
     tokens: Tokens,
     cfg: Config,
-    autocast: bool,
+    autocast: torch.dtype | None,
     head_alone: bool = False,
     dressed: nn.Module | None = None,
 ) -> FakeForward:
@@ -93,7 +93,7 @@ def fake_forward(
         plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
         tokens: rows of ``tokens.row`` tokens, all of one length, ``lm_head`` of which have a loss, and images of
             ``tokens.image`` patches.
-        autocast: whether the forward runs under BF16 autocast.
+        autocast: what the forward computes in under autocast (None: without).
         head_alone: run as little as there must be before the head; only ``logits`` mean anything then.
         cfg: says the dtype of the parameters, what blocks recompute, and how the loss is made.
 
@@ -129,7 +129,7 @@ def _counted(
     plan: fp8.Plan,
     tokens: Tokens,
     cfg: Config,
-    autocast: bool,
+    autocast: torch.dtype | None,
     head_alone: bool = False,
     balanced: bool = False,
 ) -> FakeForward:
@@ -149,20 +149,20 @@ def _counted(
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
         keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
-    computing = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    computing = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         counting = count_saved(small, blocks)
         with _nothing_older(), fp8.uncounted(), counting as counted, _ForFakeTensors(), computing:
-            if not autocast and "pixel_values" in batch:  # as octavo.train.forward does
+            if autocast is None and "pixel_values" in batch:  # as octavo.train.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
                 batch["output_router_logits"] = True
             loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
         found = counted.report()
     del loss
-    weights = {tuple(p.shape) for p in small.parameters()} if autocast else set()
+    weights = set() if autocast is None else {(autocast, tuple(p.shape)) for p in small.parameters()}
     return _scaled(found, small, family, standing, weights)
 
 
@@ -397,7 +397,7 @@ def _scaled(
     small: nn.Module,
     family: models.Family,
     standing: Mapping[str, int],
-    weights: set[tuple[int, ...]],
+    weights: set[tuple[torch.dtype, tuple[int, ...]]],
 ) -> FakeForward:
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
@@ -407,7 +407,7 @@ def _scaled(
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":
             logits += row.bytes
-        elif row.dtype == torch.bfloat16 and row.shape in weights and "_to_copy" in row.op:
+        elif (row.dtype, row.shape) in weights and "_to_copy" in row.op:
             copies += row.bytes * max(1, standing.get(row.block, 1))
         elif row.block:
             per_block[row.block] = per_block.get(row.block, 0) + row.bytes

@@ -36,7 +36,7 @@ from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocasts, gathers_bf16, model_dtype, why_not_chunked
+from octavo.train.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.activations import FakeForward, fake_forward
 from octavo.train.memory_plan.mesh import keys, layout_of, part
@@ -164,9 +164,9 @@ class Footprints:
         """Whether losses come without full logits: asked for, and possible with this model."""
         return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
 
-    def forward_of(self, cfg: Config) -> tuple[torch.dtype, bool]:
-        """In what a forward computes: the dtype of the parameters, and whether autocast surrounds it."""
-        return model_dtype(cfg), autocasts(cfg, torch.device(self.device))
+    def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
+        """In what a forward computes: the dtype of the parameters, and that of the autocast around it (None: none)."""
+        return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
         _, autocast = self.forward_of(cfg)
@@ -219,7 +219,7 @@ class Footprints:
             dtype, autocast = self.forward_of(self.computing(cfg, ranks))
             more = sum(parts.get(name, 0) for name in ("codes", "values"))
             more += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
-            rollout = self._rollouts.of(cfg, always, tokens, torch.bfloat16 if autocast else dtype, more, ranks)
+            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, more, ranks)
         staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
@@ -269,8 +269,8 @@ class Footprints:
         different times: the larger counts, and with `update: backward` the head's gradient belongs
         to the first.
         """
-        each, about = states.width(cfg), self._about
-        low = 2 if each == 2 or autocasts(cfg, torch.device(self.device)) else 4
+        about = self._about
+        low = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if self.chunks(cfg):
             chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
