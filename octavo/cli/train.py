@@ -97,6 +97,8 @@ def conclude(result: Any) -> None:
         pairs["FP8 gain"] = f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured over high precision"
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
+    if result.overflowed:
+        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped, each with half the loss scale from then on"
     print(f"{result.status} after step {result.steps}: {result.dir}")
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():

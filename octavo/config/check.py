@@ -57,7 +57,7 @@ def to_config(tree: Tree) -> Config:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
     except ValidationError as error:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
-        details = _without_consequences(details, tree)
+        details = _without_consequences(_once(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
         more = len(details[MOST_TOLD:])
         problems += [_problem(detail, tree) for detail in details[:MOST_TOLD]]
@@ -73,6 +73,19 @@ def to_config(tree: Tree) -> Config:
     if problems or config is None:
         raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), more)
     return config
+
+
+def _once(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Of a key that takes a word or a whole number, pydantic says why a value is neither: the number's reason is kept,
+    under the key's own name."""
+    found: list[ErrorDetails] = []
+    for detail in details:
+        last = str(detail["loc"][-1]) if detail["loc"] else ""
+        if last == "constrained-int":
+            detail = {**detail, "loc": detail["loc"][:-1]}
+        if not last.startswith("literal["):
+            found.append(detail)
+    return found
 
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
@@ -165,6 +178,8 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
         "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": mapping,
         "dict_type": "a mapping", "finite_number": "a finite number",
     }.get(kind)  # fmt: skip
+    if expected == "a whole number" and (instead := _options(path)):
+        expected = f"{', '.join(map(str, instead))} or {expected}"
     if expected:
         return f"expected {expected}, found {named(value)}", _type_fix(kind, value, path)
     limits = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),

@@ -182,13 +182,15 @@ def _train(config: Sections) -> Iterator[Finding]:
 def _memory(config: Sections) -> Iterator[Finding]:
     """What shrinks and what it needs."""
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
-    if optimizer.master != "fp32" and train.precision == "fp32":
-        found = f"master {optimizer.master} makes a BF16 model, which does not compute in fp32"
+    other = train.precision in ("fp16", "fp32")
+    if optimizer.master != "fp32" and other:
+        found = f"master {optimizer.master} makes a BF16 model, which does not compute in {train.precision}"
         fix = "use `precision: auto` or `bf16`, or `master: fp32`"
         yield finding("train.precision", found, fix, "optimizer.master")
-    if train.gather == "bf16" and train.precision == "fp32":
-        found = "weights that are gathered in BF16 do not compute in fp32"
+    if train.gather == "bf16" and other:
+        found = f"weights that are gathered in BF16 do not compute in {train.precision}"
         yield finding("train.gather", found, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
+    yield from _fp16(config)
     if train.gather == "bf16" and config.lora is not None:
         found = "adapters are gathered as they are stored, and the base is BF16 or codes anyway"
         yield finding("train.gather", found, "remove it, and see lora.dtype", "lora")
@@ -209,6 +211,25 @@ def _memory(config: Sections) -> Iterator[Finding]:
         yield finding(fp8_kept[0], "compiled blocks keep what the compiler decides to keep", fix, "train.compile")
     if train.cuda_graphs:
         yield from _graphs(config)
+
+
+def _fp16(config: Sections) -> Iterator[Finding]:
+    """What FP16 cannot be beside, and the loss scale that is for it alone."""
+    train, scale = config.train, config.train.loss_scale
+    if scale is not None and train.precision != "fp16":
+        found = "only FP16 needs one, whose numbers go from 6e-8 to 65504; BF16 has fp32's range, by as many bits"
+        yield finding("train.loss_scale", found, "remove it, or use `precision: fp16`", "train.precision")
+    if isinstance(scale, int) and scale & (scale - 1):
+        found, below = f"{scale} is no power of two, and would round every gradient", 1 << (scale.bit_length() - 1)
+        yield finding("train.loss_scale", found, f"use {below} or {2 * below}, or dynamic")
+    if train.precision != "fp16":
+        return
+    if config.lora is not None:
+        found = "the base of LoRA is BF16, and adapters compute as it does"
+        yield finding("train.precision", found, "use `precision: auto`, `bf16` or `fp32`, or leave lora out", "lora")
+    if config.optimizer.update == "backward" and not train.clip:
+        found = "a gradient that overflows FP16 would show after other weights of the step were updated"
+        yield finding("optimizer.update", found, "set train.clip, or use `update: step`", "train.precision")
 
 
 def _graphs(config: Sections) -> Iterator[Finding]:

@@ -361,10 +361,17 @@ class TrainSection(Section):
         "0 switches it off.",
     )
     clip: float = Field(default=1.0, ge=0, le=1e9, description="Largest gradient norm; 0 = no clipping.")
-    precision: Literal["auto", "bf16", "fp32"] = Field(
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
         description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
-        "everywhere, and fp32 where fp32 is asked.",
+        "everywhere, and fp32 where fp32 is asked. fp16: 11 bits of significand in place of BF16's 8, and so little "
+        "range that losses are scaled (loss_scale); weights and their gradients stay fp32.",
+    )
+    loss_scale: Literal["dynamic"] | Annotated[int, Field(ge=1, le=2**40)] | None = Field(
+        default=None,
+        description="With precision fp16: what losses are multiplied by before backward, and gradients divided by "
+        "after it, so that FP16 holds them. dynamic: from 65536, halved where gradients overflow (that step is "
+        "skipped), doubled after 2000 steps without; a power of two stays. Absent: dynamic.",
     )
     gather: Literal["stored", "bf16"] = Field(
         default="stored",

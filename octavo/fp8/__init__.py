@@ -15,7 +15,13 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized, dequantiz
 from octavo.fp8.arithmetic.metrics import calc_diff, cosine, saturation, sqnr, underflow
 from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.fp8.dense.delayed import load_scaling_state, move_scaling, reduce_scaling_state, scaling_state
+from octavo.fp8.dense.delayed import (
+    load_scaling_state,
+    move_scaling,
+    reduce_scaling_state,
+    scale_gradient_histories,
+    scaling_state,
+)
 from octavo.fp8.dense.linear import Linear, linear
 from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.invariance import attention as invariant_attention
@@ -150,6 +156,7 @@ __all__ = [
     "saturation",
     "save_plan",
     "scale_from_amax",
+    "scale_gradient_histories",
     "scaling_state",
     "select",
     "shared_scales",

@@ -26,7 +26,7 @@ EVALS = 12  # evaluations that a page lists: the first, and the newest
 BEGINNING, END = 1 << 16, 1 << 18  # bytes of a file that grows with the run
 
 #: what rows hold beside the figures of a step
-_NO_FIGURES = ("step", "skipped", "empty", "zeroed_v")
+_NO_FIGURES = ("step", "skipped", "overflow", "empty", "zeroed_v")
 
 
 class Series:

@@ -390,5 +390,6 @@ def _joined(results: Sequence[StepResult], figures: Mapping[str, Any]) -> StepRe
         tokens=sum(r.tokens for r in results),
         loss_tokens=sum(r.loss_tokens for r in results),
         applied=all(r.applied for r in results),
+        overflow=any(r.overflow for r in results) and all(r.applied or r.overflow for r in results),
         figures=figures,
     )

@@ -322,6 +322,8 @@ def resume(
         say(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # which begins histories of its own
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
+    if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
+        stepper.update.scale.load(scale, start.checkpoint)
     checkpoint.rng.restore(restored.extra, world.rank)
     stepper.resumed(restored.extra)
     before = (restored.ranks, restored.counters["threads"])
@@ -363,6 +365,7 @@ def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path | None:
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
             "pixels": models.pixels_by(job.processor),
+            **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },
         world=job.world,
         trained_only=job.cfg.lora is not None,

@@ -43,7 +43,8 @@ from octavo.train.result import RunResult
 from octavo.train.signals import StopRequest
 from octavo.train.step import Batches, Observe, StepResult
 
-_RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "empty", "aux_loss", "zeroed_v"  # in rows
+#: what some rows have
+_RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
 
 
 @dataclass

@@ -33,7 +33,7 @@ def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
     return LOW.get(asked) if model_dtype(cfg) == torch.float32 else None
 
 
-LOW = {"bf16": torch.bfloat16}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Words of `train.precision` -> what autocast lowers to."""
 
 

@@ -38,6 +38,7 @@ from octavo.train.update import Loss
 
 MOST = 4  # shapes that are captured
 _HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
+_BESIDE = ("keep", "target", "weight", "scale")  # what is held of it and the model does not get
 
 LossAt = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Loss]
 
@@ -73,14 +74,18 @@ class Graphs:
         self._said: set[str] = set()
         self._off = False
 
-    def run(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor) -> Tensor | None:
-        """Forward and backward of a micro-batch by a graph; the parts of its loss. None: this one is to run eagerly."""
+    def run(
+        self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, scale: float | None = None
+    ) -> Tensor | None:
+        """Forward and backward of a micro-batch by a graph; the parts of its loss. None: this one is to run eagerly.
+        ``scale``: what the loss is multiplied by before backward (None: nothing); it may move from step to step."""
         if self._off:
             return None
         if (why := _why_not(batch, target)) is not None:
             self._eagerly(why)
             return None
         given = {"input_ids": batch["input_ids"], "keep": keep, "target": target, "weight": weight}
+        given |= {} if scale is None else {"scale": torch.tensor(scale)}
         given |= {name: value for name, value in batch.items() if name not in _HANDLED}
         key = tuple((name, *value.shape) for name, value in given.items())
         self._seen[key] += 1
@@ -114,10 +119,10 @@ class Graphs:
         held = {name: value.to(self.device, copy=True) for name, value in given.items()}
 
         def work() -> Tensor:
-            inputs = {name: value for name, value in held.items() if name not in ("keep", "target", "weight")}
+            inputs = {name: value for name, value in held.items() if name not in _BESIDE}
             with models.without_masks(self.model):
                 loss = self.loss_at({**inputs, "meta": meta}, held["keep"], held["target"], held["weight"])
-            loss.total.backward()
+            (loss.total * held["scale"] if "scale" in held else loss.total).backward()
             return loss.parts
 
         with self._aside():

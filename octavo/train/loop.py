@@ -47,7 +47,8 @@ _NOT_FINAL = (
     "experts",
     "base",
 )  # of a row, what the result's `final` leaves out
-_WRITTEN = {"eval", "health", "memory", "skipped"}  # rows with one of these are written whatever run.log_every says
+#: rows with one of these are written whatever run.log_every says
+_WRITTEN = {"eval", "health", "memory", "skipped", "overflow"}
 
 
 def run(
@@ -205,15 +206,18 @@ def _step(run: Run, number: int) -> Step:
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
     progress.after(
-        number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0
-    )
+        number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0,
+        result.overflow,
+    )  # fmt: skip
     row: dict[str, Any] = {
         "step": number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
         "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
         "seconds": seconds, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }  # fmt: skip
     if not result.applied:
-        row["skipped"] = True
+        row["overflow" if result.overflow else "skipped"] = True
+    if result.loss_scale is not None:
+        row["loss_scale"] = result.loss_scale
     if not result.loss_tokens:
         row["empty"] = True  # its loss of 0 is that of no token
     if result.aux_loss is not None:
@@ -251,7 +255,7 @@ def _result(run: Run, stopped: bool) -> RunResult:
         dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
         final={key: value for key, value in run.row.items() if key not in _NOT_FINAL},
         eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
-        skipped=run.job.progress.skipped, seconds=run.job.progress.seconds,
+        skipped=run.job.progress.skipped, overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
         signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
     )  # fmt: skip
     if stopped:

@@ -76,6 +76,8 @@ def _figures(row: Mapping[str, Any]) -> str:
         parts += [f"lr {row['lr']:.2e}", f"{row['tokens_per_s']:.0f} tokens/s"]
     if row.get("skipped"):
         parts.append("skipped: not finite")
+    if row.get("overflow"):
+        parts.append("skipped: FP16 overflow")
     if "eval" in row:
         found = row["eval"]
         exact = f", exact match {found['exact_match']:.1%} of {found['questions']}" if "exact_match" in found else ""

@@ -24,6 +24,7 @@ class RunResult:
     gain     what FP8 gained, where run.gain_steps asked for it; {"failed": why, "step"} without the memory for it
     base     of a frozen base: how many weights, that they are what they were, what its FP8 codes take (see base.json)
     skipped  steps that were not applied because loss or gradient were not finite
+    overflowed    steps that were not applied because gradients overflowed FP16, and the loss scale fell
     seconds  of training, all sessions of the run together
     signal   the signal that stopped it, None: a callback did
     """
@@ -38,6 +39,7 @@ class RunResult:
     gain: Mapping[str, Any] | None = None
     base: Mapping[str, Any] | None = None
     skipped: int = 0
+    overflowed: int = 0
     seconds: float = 0.0
     signal: int | None = None
 

@@ -38,8 +38,9 @@ PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
 # What a run notes in its checkpoints and takes from there without asking.
 _COUNTERS = {
     **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), reading.COUNT),
-    **dict.fromkeys(("tokens", "skipped", "in_a_row", "learnt"), reading.COUNT),
+    **dict.fromkeys(("tokens", "skipped", "in_a_row", "overflowed", "learnt"), reading.COUNT),
     "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
+    "loss_scale": {"value!": reading.FINITE, "good!": reading.COUNT},
     "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
 }  # fmt: skip
 
@@ -48,8 +49,8 @@ _COUNTERS = {
 class Progress:
     """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window`,
     number in it (`pack`) and the checksum of that window's packs (`packs`), `tokens` seen, `skipped` steps that were
-    not finite (`in_a_row` of them just now), `learnt` the last step that held a token with a loss, `seconds` of
-    training, `health` the last FP8 health summary."""
+    not finite (`in_a_row` of them just now), `overflowed` those whose gradients overflowed FP16, `learnt` the last step
+    that held a token with a loss, `seconds` of training, `health` the last FP8 health summary."""
 
     step: int = 0
     rows: int = 0
@@ -59,6 +60,7 @@ class Progress:
     tokens: int = 0
     skipped: int = 0
     in_a_row: int = 0
+    overflowed: int = 0
     learnt: int = 0
     seconds: float = 0.0
     health: Mapping[str, float] = field(default_factory=dict)
@@ -77,15 +79,18 @@ class Progress:
         seconds: float,
         applied: bool,
         learnt: bool,
+        overflow: bool = False,
     ) -> None:
-        """A step is done; `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss."""
+        """A step is done; `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss;
+        `overflow`: it was not applied for the sake of the loss scale, which leaves nothing dead behind."""
         self.step, self.rows = step, rows
         self.window, self.pack, self.packs = place
         self.learnt = step if learnt else self.learnt
         self.tokens += tokens
         self.seconds += seconds
-        self.skipped += not applied
-        self.in_a_row = 0 if applied else self.in_a_row + 1
+        self.skipped += not applied and not overflow
+        self.overflowed += overflow
+        self.in_a_row = 0 if applied else self.in_a_row + (not overflow)
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:

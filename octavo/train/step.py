@@ -5,6 +5,7 @@ What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from octavo.train import compiled, losses
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward
 from octavo.train.graphs import Graphs
+from octavo.train.loss_scale import scaled
 from octavo.train.memory import Memory
 from octavo.train.optim import counting_zeroed, set_lr
 from octavo.train.routing import ExpertLoad
@@ -48,7 +50,8 @@ class StepResult:
     `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
     load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
     zero. `figures`: what else is told of the step, by name, such as the share of `padding` in packs; it goes into the
-    row."""
+    row. `loss_scale`: what losses were multiplied by (None: by nothing); `overflow`: not applied, since gradients
+    overflowed FP16 at that scale, which is smaller from the next step on."""
 
     loss: float
     grad_norm: float
@@ -62,6 +65,8 @@ class StepResult:
     experts: Mapping[str, Any] | None = None
     zeroed: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: float | None = None
+    overflow: bool = False
 
 
 @dataclass
@@ -105,7 +110,7 @@ class Stepper:
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
-                    if graphs and (parts := graphs.run(batch, *self.judged(batch, denominator))) is not None:
+                    if graphs and (parts := self._replayed(graphs, batch, denominator)) is not None:
                         self.update.add(parts)
                         continue
                     share = batch["meta"].tokens / tokens
@@ -121,12 +126,27 @@ class Stepper:
         if self.world.size > 1:
             fp8.reduce_scaling_state(self.model)
         loss, aux = done.parts.tolist()
+        scale, overflow = self._rescale(done.applied, math.isfinite(loss + aux))
         padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
         return StepResult(
             loss, float(done.norm), int(totals[1]), int(totals[2]), done.applied, counts, health, kinds,
             aux if self.balance else None, load.end(self.world) if load else None,
-            int(sum(zeroed)) if zeroed else None, padding,
+            int(sum(zeroed)) if zeroed else None, padding, scale, overflow,
         )  # fmt: skip
+
+    def _replayed(self, graphs: Graphs, batch: dict[str, Any], denominator: float) -> Tensor | None:
+        """A micro-batch by a CUDA graph, where it can be."""
+        scale = self.update.scale
+        return graphs.run(batch, *self.judged(batch, denominator), None if scale is None else scale.value)
+
+    def _rescale(self, applied: bool, finite: bool) -> tuple[float | None, bool]:
+        """(what losses were multiplied by, whether that was too much); the next step's may be another."""
+        if (scale := self.update.scale) is None:
+            return None, False
+        before, overflow = scale.value, scale.after(applied, finite)
+        if scale.value != before:  # delayed scaling compares gradients of steps
+            fp8.scale_gradient_histories(self.model, scale.value / before)
+        return before, overflow
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
         """What of one micro-batch is differentiated, one graph after the other; each has its backward before the next
@@ -179,7 +199,7 @@ class Stepper:
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
         """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
         self.update.free()
-        self.loss(batch, denominator, share).total.backward()
+        scaled(self.loss(batch, denominator, share).total, self.update.scale).backward()
 
     def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens, places of packs], each summed over ranks, those that share rows once: one

@@ -29,9 +29,17 @@ class NotFinite(Callback):
     not finished either: whether its weights still compute, no step has shown."""
 
     def after_step(self, run: Run, step: Step) -> None:
-        if not step.result.applied:
+        result = step.result
+        if result.overflow:
+            scale = run.job.stepper.update.scale
+            assert scale is not None
             run.say(
-                f"step {step.number} skipped: loss {step.result.loss}, gradient norm {step.result.grad_norm}; the "
+                f"step {step.number} skipped: gradients overflowed FP16 at a loss scale of {result.loss_scale:g}; the "
+                f"next step takes {scale.value:g}"
+            )
+        elif not result.applied:
+            run.say(
+                f"step {step.number} skipped: loss {result.loss}, gradient norm {result.grad_norm}; the "
                 "weights stay as they are"
             )
 
@@ -46,9 +54,18 @@ class NotFinite(Callback):
             where = first_source(run.model, repeat, run.world)
         raise TrainError(
             f"{in_a_row} steps in a row, up to step {step.number}, had a loss or a gradient that is not finite: "
-            f"{where}. Lower train.lr, look at the data of these steps, or keep that layer out of FP8 with a rule "
-            "(recipe: off)"
+            f"{where}. {_about_scale(run)}Lower train.lr, look at the data of these steps, or keep that layer out of "
+            "FP8 with a rule (recipe: off)"
         )
+
+
+def _about_scale(run: Run) -> str:
+    """What FP16 has to do with it."""
+    if (scale := run.job.stepper.update.scale) is None:
+        return ""
+    if not scale.moves and scale.value > 1:
+        return f"Losses are multiplied by {scale.value:g} (train.loss_scale); lower it, or use dynamic. "
+    return "FP16 holds nothing beyond 65504, and the loss is not scaled up any more: use train.precision: bf16. "
 
 
 class NothingToLearn(Callback):

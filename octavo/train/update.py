@@ -18,10 +18,11 @@ from torch.nn.utils import clip_grads_with_norm_
 from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.optim import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
-from octavo.fp8.weights import full, mesh_of
+from octavo.fp8.weights import full, mesh_of, plain
 from octavo.parallel import World
 from octavo.train import critic
 from octavo.train.errors import TrainError
+from octavo.train.loss_scale import LossScale, scaled, undoing
 from octavo.train.optim import trained
 
 
@@ -43,7 +44,10 @@ class Outcome(NamedTuple):
 
 
 class Update(Protocol):
+    """``scale``: what losses are multiplied by before backward, and gradients divided by after it (None: neither)."""
+
     optimizer: torch.optim.Optimizer
+    scale: LossScale | None
 
     def backward(self, loss: Loss) -> None:
         """The backward of one micro-batch of a step."""
@@ -70,11 +74,12 @@ def check_update(cfg: Config, world: World) -> None:
 
 def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
     """The way that `optimizer.update` asks for."""
+    scale = LossScale.of(cfg)
     if cfg.optimizer.update == "step":
         apart = cfg.lora is not None and critic.wanted(cfg)
-        return AfterBackward(optimizer, model, cfg.train.clip, world, critic.parameters(model) if apart else ())
+        return AfterBackward(optimizer, model, cfg.train.clip, world, critic.parameters(model) if apart else (), scale)
     assert isinstance(optimizer, fp8.AdamW)
-    return InBackward(optimizer, model, cfg.train.clip, world)
+    return InBackward(optimizer, model, cfg.train.clip, world, scale)
 
 
 class AfterBackward:
@@ -83,13 +88,14 @@ class AfterBackward:
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World,
-        apart: Sequence[nn.Parameter] = (),
+        apart: Sequence[nn.Parameter] = (), scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         self.optimizer, self.model, self.clip, self.world, self.apart = optimizer, model, clip, world, apart
+        self.scale = scale
         self._parts: Tensor | None = None
 
     def backward(self, loss: Loss) -> None:
-        loss.total.backward()
+        scaled(loss.total, self.scale).backward()
         self.add(loss.parts)
 
     def add(self, parts: Tensor) -> None:
@@ -101,13 +107,14 @@ class AfterBackward:
         assert self._parts is not None
         parts, self._parts = self.world.sum(self._parts), None
         ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.apart else None
-        norm = gradient_norm(trained(self.model)) if ours is not None else self._clipped()
+        undo = undoing(self.scale)
+        norm = gradient_norm(trained(self.model)) * undo if ours is not None else self._clipped(undo)
         if self.apart:
             other = _limited(self.apart, self.clip)
             norm = torch.where(other.isfinite(), norm, other)
         applied = bool(parts.isfinite().all() & norm.isfinite())
         if applied and ours is not None:  # clipped inside the update, without a pass over the gradients
-            ours.step(factor=clip_factor(norm, self.clip) if self.clip else None)
+            ours.step(factor=clip_factor(norm, self.clip, undo))
         elif applied:
             self.optimizer.step()
         return Outcome(parts, norm, applied)
@@ -115,7 +122,9 @@ class AfterBackward:
     def free(self) -> None:
         pass
 
-    def _clipped(self) -> Tensor:
+    def _clipped(self, undo: float) -> Tensor:
+        if undo != 1:
+            torch._foreach_mul_([plain(p.grad) for p in trained(self.model) if p.grad is not None], undo)
         apart = {id(p) for p in self.apart}
         return _limited([p for p in trained(self.model) if id(p) not in apart], self.clip)
 
@@ -139,8 +148,10 @@ def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
 class InBackward:
     """Update each weight in backward; see :class:`octavo.fp8.optim.in_backward.UpdateInBackward`."""
 
-    def __init__(self, optimizer: fp8.AdamW, model: nn.Module, clip: float, world: World) -> None:
-        self.optimizer, self.clip, self.world = optimizer, clip, world
+    def __init__(
+        self, optimizer: fp8.AdamW, model: nn.Module, clip: float, world: World, scale: LossScale | None = None
+    ) -> None:
+        self.optimizer, self.clip, self.world, self.scale = optimizer, clip, world, scale
         self._updating = UpdateInBackward(optimizer, model)
         self._done: Outcome | None = None
 
@@ -150,8 +161,9 @@ class InBackward:
         if not bool(parts.isfinite().all()):
             self._done = Outcome(parts, torch.full((), math.nan), False)
             return
+        total, undo = scaled(loss.total, self.scale), undoing(self.scale)
         try:
-            done = self._updating.run(lambda retain: loss.total.backward(retain_graph=retain), self.clip)
+            done = self._updating.run(lambda retain: total.backward(retain_graph=retain), self.clip, undo)
         except PartialUpdate as error:
             raise TrainError(str(error)) from error
         self._done = Outcome(parts, done.norm, done.applied)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo import fp8, models, train
 from octavo.fp8 import observe
 from octavo.parallel import World
-from octavo.train import graphs, planning
+from octavo.train import graphs, loss_scale, planning
 from octavo.train.errors import TrainError
 from octavo.train.graphs import Graphs
 from octavo.train.rundir import read_rows
@@ -62,11 +62,13 @@ def counting(tmp_path: Path, place: Path) -> str:
     return f"[{{path: {tmp_path / 'rows.json'}}}]"
 
 
+@pytest.mark.parametrize("precision", ["auto", "fp16"])
 @pytest.mark.parametrize("model", ["text", "tiny"])
 def test_losses_counts_and_weights_are_those_without_graphs(
-    make, place: Path, counting: str, model: str, monkeypatch: pytest.MonkeyPatch
+    make, place: Path, counting: str, model: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two micro-batches a step; steps 1, 4, 5 and 8 are looked into, in step 2 the second one is captured."""
+    """Two micro-batches a step; steps 1, 4, 5 and 8 are looked into, in step 2 the second one is captured. In FP16 with
+    a loss scale that doubles every two steps."""
     made: list[Graphs] = []
 
     class Here(Graphs):
@@ -76,16 +78,18 @@ def test_losses_counts_and_weights_are_those_without_graphs(
 
     monkeypatch.setattr(graphs, "Graphs", Here)
     monkeypatch.setattr(graphs, "why_never", lambda *_: None)
+    monkeypatch.setattr(loss_scale, "INTERVAL", 2)
     freeze = "model.freeze=[image_encoder, image_projector]" if model == "tiny" else "model.freeze=[]"
     over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4",
-            "run.hf=true", "train.steps=8")  # fmt: skip
+            "run.hf=true", "train.steps=8", f"train.precision={precision}")  # fmt: skip
     found = []
     for on in ("false", "true"):
         with fp8.count_gemms() as counts:
             result = train.run(make(*over, f"train.cuda_graphs={on}", dir=on))
-        rows = [(r["loss"], r["grad_norm"]) for r in read_rows(result.dir / "metrics.jsonl")]
+        rows = [(r["loss"], r["grad_norm"], r.get("loss_scale")) for r in read_rows(result.dir / "metrics.jsonl")]
         found.append((rows, dict(counts.calls), dict(counts.flops), dict(counts.expected), dict(counts.ran)))
     assert made[0].replays == 1 + 2 * 3, "one in step 2, all in steps 3, 6 and 7"
+    assert found[0][0][7][2] == (65536 * 2**3 if precision == "fp16" else None)
     for without, with_graphs in zip(*found, strict=True):
         assert without == with_graphs
     hf = [(Path(make(dir=on).run.dir) / "hf" / "model.safetensors").read_bytes() for on in ("false", "true")]

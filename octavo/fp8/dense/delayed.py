@@ -281,6 +281,14 @@ def reduce_scaling_state(model: nn.Module, group: Any = None) -> None:
             row.copy_(reduced.view_as(row))
 
 
+def scale_gradient_histories(model: nn.Module, factor: float) -> None:
+    """Let the histories of dy be those of gradients ``factor`` times as large: where a loss is scaled before backward,
+    and by another factor from now on. A power of two changes no code then."""
+    for name, row in _named(model).items():
+        if name.rpartition(".")[2].startswith(PREFIX + "dy"):
+            row.mul_(factor)
+
+
 def _named(model: nn.Module) -> dict[str, Tensor]:
     """The histories of x and dy by the names that buffers would have. What recomputation notes serves one step only."""
     return {

@@ -90,12 +90,13 @@ class UpdateInBackward:
         self._wrote = False
         self._hook()
 
-    def run(self, backward: Callable[[bool], None], clip: float = 0.0) -> Updated:
+    def run(self, backward: Callable[[bool], None], clip: float = 0.0, undo: float = 1.0) -> Updated:
         """One step: ``backward(retain)`` must run the backward of the step's one loss, with ``retain_graph=retain``.
 
         Args:
             backward: called twice where ``clip > 0``, first with True; else once, with False.
             clip: the largest norm that gradients may have together; 0: any.
+            undo: what gradients are multiplied by before all else, where the loss was scaled.
 
         Waits for the device once, to know whether the norm is finite. Raises PartialUpdate where a gradient was not
         finite, and with ``clip=0`` some weights had been written; RuntimeError where a parameter got a second gradient
@@ -112,14 +113,14 @@ class UpdateInBackward:
             raise ValueError(f"Gradients cannot be clipped to a norm of {clip}; use a positive one, or 0 for none.")
         norms: dict[int, Tensor] = {}
         if not clip:
-            return self._one_pass(backward, parameters, norms)
+            return self._one_pass(backward, parameters, norms, undo)
         before = delayed.scaling_state(self._model) if self._model is not None else {}
         with self._pass(lambda p: norms.__setitem__(id(p), _norm(p))):
             backward(True)
-        norm = _total(parameters, norms)
+        norm = _total(parameters, norms) * undo
         if not bool(norm.isfinite()):
             return Updated(norm, False)
-        factor = clip_factor(norm, clip)
+        factor = clip_factor(norm, clip, undo)
         if before and self._model is not None:  # the same scales again, and one entry a step
             delayed.load_scaling_state(self._model, before)
         with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.muted():
@@ -134,7 +135,7 @@ class UpdateInBackward:
         self._hooks.clear()
 
     def _one_pass(
-        self, backward: Callable[[bool], None], parameters: list[nn.Parameter], norms: dict[int, Tensor]
+        self, backward: Callable[[bool], None], parameters: list[nn.Parameter], norms: dict[int, Tensor], undo: float
     ) -> Updated:
         watch = _Watch()
 
@@ -142,13 +143,13 @@ class UpdateInBackward:
             norms[id(p)] = _norm(p)
             watch.add(norms[id(p)])
             if not watch.stopped():
-                self.optimizer.update([p], None)
+                self.optimizer.update([p], None if undo == 1 else undo)
                 self._wrote = True
 
         self._wrote = False
         with self._pass(update):
             backward(False)
-        norm = _total(parameters, norms)
+        norm = _total(parameters, norms) * undo
         if not bool(norm.isfinite()):
             raise PartialUpdate(
                 f"The gradient norm of this step is {float(norm)}, and without clipping update in backward learns of "
@@ -251,9 +252,13 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return _total(parameters, {id(p): _norm(p) for p in parameters if p.grad is not None})
 
 
-def clip_factor(norm: Tensor, clip: float) -> Tensor:
-    """What multiplies every gradient so that their norm does not exceed ``clip``, as ``clip_grad_norm_`` has it."""
-    return (clip / (norm + 1e-6)).clamp(max=1.0)
+def clip_factor(norm: Tensor, clip: float, undo: float = 1.0) -> Tensor | float | None:
+    """What multiplies every gradient so that their norm does not exceed ``clip``, as ``clip_grad_norm_`` has it (0: any
+    norm). ``undo``: what makes them those that ``norm`` is of, where the loss was scaled. None: nothing does."""
+    if not clip:
+        return None if undo == 1 else undo
+    factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+    return factor if undo == 1 else factor * undo
 
 
 _PART = 1 << 20  # elements

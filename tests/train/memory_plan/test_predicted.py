@@ -76,6 +76,8 @@ RUNS = [
     pytest.param(("fp8.recipe=off",), marks=long),
     pytest.param(("fp8.recipe=rowwise", "model.freeze=[image_encoder]", "train.precision=bf16"), marks=long),
     pytest.param(("fp8.recipe=mxfp8", "fp8.param=true"), marks=long),
+    pytest.param(("train.precision=fp16", "train.loss_scale=64", "train.logits=full"), marks=long),
+    pytest.param(("train.precision=fp16", "train.loss_scale=64", "fp8.activations=fp8"), marks=long),
 ]
 
 
@@ -84,6 +86,12 @@ def test_a_run_counts_what_was_predicted(make, overrides) -> None:
     cfg = make(*ONE, *overrides)
     train.run(cfg)
     agree(counted(cfg), predicted(cfg))
+
+
+def test_fp16_takes_the_bytes_of_bf16(make) -> None:
+    low, other = (predicted(make(*ONE, f"train.precision={p}")) for p in ("fp16", "bf16"))
+    assert low.kinds == other.kinds and low.parts == other.parts
+    assert low.kinds["activations"] < predicted(make(*ONE)).kinds["activations"]
 
 
 FAMILIES = (
