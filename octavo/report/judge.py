@@ -231,7 +231,7 @@ def _complete(run: Run, record: RunRecord) -> list[Check]:
         shown = f"after step {last_step(record)} of {planned}"
         return [Check("training", "Training failed", run.label, None, shown, "reaches its end", FAIL, record.failure)]
     return [
-        rows.check_skipped(run.label, record.skipped, int(record.steps[-1]), planned),
+        rows.check_skipped(run.label, record.skipped, int(record.steps[-1]), planned, record.overflowed),
         rows.check_recorded(run.label, record.steps, run.cfg.run.log_every, planned),
     ]
 
@@ -319,6 +319,7 @@ def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, An
         "speed_ratio": record.speed / reference.speed,
         "memory": dict(record.memory),
         "skipped": list(record.skipped),
+        "overflowed": list(record.overflowed),
         "health_steps": list(record.health_steps),
         "health": [
             {"layer": h.layer, "sqnr": dict(h.sqnr), "underflow": dict(h.underflow), "saturation": dict(h.saturation),

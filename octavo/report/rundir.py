@@ -84,7 +84,8 @@ class RunRecord:
     with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
     nobody did; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
     ``exact_match``, ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without;
-    ``completions`` are the rows of ``completions.jsonl``."""
+    ``completions`` are the rows of ``completions.jsonl``. ``skipped``: steps whose loss or gradient was not finite;
+    ``overflowed``: those whose gradients overflowed FP16, after which the loss scale fell."""
 
     directory: Path
     steps: np.ndarray
@@ -106,6 +107,7 @@ class RunRecord:
     rates: np.ndarray = field(default_factory=lambda: np.array([]))
     figures: Mapping[str, np.ndarray] = field(default_factory=dict)
     completions: tuple[Mapping[str, Any], ...] = ()
+    overflowed: tuple[int, ...] = ()
 
     @property
     def mean_loss(self) -> float:
@@ -144,6 +146,7 @@ def read(directory: str | Path) -> RunRecord:
             "Run it again, or delete the directory"
         )
     skipped = tuple(int(row["step"]) for row in trained if row.get("skipped"))
+    overflowed = tuple(int(row["step"]) for row in trained if row.get("overflow"))
     measured = [row for row in rows if row.get("health")]
     evals = [row["eval"] for row in rows if row.get("eval")]
     zeroed = [int(row["zeroed_v"]) for row in trained if "zeroed_v" in row]
@@ -156,9 +159,10 @@ def read(directory: str | Path) -> RunRecord:
         rates=_column(trained, "lr"),
         tokens_per_s=_column(trained, "tokens_per_s"),
         skipped=skipped,
+        overflowed=overflowed,
         zeroed=sum(zeroed) if zeroed else None,
         memory=_memory(trained),
-        health=layer_health([row["health"] for row in measured if int(row["step"]) not in skipped]),
+        health=layer_health([row["health"] for row in measured if int(row["step"]) not in (*skipped, *overflowed)]),
         health_steps=tuple(int(row["step"]) for row in measured),
         eval=result.get("eval") or (evals[-1] if evals else None),
         plan=json_of(directory / "plan.json"),

@@ -82,7 +82,7 @@ def _learned_nothing(record: RunRecord, trial: Trial) -> str:
 
 def changed_nothing(record: RunRecord) -> str:
     """Why no step can have changed a weight; empty where some did."""
-    applied = ~np.isin(record.steps, record.skipped)
+    applied = ~np.isin(record.steps, (*record.skipped, *record.overflowed))
     if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
         return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
     return ""

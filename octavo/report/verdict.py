@@ -198,13 +198,16 @@ def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{of_all}")
 
 
-def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int) -> Check:
+def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, overflowed: Sequence[int] = ()) -> Check:
     """Steps whose loss or gradient was not finite, and whether the run reached its last step.
 
     Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training that was compared.
+    ``overflowed``, by which a loss scale finds its value in FP16, count as skipped beyond 1 % alone.
     """
     name, title = "skipped_steps", "Steps skipped"
     threshold = f"none; fails above {100 * SKIPPED_WARN:g} %, or where the run did not end"
+    if len(overflowed) > SKIPPED_WARN * steps:
+        skipped, overflowed = sorted((*skipped, *overflowed)), ()
     shown = f"{len(skipped)} of {steps}"
     if steps < planned:
         say = f"the run ended at step {steps} of {planned}"
@@ -214,7 +217,8 @@ def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int) ->
         say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
         status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
         return Check(name, title, run, float(len(skipped)), shown, threshold, status, say)
-    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied")
+    but = f" but {len(overflowed)}, whose gradients overflowed FP16 until the loss scale fell" if overflowed else ""
+    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied{but}")
 
 
 def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Check:

@@ -61,6 +61,7 @@ def write_run(
     tokens: int = 1000,
     speed: float = 5000.0,
     skipped: tuple[int, ...] = (),
+    overflowed: tuple[int, ...] = (),
     status: str = "finished",
     memory: dict[str, int] | None = None,
     zeroed: int | None = None,
@@ -80,6 +81,8 @@ def write_run(
         row |= {key: float(values[step - 1]) for key, values in (figures or {}).items()}
         if step in skipped:
             row["skipped"] = True
+        if step in overflowed:
+            row["overflow"] = True
         if zeroed is not None and step == 1:
             row["zeroed_v"] = zeroed
         if tables and step in tables:

@@ -44,6 +44,14 @@ def test_health_of_a_skipped_step_does_not_count(tmp_path: Path) -> None:
     assert record.mean_loss == 1.0
 
 
+def test_health_of_a_step_that_overflowed_fp16_does_not_count(tmp_path: Path) -> None:
+    """Its dy held infinities, and the loss scale fell for it; the run has finished all the same."""
+    tables = {1: health(), 2: health(nan_codes=4)}
+    record = read(write_run(tmp_path / "run", np.array([1.0, 2.0]), tables=tables, overflowed=(2,)))
+    assert (record.skipped, record.overflowed, record.finished) == ((), (2,), True)
+    assert sum(h.nan_codes for h in record.health) == 0 and record.mean_loss == 1.5
+
+
 def test_infinite_sqnr_and_missing_cosine(tmp_path: Path) -> None:
     table = {"a": {"x": {"sqnr": math.inf, "underflow": 0.0, "saturation": 0.0}, "nan_codes": 0}}
     (layer,) = read(write_run(tmp_path / "run", losses(2), tables={1: table})).health

@@ -120,6 +120,9 @@ def test_skipped_steps() -> None:
     assert some.status == WARN and "7, 9" in some.sentence
     assert rows.check_skipped("FP8", (7, 9, 11), 200, 200).status == FAIL
     assert rows.check_skipped("FP8", range(1, 101, 2), 100, 100).status == FAIL
+    scaled = rows.check_skipped("FP8", (), 200, 200, overflowed=(1, 2))
+    assert scaled.status == PASS and "but 2, whose gradients overflowed FP16" in scaled.sentence
+    assert rows.check_skipped("FP8", (), 200, 200, overflowed=(1, 2, 3)).status == FAIL
     short = rows.check_skipped("FP8", (), 41, 100)
     assert short.status == FAIL and "step 41 of 100" in short.sentence
 

@@ -195,6 +195,19 @@ def test_no_fp8_code_depends_on_a_scale_that_is_a_power_of_two(recipe: str, low:
         assert torch.equal(dx[normal], other[normal])
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_health_of_scaled_gradients_is_that_of_plain_ones(recipe: str):
+    torch.manual_seed(0)
+    layer, x, dy = nn.Sequential(nn.Linear(128, 96)), torch.randn(160, 128), torch.randn(160, 96) ** 9
+    fp8.apply(layer, fp8.plan(layer, recipe))
+    tables = []
+    for factor in (1, 2**20):
+        with fp8.health() as found:
+            layer(x.clone().requires_grad_()).backward(dy * factor)
+        tables.append(found.table())
+    assert tables[0] == tables[1] and tables[0]["0"]["dy"]["underflow"] > 0
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
