@@ -98,7 +98,7 @@ def conclude(result: Any) -> None:
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
     if result.overflowed:
-        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped, each with half the loss scale from then on"
+        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped, each with half the scale from then on"
     print(f"{result.status} after step {result.steps}: {result.dir}")
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():

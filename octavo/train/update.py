@@ -108,7 +108,7 @@ class AfterBackward:
         parts, self._parts = self.world.sum(self._parts), None
         ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.apart else None
         undo = undoing(self.scale)
-        norm = gradient_norm(trained(self.model)) * undo if ours is not None else self._clipped(undo)
+        norm = gradient_norm(trained(self.model)) * undo if ours is not None else self._clipped()
         if self.apart:
             other = _limited(self.apart, self.clip)
             norm = torch.where(other.isfinite(), norm, other)
@@ -122,9 +122,11 @@ class AfterBackward:
     def free(self) -> None:
         pass
 
-    def _clipped(self, undo: float) -> Tensor:
-        if undo != 1:
-            torch._foreach_mul_([plain(p.grad) for p in trained(self.model) if p.grad is not None], undo)
+    def _clipped(self) -> Tensor:
+        """The norm of all gradients, which are those of the loss from here on, scaled down to the limit."""
+        found = [] if self.scale is None else [plain(p.grad) for p in trained(self.model) if p.grad is not None]
+        if found:
+            torch._foreach_mul_(found, undoing(self.scale))
         apart = {id(p) for p in self.apart}
         return _limited([p for p in trained(self.model) if id(p) not in apart], self.clip)
 

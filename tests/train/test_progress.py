@@ -77,12 +77,13 @@ def test_tensorboard_has_a_figure_under_one_name(tmp_path: Path) -> None:
 def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None:
     def closing(final: dict) -> str:
         ended = {"status": "finished", "steps": 3, "dir": "run", "eval": None, "gain": None, "skipped": 0}
+        ended["overflowed"] = 2
         conclude(SimpleNamespace(final=final, **ended))
         return capsys.readouterr().out
 
     assert "reward " in (said := closing(RL)) and "loss" not in said and "rollout_tokens_per_s" in said
     assert "rewards/accuracies  0.75" in (said := closing(PAIRS)) and "loss" in said and "rewards/margins" in said
-    assert "reward" not in closing(SFT)
+    assert "reward" not in (said := closing(SFT)) and "FP16 overflows  2 steps skipped" in said
 
 
 @pytest.mark.parametrize(
