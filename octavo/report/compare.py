@@ -18,20 +18,23 @@ configuration is refused (or, with ``fresh``, made again).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from octavo import atomic, reading
 from octavo.config import Config
 from octavo.config.phases import BEYOND_SFT
-from octavo.report import claims, outcomes
-from octavo.report.claims import LEAST_FORK, HeldOut
+from octavo.report.claims import HeldOut
+from octavo.report.design import Design, design
 from octavo.report.judge import Verdict, judge
-from octavo.report.reuse import check_reusable, clear, finished, same_files
+from octavo.report.power import Estimate
+from octavo.report.reuse import clear, finished, same_files
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
-from octavo.report.runs import runs_of
 from octavo.report.trial import Run, Trial
 
 FORKS = 3  # in each precision, where losses decide
@@ -45,22 +48,26 @@ def compare(
     fresh: bool = False,
     jobs: int = 1,
     nproc: int = 1,
-    savings: bool = True,
+    savings: bool | None = None,
     forks: int | None = None,
     seeds: int = 1,
     accuracy_margin: float | None = None,
+    factorial: Sequence[str] = (),
     tell: Callable[[Any], Iterable[str]] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
     ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the runs that
-    tell what each memory saving cost, where the trial is of one recipe and has any on. ``console`` is a rich console
-    (None: silent). ``jobs`` runs train at a time, more than one in processes of their own (a CPU's cores; a GPU serves
-    one); or one after the other, each over ``nproc`` processes of this machine. ``forks`` from high precision's
-    checkpoint at two thirds, in each precision (0: none; None: 3, and none in the phases rl and preference, whose
-    losses decide nothing); ``seeds`` whole runs in each precision, of which one makes no interval. ``accuracy_margin``:
-    a share, how much lower FP8's may be (None: 0.01, in those phases 0.02). ``tell`` makes the lines about the plan,
+    tell what each memory saving cost, where the trial is of one recipe and has any on (None: unless it is factorial,
+    which has none on). ``console`` is a rich console (None: silent). ``jobs`` runs train at a time, more than one in
+    processes of their own (a CPU's cores; a GPU serves one); or one after the other, each over ``nproc`` processes of
+    this machine. ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none; None: 3, and
+    none in a factorial trial or in the phases rl and preference, whose losses decide nothing); ``seeds`` whole runs in
+    each precision, of which one makes no interval. ``accuracy_margin``: a share, how much lower FP8's may be (None:
+    0.01, in those phases 0.02). ``factorial`` names two to four components: every combination of them is trained in FP8
+    with ``seeds`` seeds, and the effect of each judged (``docs/trials.md``). ``tell`` makes the lines about the plan,
     told once, before the first run (None: `octavo.train.summary.summary`).
+    What the trial can be expected to decide is said before the first run (:mod:`octavo.report.design`).
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
@@ -72,9 +79,8 @@ def compare(
             f"compare was started on {ranks} processes; it runs in one. Start it without torchrun; `octavo "
             "compare FILE --nproc N` trains each run over N processes"
         )
-    beyond = cfg.train.phase in BEYOND_SFT
     if forks is None:
-        forks = 0 if beyond else FORKS
+        forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else FORKS
     if jobs > 1 and nproc > 1:
         raise ReportError(
             f"jobs={jobs} and nproc={nproc}: runs train beside each other, or each over several processes; give one"
@@ -82,46 +88,51 @@ def compare(
     if min(jobs, seeds, nproc) < 1 or forks < 0:
         asked = f"jobs={jobs}, nproc={nproc}, seeds={seeds}, forks={forks}"
         raise ReportError(f"{asked}: forks are at least 0, the others at least 1")
-    if beyond and forks:
-        raise ReportError(
-            f"forks={forks}: they hold losses against each other, and in phase {cfg.train.phase} losses decide "
-            "nothing. Leave forks out; --seeds 3 trains whole runs of several seeds"
-        )
-    if accuracy_margin is None:
-        accuracy_margin = (outcomes if beyond else claims).ACCURACY_MARGIN
-    from octavo.train import base
-
-    cfg, directory = base.counted(base.settled(cfg)), Path(directory)
-    runs = runs_of(cfg, recipes, directory, savings, forks, seeds)
+    if savings is None:
+        savings = not factorial
+    of = design(
+        cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
+        factorial=factorial, fresh=fresh,
+    )  # fmt: skip
+    plans = [plan for run in of.runs for plan in _planned(run, fresh)]  # refuse before the first run has cost minutes
     if fresh:
-        clear(directory)
-    plans: list[Any] = []
-    for run in runs:  # refuse before the first run has cost minutes
-        check_reusable(run)
-        plans += _planned(run)
-    same_files(cfg, directory)
-    no_forks = "" if not forks else _why_no_forks(runs)
-    if no_forks:
-        runs = [run for run in runs if run.kind != "fork"]
+        clear(of.directory)
+    same_files(of.cfg, of.directory)
+    of = replace(of, expected=_said_first(of))
     from octavo.report.page import write
 
-    more = [(sum(run.kind == kind for run in runs), word) for kind, word in (("saving", "to tell what each memory "
-            "saving costs"), ("fork", "forks of high precision"))]  # fmt: skip
+    for line in of.lines:
+        _say(console, line)
+    more = [(sum(run.kind == kind for run in of.runs), word) for kind, word in (("saving", "to tell what each memory "
+            "saving costs"), ("cell", "cells"), ("fork", "forks of high precision"))]  # fmt: skip
     told = [f"{count} of them {word}" for count, word in more if count]
-    _say(console, f"{', '.join([f'{len(runs)} runs', *told])}; they are in {directory / 'arms'}")
+    _say(console, f"{', '.join([f'{len(of.runs)} runs', *told])}; they are in {of.directory / 'arms'}")
     if console is not None:
         from octavo.train.summary import summary
 
         for line in (line for plan in plans for line in (tell or summary)(plan)):
             _say(console, line)
     started = time.monotonic()
-    records = _trained(runs, jobs, console, nproc)
-    held = _held_out(cfg, records, directory, console, seeds)
-    trial = Trial(held, 0 if no_forks else forks, no_forks, seeds, accuracy_margin, jobs)
+    records = _trained(of.runs, jobs, console, nproc)
+    held = _held_out(of.cfg, records, of.directory, console, seeds)
+    trial = Trial(held, of.forks, of.no_forks, seeds, of.accuracy_margin, jobs, of.expected, of.factors, of.left_out)
     verdict = judge(records, trial)
-    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], directory / "report")
-    _say(console, f"{len(runs)} runs in {time.monotonic() - started:.0f} s")
+    write(verdict, [(run, record) for run, record in records if run.kind != "fork"], of.directory / "report")
+    _say(console, f"{len(of.runs)} runs in {time.monotonic() - started:.0f} s")
     return verdict
+
+
+def _said_first(of: Design) -> tuple[Estimate, ...]:
+    """What was expected when this design began: a trial that goes on has runs of its own by then, and what these show
+    was not expected. Noted here where it begins."""
+    file = of.directory / "power.json"
+    designs = reading.read_json(file, ReportError)["designs"] if file.exists() else []
+    for one in designs:
+        if one["asked"] == of.asked:
+            return tuple(Estimate(**estimate) for estimate in one["expected"])
+    designs.append({"asked": of.asked, "expected": [asdict(estimate) for estimate in of.expected]})
+    atomic.write_text(file, json.dumps({"designs": designs}, indent=1) + "\n")
+    return of.expected
 
 
 def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
@@ -166,31 +177,12 @@ def _held_out(
     return found
 
 
-def _why_no_forks(runs: Sequence[Run]) -> str:
-    """Why forks cannot be: the run is too short for them, or its checkpoint at two thirds is not there."""
-    from octavo import checkpoint
-
-    fork, reference = (next(run for run in runs if run.kind == kind) for kind in ("fork", "reference"))
-    steps = fork.cfg.train.steps
-    if steps - fork.begins < LEAST_FORK:
-        return (
-            f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "
-            f"train.steps of at least {3 * LEAST_FORK}"
-        )
-    past = max(checkpoint.steps(Path(reference.cfg.run.dir) / "checkpoints"), default=0) >= fork.begins
-    if (past or finished(reference) is not None) and fork.after is not None and not fork.after.is_dir():
-        return (
-            f"{reference.cfg.run.dir} is past step {fork.begins} and kept no checkpoint of it, from which forks go on; "
-            "--fresh trains it again"
-        )
-    return ""
-
-
-def _planned(run: Run) -> list[Any]:
+def _planned(run: Run, fresh: bool) -> list[Any]:
     """The plan of an FP8 run, where it can be made now; raises ``PlanError`` where the model has nothing that the run
     could compute in FP8. A folder without a model is for the first run to tell, and what is measured first is planned
     when that is done."""
-    if run.kind != "fp8" or not (Path(run.cfg.model.path) / "config.json").is_file() or finished(run) is not None:
+    there = (Path(run.cfg.model.path) / "config.json").is_file()
+    if run.kind != "fp8" or not there or (not fresh and finished(run) is not None):
         return []
     from octavo.train import planning
 

@@ -23,7 +23,8 @@ def clear(directory: Path) -> None:
             shutil.rmtree(folder)
     if (directory / "held-out" / "before.json").is_file():
         shutil.rmtree(directory / "held-out")
-    (directory / "files.json").unlink(missing_ok=True)
+    for noted in ("files.json", "power.json"):
+        (directory / noted).unlink(missing_ok=True)
     if (directory / "report" / "report.json").is_file():
         shutil.rmtree(directory / "report")
 

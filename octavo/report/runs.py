@@ -19,12 +19,20 @@ from octavo.report.training import forks_begin
 from octavo.report.trial import Run
 
 HIGH = "high precision"
+_BARE = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}
 
 
 def runs_of(
-    cfg: Config, recipes: Sequence[str] | None, directory: Path, savings: bool = True, forks: int = 0, seeds: int = 1
+    cfg: Config,
+    recipes: Sequence[str] | None,
+    directory: Path,
+    savings: bool = True,
+    forks: int = 0,
+    seeds: int = 1,
+    of: str = "",
 ) -> list[Run]:
-    """The runs of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8."""
+    """The runs of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8. ``of`` names
+    the components that FP8 is of, where the configuration that was asked for has more."""
     own = own_recipe(cfg)
     if recipes is None:
         if own == "off":
@@ -55,7 +63,7 @@ def runs_of(
         chosen = cfg if name == own else with_recipe(cfg, name)
         for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
             runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
-        fp8 = _run_of(chosen, directory, f"fp8-{name}", f"FP8 {name}", "fp8", seed)
+        fp8 = _run_of(chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed)
         runs.append(fp8)
         for s in range(seed + 1, seed + seeds):
             run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
@@ -70,8 +78,7 @@ def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: 
     """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
     begins = reference.cfg.run.milestones[0]
     checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
-    bare = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}
-    bare |= {"fork": str(checkpoint), "start_from": None}
+    bare = _BARE | {"fork": str(checkpoint), "start_from": None}
     cfg = cfg.model_copy(
         update={
             "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0, "keep": 1, "log_every": 1}),
@@ -82,6 +89,14 @@ def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: 
     seed = reference.cfg.run.seed + number
     run = _run_of(cfg, directory, f"fork-{number}-{name}", f"{label}, fork {number + 1}", "fork", seed)
     return replace(run, of="" if fp8 is None else fp8.name, number=number, begins=begins)
+
+
+def cell(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
+    """A cell of a factorial trial: FP8 in these components, trained for its held-out figures alone."""
+    bare = cfg.model_copy(update={"run": cfg.run.model_copy(update=_BARE)})
+    name = f"cell-{'+'.join(parts)}"
+    run = _run_of(bare, directory, f"{name}-seed-{seed}", f"FP8 in {' + '.join(parts)}, seed {seed}", "cell", seed)
+    return replace(run, factors=tuple(parts))
 
 
 def high_precision(cfg: Config) -> Config:

@@ -313,7 +313,7 @@ def verdict(status):
     line = f"{status}: so it is"
     return SimpleNamespace(
         status=status, line=line, lines=[line, "  because"], reasons=("because",), checks=(check,), claims=(),
-        exit_code=VERDICTS[status],
+        exit_code=VERDICTS[status], effects=(), data={"power": [], "factorial": None},
     )  # fmt: skip
 
 
