@@ -105,7 +105,7 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
         ("high-precision", 0, ()), ("high-precision-seed-1", 1, ()),
         ("cell-image_encoder-seed-0", 0, PARTS[:1]), ("cell-foundation-seed-0", 0, PARTS[1:]),
         ("cell-image_encoder-seed-1", 1, PARTS[:1]), ("cell-foundation-seed-1", 1, PARTS[1:]),
-        ("fp8-blockwise-image_encoder+foundation", 0, PARTS), ("fp8-blockwise-image_encoder+foundation-seed-1", 1, PARTS),
+        (f"fp8-blockwise-{BOTH}", 0, PARTS), (f"fp8-blockwise-{BOTH}-seed-1", 1, PARTS),
     ]  # fmt: skip
     assert left_out == (PROJECTOR,)  # nobody named it, so it is in high precision everywhere
     assert side_by_side._in_order(found)[0].kind in ("cell", "fp8")
@@ -252,7 +252,7 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
 
 @pytest.mark.long
 def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
-    """Two steps of real training in each cell: FP8 ran where a cell says, and effects are those of the runs' figures."""
+    """Two steps of real training in each cell: FP8 ran where a cell says, and effects are of the runs' figures."""
     verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=2)
     proofs = {run["name"]: run["proof"].get("shares", {}) for run in verdict.data["arms"]}
     assert proofs["cell-foundation-seed-1"]["foundation"] == 1.0
