@@ -1,13 +1,15 @@
 """The trial, three runs: high precision, high precision with another seed, and FP8, on the same data.
 
+Before the first run it says what it can be expected to decide; --power says that and trains nothing. --factorial trains
+every combination of components in FP8, and tells what each of them costs.
 Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
 3 undecided: nothing speaks against FP8, and the report says what more would decide. More runs can be asked for later:
 those that are there are read.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
   octavo compare run.yaml --forks 3 --savings
-  octavo compare run.yaml --seeds 6 --power                   (what six seeds can be expected to decide; trains nothing)
-  octavo compare run.yaml --factorial image_encoder,foundation --seeds 3       (what each component costs)
+  octavo compare run.yaml --seeds 6 --power
+  octavo compare run.yaml --factorial image_encoder,foundation --seeds 3
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **asked, **how)
     code = conclude(verdict, args.json)
     say = terminal.note if args.json else print
-    for component in report.cells.costly(verdict.checks):
+    for component in report.cells.costly(verdict.effects):
         say(f"{component} costs more than its margin; what of it does: {_bisect(component, args, verdict.data)}")
     say(f"report: {Path(directory) / 'report' / 'report.html'}")
     say(f"next: {_next(code, args, cfg)}")

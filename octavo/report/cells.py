@@ -212,10 +212,7 @@ def document(records: Records, trial: Trial) -> dict[str, Any]:
     return {"components": list(trial.factors), "left_out": list(trial.left_out), "cells": cells, "effects": told}
 
 
-def costly(checks: Sequence[Check]) -> list[str]:
-    """The components that made the training worse, beyond margin and chance."""
-    return list(
-        dict.fromkeys(
-            check.run for check in checks if check.name in EFFECTS and check.status == FAIL and check.figure is not None
-        )
-    )
+def costly(effects_told: Sequence[Check]) -> list[str]:
+    """The components that made the training worse, beyond margin and chance; a trial that failed tells no price."""
+    bad = (check.run for check in effects_told if check.status == FAIL and check.figure is not None)
+    return list(dict.fromkeys(bad))

@@ -200,7 +200,7 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     }  # fmt: skip
     assert told[cells.ACCURACY, "image_encoder"].figure == pytest.approx(-0.05, abs=3e-4)
     assert told[cells.LOSS, "image_encoder"].figure == pytest.approx(0.02, abs=3e-4)
-    assert cells.costly(verdict.checks) == ["image_encoder"] and verdict.exit_code == 1
+    assert cells.costly(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
     assert any("image_encoder: Effect on held-out accuracy" in reason for reason in verdict.reasons)
     assert len(planted) == 12 and not any("interval" in r and " x " in r for r in verdict.reasons)
 
@@ -247,7 +247,7 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     broken = compare(cfg, directory=tmp_path / "two", factorial=PARTS, seeds=2)
     (effect,) = broken.effects
     assert effect.status == "fail" and "FP8 in foundation, seed 0: 10 steps in a row" in effect.sentence
-    assert cells.costly(broken.checks) == []  # which is no price
+    assert cells.costly(broken.effects) == []  # which is no price
 
 
 @pytest.mark.long
