@@ -128,12 +128,7 @@ def factors(text: str | None) -> tuple[str, ...]:
 
 def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
     """The command that a person would want now."""
-    recipe = ["--recipes", args.recipes] if args.factorial and args.recipes else []
-    own = [
-        *recipe,
-        *(["--out", args.out] * bool(args.out)),
-        *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1)),
-    ]
+    own = [*(["--out", args.out] * bool(args.out)), *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1))]
     same = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *own])
     if code == 0:
         return shlex.join(["octavo", "train", args.file, *arguments.overrides(args)])
@@ -142,7 +137,8 @@ def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
     if cfg.train.phase in BEYOND_SFT:
         return f"{same} --seeds {args.seeds + 2}"
     if args.factorial:
-        more = f"--factorial {args.factorial} --seeds {args.seeds + 2}"
+        recipe = ["--recipes", args.recipes] if args.recipes else []
+        more = shlex.join([*recipe, "--factorial", args.factorial, "--seeds", str(args.seeds + 2)])
         return f"do what each undecided claim says above; more seeds are {same} {more}"
     return f"do what each undecided claim says above, then {same} --fresh"
 

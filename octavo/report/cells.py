@@ -164,7 +164,7 @@ def checks_of(records: Records, trial: Trial) -> list[Check]:
     asked = sum(piece["right"] is not None for piece in trial.held.before.pieces) if trial.held else 0
     why = no_answers_to_lose(trial, idle) if trial.held else ""
     if asked * trial.accuracy_margin < 1:
-        why = why or f"one of {asked} held-out questions is more than {points(trial.accuracy_margin)}; ask more"
+        why = why or f"one of {asked} held-out questions is more than the margin; ask more"
     return [*(_checked(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *found]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_runs import GOOD_PROOF, health, losses, plan, write_run
+from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
 
 from octavo.config import Component, load_config, load_config_text, override, to_yaml
 from octavo.data import digits
@@ -124,6 +124,12 @@ def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: 
     saving = override(cfg, ["optimizer.states=fp8"])  # in no cell
     found, _ = cells.runs_of(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert {run.cfg.optimizer.states for run in found} == {"fp32"} and found[-1].name != "fp8-blockwise"
+
+
+def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
+    found, _ = cells.runs_of(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
+    forks = [run for run in found if run.kind == "fork" and run.of]
+    assert [run.of for run in forks] == [f"fp8-blockwise-{BOTH}"] * 2 and fp8_of(forks[1]) == set(PARTS)
 
 
 def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, tmp_path: Path) -> None:
@@ -248,6 +254,17 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     (effect,) = broken.effects
     assert effect.status == "fail" and "FP8 in foundation, seed 0: 10 steps in a row" in effect.sentence
     assert cells.costly(broken.effects) == []  # which is no price
+
+
+def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.held_out.judge_model", lambda *_: judged(0.1, 3.0, questions=80))
+    monkeypatch.setattr("octavo.report.held_out.judge_run", lambda *_, **__: judged(gemms=30, questions=80))
+    cfg = override(cfg, ["train.steps=100"])
+    found = {(c.name, c.run): c for c in compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3).effects}
+    sound = found[cells.ACCURACY, "foundation"]
+    assert sound.status == "undecided" and "one of 80 held-out questions is more than the margin" in sound.sentence
+    assert found[cells.ACCURACY, "image_encoder"].status == "fail" and found[cells.LOSS, "foundation"].status == "pass"
 
 
 @pytest.mark.long
