@@ -2,7 +2,7 @@
 
 Nothing here trains or writes. How far gaps scatter is taken from earlier runs in the same folder, where there are any
 of the kind: two seeds were tried, six are asked for. Else it is assumed to be what it was in runs that were measured;
-every line says which. A spread that two or three gaps showed is itself known to a factor of two, no better.
+every line says which. A spread that two or three gaps showed may be several times too small.
 """
 
 from __future__ import annotations
