@@ -23,9 +23,10 @@ from octavo.config import Config, load_config_text
 from octavo.data import digits
 from octavo.models import tiny
 from octavo.report import figures
-from octavo.report.compare import finished, high_precision
 from octavo.report.judge import Run
+from octavo.report.reuse import finished
 from octavo.report.rundir import RunRecord, read
+from octavo.report.runs import high_precision
 from octavo.report.side_by_side import train_together
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -29,8 +29,9 @@ from octavo.config import Config, to_yaml
 from octavo.config.phases import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
-from octavo.report.compare import own_recipe, same_files
+from octavo.report.reuse import same_files
 from octavo.report.rundir import json_of
+from octavo.report.runs import own_recipe
 from octavo.report.savings import storable, switches
 from octavo.train import base
 

@@ -20,7 +20,7 @@ import numpy as np
 from octavo import atomic, reading, rl, train
 from octavo.config import Config
 from octavo.fp8 import ProofError
-from octavo.report.compare import comparable
+from octavo.report.reuse import comparable
 from octavo.report.rundir import ReportError, RunRecord, read, read_failed
 from octavo.train import TrainError
 

@@ -1,11 +1,15 @@
 """The trial, three runs: high precision, high precision with another seed, and FP8, on the same data.
 
+Before the first run it says what it can be expected to decide; --power says that and trains nothing. --factorial trains
+every combination of components in FP8, and tells what each of them costs.
 Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
 3 undecided: nothing speaks against FP8, and the report says what more would decide. More runs can be asked for later:
 those that are there are read.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
   octavo compare run.yaml --forks 3 --savings
+  octavo compare run.yaml --seeds 6 --power
+  octavo compare run.yaml --factorial image_encoder,foundation --seeds 3
 """
 
 from __future__ import annotations
@@ -45,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=arguments.positive, default=1, metavar="N",
         help="whole runs in each precision, in pairs of one seed (default 1, which makes no interval)",
     )  # fmt: skip
+    parser.add_argument(
+        "--factorial", metavar="A,B",
+        help="two to four components: train every combination of them in FP8, with --seeds seeds, and tell what each "
+        "costs (docs/trials.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--power", action="store_true",
+        help="say what this trial can be expected to decide and which runs it takes, and train nothing",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
     arguments.add_json(parser)
 
@@ -54,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc != 1 and args.jobs > 1:
         raise arguments.UsageError("--jobs trains runs beside each other, --nproc each over processes; give one")
     recipes = chosen(cfg, args.recipes)
+    components = factors(args.factorial)
     cfg = arguments.need_files(cfg, args.file)
 
     from octavo.cli.train import teller
@@ -63,14 +77,53 @@ def run(args: argparse.Namespace) -> int:
 
     nproc = 1 if args.nproc == 1 else launch.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
-    how = {"fresh": args.fresh, "jobs": args.jobs, "savings": args.savings}
-    how |= {"forks": args.forks, "seeds": args.seeds, "nproc": nproc, "tell": teller(args.verbose)}
-    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **how)
+    asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
+    asked["factorial"] = components
+    if args.power:
+        return expected(report.design.design(cfg, recipes, directory, **asked), args.json)
+    how = {"jobs": args.jobs, "nproc": nproc, "tell": teller(args.verbose)}
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **asked, **how)
     code = conclude(verdict, args.json)
     say = terminal.note if args.json else print
+    for component in report.cells.costly(verdict.effects):
+        say(f"{component} costs more than its margin; what of it does: {_bisect(component, args, verdict.data)}")
     say(f"report: {Path(directory) / 'report' / 'report.html'}")
     say(f"next: {_next(code, args, cfg)}")
     return code
+
+
+def expected(design: Any, as_json: bool) -> int:
+    """Says what a trial can be expected to decide and which runs it takes."""
+    if as_json:
+        terminal.show_json(design.to_json())
+        return 0
+    print("\n".join(design.lines))
+    runs = design.to_json()["runs"]
+    print(f"{len(runs)} runs, {sum(run['trained'] for run in runs)} of them trained already:")
+    for number, run in enumerate(runs, 1):
+        print(f"  {number:>3}  {run['label']}{', trained already' if run['trained'] else ''}")
+    return 0
+
+
+def _bisect(component: str, args: argparse.Namespace, data: Any) -> str:
+    """The search in the FP8 of this component alone."""
+    factorial = data["factorial"]
+    own = [f"fp8.recipe={args.recipes}", "fp8.plan=null"] if args.recipes else []
+    others = [name for name in (*factorial["components"], *factorial["left_out"]) if name != component]
+    off = [f"fp8.{name}.recipe=off" for name in others]
+    return shlex.join(["octavo", "bisect", args.file, *arguments.overrides(args), *own, *off])
+
+
+def factors(text: str | None) -> tuple[str, ...]:
+    """The components of a factorial trial, checked before anything heavy is imported."""
+    if text is None:
+        return ()
+    from octavo.report import ReportError, cells
+
+    try:
+        return cells.named([name.strip() for name in text.split(",") if name.strip()])
+    except ReportError as error:
+        raise arguments.UsageError(f"--{error}") from error
 
 
 def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
@@ -83,6 +136,10 @@ def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
         return f"open the report: it says what failed; then another recipe, {same} --recipes ..."
     if cfg.train.phase in BEYOND_SFT:
         return f"{same} --seeds {args.seeds + 2}"
+    if args.factorial:
+        recipe = ["--recipes", args.recipes] if args.recipes else []
+        more = shlex.join([*recipe, "--factorial", args.factorial, "--seeds", str(args.seeds + 2)])
+        return f"do what each undecided claim says above; more seeds are {same} {more}"
     return f"do what each undecided claim says above, then {same} --fresh"
 
 
@@ -110,7 +167,19 @@ def conclude(verdict: Any, as_json: bool) -> int:
         terminal.show_json(summary(verdict))
     else:
         print("\n".join(verdict.lines))
+        if verdict.effects:
+            columns = ("in FP8", "effect on", "effect", "95 % interval", "verdict")
+            terminal.show_table(columns, [_row(effect) for effect in verdict.effects], right=(2, 3))
     return int(verdict.exit_code)
+
+
+def _row(effect: Any) -> tuple[str, ...]:
+    """An effect in the table: points of accuracy, per cent of a loss."""
+    accuracy = effect.name.endswith("accuracy")
+    digits = 2 if accuracy else 3
+    ends = "" if effect.low is None else f"{100 * effect.low:+.{digits}f} to {100 * effect.high:+.{digits}f}"
+    figure = "" if effect.low is None else f"{100 * effect.figure:+.{digits}f}"
+    return effect.run, "accuracy, points" if accuracy else "loss, %", figure, ends, effect.status
 
 
 def summary(verdict: Any) -> dict[str, Any]:
@@ -120,4 +189,6 @@ def summary(verdict: Any) -> dict[str, Any]:
         "line": verdict.line,
         "reasons": list(verdict.reasons),
         "checks": [check.to_json() for check in verdict.checks],
+        "power": verdict.data["power"],
+        "factorial": verdict.data["factorial"],
     }

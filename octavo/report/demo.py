@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config, load_config
-from octavo.report.compare import compare, runs_of
+from octavo.report.compare import compare
 from octavo.report.judge import Verdict
 from octavo.report.rundir import ReportError
+from octavo.report.runs import runs_of
 from octavo.report.verdict import FAIL, UNDECIDED, percent
 
 if TYPE_CHECKING:

@@ -220,6 +220,35 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
     return figure
 
 
+def effects_figure(effects: Sequence[Check]) -> Figure:
+    """The effect of each component on each figure in per cent (of accuracy: points), with its 95 % interval, beside the
+    margin of main effects; interactions, which have none, are grey."""
+    names = list(dict.fromkeys(effect.name for effect in effects))
+    rows = list(dict.fromkeys(effect.run for effect in effects))
+    figure = Figure(figsize=(9, 1.5 + 0.34 * len(rows)), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(names), sharey=True))
+    for axes, name in zip(panels, names, strict=True):
+        told = [effect for effect in effects if effect.name == name and effect.low is not None]
+        margin = next((100 * effect.margin for effect in told if effect.margin), 0.0)
+        for effect in told:
+            assert effect.low is not None and effect.high is not None and effect.figure is not None
+            shades = {"pass": "good", "fail": "bad", "reported": "noise"}
+            color, row = PALETTE[shades.get(effect.status, "warn")], rows.index(effect.run)
+            axes.plot([100 * effect.low, 100 * effect.high], [row, row], color=color, lw=2.2, solid_capstyle="butt")
+            axes.plot(100 * effect.figure, row, "o", color=color, ms=6)
+        accuracy = name.endswith("accuracy")
+        reach = 1.15 * max([margin, *(100 * abs(end) for e in told for end in (e.low, e.high) if end is not None)])
+        axes.axvspan(-margin if accuracy else -reach, reach if accuracy else margin, color=PALETTE["good"], alpha=0.15,
+                     lw=0)  # fmt: skip
+        axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
+        axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.4, -0.6), xlabel="points" if accuracy else "per cent")
+        axes.set_title("Held-out accuracy" if accuracy else "Held-out loss")
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", visible=True)
+    panels[0].set_yticks(range(len(rows)), rows)
+    return figure
+
+
 def _spans(components: Sequence[str]) -> list[tuple[str, int, int]]:
     spans: list[tuple[str, int, int]] = []
     for i, name in enumerate(components):

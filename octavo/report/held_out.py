@@ -37,23 +37,51 @@ def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
 def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Judged:
     """The weights that a finished run trained, as it computed or in high precision."""
     home = Path(run.cfg.run.dir)
-    state = home / "result.json"
-    if not state.is_file():
+    if not (home / "result.json").is_file():
         raise ReportError(f"{home} has no result.json: the run is not finished; the same command continues the trial")
-    of = {"run": run.name, "result": read_text(state, ReportError)}
-    file = directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
     words = f"{run.label}{', the same weights in high precision' if high else ''}"
-    return _kept(file, of, home, run.cfg, "off" if high else None, words, console)
+    recipe = "off" if high else None
+    return _kept(_file(run, directory, high), _weights(run), home, run.cfg, recipe, words, console)
+
+
+def judged_earlier(run: Run, directory: Path, high: bool = False) -> Judged | None:
+    """What was judged of a finished run in an earlier call, if it was of these weights; judges nothing."""
+    return _read(_file(run, directory, high), _weights(run))
+
+
+def rows(cfg: Config) -> int:
+    """How many held-out rows a configuration names, without looking into them. Raises DataError."""
+    from octavo.data.sources import opened
+
+    cache = None if cfg.data.cache is None else Path(cfg.data.cache)
+    counts = [(len(opened(dataset, cache)), dataset.max_samples) for dataset in cfg.data.eval]
+    return sum(count if most is None else min(count, most) for count, most in counts)
+
+
+def _file(run: Run, directory: Path, high: bool) -> Path:
+    return directory / FOLDER / f"{run.name}{'-high' if high else ''}.json"
+
+
+def _weights(run: Run) -> dict[str, Any]:
+    """What tells the weights of a finished run from those of another that had its place before."""
+    return {"run": run.name, "result": read_text(Path(run.cfg.run.dir) / "result.json", ReportError)}
+
+
+def _read(file: Path, of: dict[str, Any]) -> Judged | None:
+    if not file.exists():
+        return None
+    found = read_json(file, error=ReportError)
+    if not isinstance(found, dict) or found.get("of") != of:
+        return None
+    return Judged(tuple(found["pieces"]), int(found["gemms"]))
 
 
 def _kept(
     file: Path, of: dict[str, Any], target: Path, cfg: Config, recipe: str | None, words: str, console: Any
 ) -> Judged:
     """What the file holds, where it is of the same thing; else judged now, and written."""
-    if file.exists():
-        found = read_json(file, error=ReportError)
-        if isinstance(found, dict) and found.get("of") == of:
-            return Judged(tuple(found["pieces"]), int(found["gemms"]))
+    if (known := _read(file, of)) is not None:
+        return known
     import torch
 
     from octavo.train import base, finished

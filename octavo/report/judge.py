@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from octavo.report import outcomes, training
+from octavo.report import cells, outcomes, training
 from octavo.report import verdict as rows
 from octavo.report.claims import Judged
+from octavo.report.power import Estimate
 from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
 from octavo.report.savings import base_of
 from octavo.report.training import Sides, claims_of, gap_of
@@ -41,6 +42,11 @@ class Verdict:
     def claims(self) -> tuple[Check, ...]:
         """The claims on FP8 training, each with its interval, in their order."""
         return tuple(check for check in self.checks if check.name in CLAIMS)
+
+    @property
+    def effects(self) -> tuple[Check, ...]:
+        """What each component of a factorial trial costs, accuracy first; main effects before interactions."""
+        return tuple(check for check in self.checks if check.name in cells.EFFECTS)
 
     @property
     def lines(self) -> list[str]:
@@ -176,10 +182,12 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
         checks += _same_data((run, record), ref)
         checks.append(_same_machine(run, record.environment, ref.environment))
+    if trial.factors:
+        checks += cells.checks_of(runs, trial)
     for run, record in whole:
         checks += _complete(run, record)
     status = rows.worst([c.status for c in checks])
-    told = (c for c in checks if c.status != PASS and c.name not in CLAIMS)
+    told = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
     ordered = sorted(told, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
     by_run = {run.label: rows.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
@@ -187,18 +195,26 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
 
     def beside(run: Run) -> RunRecord:
-        return same_seed[run.cfg.run.seed] if run.kind == "seed" else ref
+        return same_seed.get(run.cfg.run.seed, ref) if run.kind in ("seed", "cell") else ref
 
     data = {
         "phase": ref_run.cfg.train.phase,
         "noise": noise,
         "before": None if trial.held is None else _before(trial.held.before),
         "jobs": trial.jobs,
+        "power": [expected.to_json() | {"came": _came(expected, checks)} for expected in trial.expected],
+        "factorial": cells.document(runs, trial) if trial.factors else None,
         "reference_dtype": dtype_of(ref_run, ref),
         "arms": [{"status": by_run[run.label], **_run_data(run, record, beside(run))} for run, record in whole],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
+
+
+def _came(expected: Estimate, checks: Sequence[Check]) -> dict[str, float]:
+    """The half-widths that a claim's intervals came to, by the run or the component that each is of."""
+    found = (check for check in checks if check.name == expected.claim and check.status != REPORTED)
+    return {c.run: (c.high - c.low) / 2 for c in found if c.low is not None and c.high is not None}
 
 
 def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:

@@ -19,7 +19,7 @@ import numpy as np
 import octavo
 from octavo import atomic
 from octavo.reading import finite
-from octavo.report import completions, figures, learning, outcomes, parts, savings
+from octavo.report import cells, completions, figures, learning, outcomes, parts, savings
 from octavo.report.claims import LOSS_MARGIN
 from octavo.report.judge import CLAIMS, Verdict, accuracy, last_step
 from octavo.report.parts import (
@@ -32,6 +32,7 @@ from octavo.report.parts import (
     plan_groups,
     unit_of,
 )
+from octavo.report.power import Estimate
 from octavo.report.rundir import ReportError, RunRecord
 from octavo.report.training import Sides
 from octavo.report.trial import Run
@@ -47,7 +48,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
     """Write the report of a trial into ``directory``; returns the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
     data = document(verdict) | {"savings": finite(savings_of(verdict, records)), "completions": spoken(records)}
-    drawings, images = draw(records, directory, verdict.claims)
+    drawings, images = draw(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
     atomic.write_text(page, render(verdict, records, drawings, data["created"]))
     atomic.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -76,7 +77,7 @@ def curves_of(records: Records) -> list[figures.Curve]:
     """The loss curves, each with its colour; FP8 runs count through five colours."""
     curves, fp8 = [], 0
     for run, record in records:
-        if run.kind in ("saving", "seed"):
+        if run.kind in ("saving", "seed", "cell"):
             continue
         color = {"reference": "base", "noise": "noise"}.get(run.kind, f"fp8-{fp8 % 5}")
         fp8 += run.kind == "fp8"
@@ -102,8 +103,12 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
         drawings[name] = figures.save(figure, images[-1])
 
     with matplotlib.rc_context(figures.STYLE):
+        effects = [check for check in claims if check.name in cells.EFFECTS]
+        claims = [check for check in claims if check.name not in cells.EFFECTS]
         if any(claim.low is not None and claim.margin for claim in claims):
             keep("claims", figures.claims_figure(claims))
+        if any(effect.low is not None for effect in effects):
+            keep("effects", figures.effects_figure(effects))
         if (panels := outcomes.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
             pairs = learning.sides_of(records)
             keep(
@@ -124,7 +129,9 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
                 keep(name, figures.health_figure(record.health, components, run.label))
         # From the bottom: high precision, each saving more, and FP8 with everything on.
         bars = [
-            (run.label, record.memory) for run, record in records if record.memory and run.kind not in ("noise", "seed")
+            (run.label, record.memory)
+            for run, record in records
+            if record.memory and run.kind not in ("noise", "seed", "cell")
         ]
         if bars:
             kinds = memory_kinds(bars)
@@ -164,6 +171,18 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
 def _mean(values: Sequence[float | None]) -> float:
     """NaN where any of them is missing."""
     return float(np.mean([math.nan if value is None else value for value in values]))
+
+
+def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
+    """(claim, run) -> what its interval was expected to be before the first run, and came to."""
+    found = {}
+    for told in verdict.data["power"]:
+        estimate = Estimate(**{key: value for key, value in told.items() if key in Estimate.__dataclass_fields__})
+        if estimate.why_not or estimate.units < 2:
+            continue
+        for run, half in told["came"].items():
+            found[told["claim"], run] = f"expected {estimate.shown(estimate.half)}, came {estimate.shown(half)}"
+    return found
 
 
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
@@ -216,7 +235,13 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         created=created,
         tiles=[(a.label, tiles(verdict, records, a, r)) for a, r in records if a.kind == "fp8"],
         claims=verdict.claims,
-        checks=sorted((c for c in verdict.checks if c.name not in CLAIMS), key=lambda c: STATUSES.index(c.status)),
+        expected=expectations(verdict),
+        effects=verdict.effects,
+        factorial=verdict.data["factorial"],
+        checks=sorted(
+            (c for c in verdict.checks if c.name not in (*CLAIMS, *cells.EFFECTS)),
+            key=lambda c: STATUSES.index(c.status),
+        ),
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],

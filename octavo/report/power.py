@@ -2,22 +2,90 @@
 
 All of it is of the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with standard
 deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as :func:`octavo.report.claims.mean_gap`
-does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive where FP8 is worse.
+does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive where FP8 is worse. Where a spread comes from is
+:mod:`octavo.report.design`'s to know.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 LIKELY = 0.8  # how likely a design should pass a claim that is true: the custom of trials
 MOST = 100_000  # units that a search counts up to
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is expected of a claim before the first run: of its interval, and of its chance to pass where FP8 changes
+    nothing.
+
+    ``units`` counts what its interval is made of, and ``unit`` names that in the plural; ``spread`` is how far single
+    ones scatter, ``source`` where that is known from, in words, and ``seen`` whether earlier runs of this trial showed
+    it. Where nothing can be expected ``why_not`` says why.
+    """
+
+    claim: str
+    title: str
+    unit: str
+    units: int
+    spread: float
+    margin: float
+    source: str
+    seen: bool = False
+    why_not: str = ""
+
+    @property
+    def half(self) -> float:
+        return half_width(self.spread, self.units)
+
+    @property
+    def chance(self) -> float:
+        return chance(self.spread, self.units, self.margin)
+
+    @property
+    def needed(self) -> int | None:
+        """How many units pass with :data:`LIKELY`."""
+        return units_for(self.spread, self.margin)
+
+    def shown(self, share: float) -> str:
+        """A half-width in the claim's own measure: points of accuracy, per cent of a loss."""
+        digits = f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
+        unit = "%" if "accuracy" not in self.claim else "point" if digits == "1" else "points"
+        return f"+-{digits} {unit}"
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        if self.why_not:
+            return f"{self.title}: {self.why_not}"
+        expected = f"{self.shown(self.half)} from {self.units:,} {self.unit}"
+        if self.units < 2:
+            expected = f"no interval ({self.unit}: {self.units})"
+        needed = f"{self.needed:,}" if self.needed is not None else f"more than {MOST:,}"
+        return (
+            f"{self.title}: {expected}, margin {self.shown(self.margin)[2:]}: passes with {100 * self.chance:.0f} %, "
+            f"{100 * LIKELY:.0f} % takes {needed}; spread {self.shown(self.spread)[2:]}, {self.source}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, which make it again, and what follows from them; null where there is no number."""
+        if self.why_not:
+            return asdict(self)
+        return asdict(self) | {"half": self.half, "chance": self.chance, "needed": self.needed}
 
 
 def half_width(spread: float, units: int) -> float:
     """The half-width to expect of the 95 % interval; infinite with fewer than two units."""
     _check(spread, units)
     return _t(units - 1) * spread / math.sqrt(units) if units > 1 else math.inf
+
+
+def spread_of(half: float, units: int) -> float:
+    """The spread of single units behind an interval of this half-width."""
+    return half * math.sqrt(units) / _t(units - 1)
 
 
 def chance(spread: float, units: int, margin: float, gap: float = 0.0) -> float:

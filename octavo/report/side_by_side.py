@@ -80,7 +80,7 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
 def _in_order(runs: Sequence[Run]) -> list[Run]:
     """What others wait for first, then the longest: FP8, then high precision, forks at the end."""
     awaited = any(run.after is not None for run in runs)
-    rank = {"reference": 0 if awaited else 2, "fp8": 1, "saving": 1, "seed": 1, "noise": 2, "fork": 3}
+    rank = {"reference": 0 if awaited else 2, "fp8": 1, "saving": 1, "seed": 1, "cell": 1, "noise": 2, "fork": 3}
     return sorted(runs, key=lambda run: rank[run.kind])
 
 

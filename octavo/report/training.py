@@ -35,7 +35,7 @@ class Sides(NamedTuple):
 def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
     """The four claims for one FP8 run; ``noise`` is how far apart the seed alone moves mean losses. Held-out data that
     ask nothing, as plain text does, make no claim on accuracy."""
-    idle = _learned_nothing(sides.reference[1], trial)
+    idle = learned_nothing(sides.reference[1], trial)
     asks = trial.held is None or any(piece["right"] is not None for piece in _reference(trial).pieces)
     return [
         *([accuracy_claim(sides, trial, idle)] if asks else []),
@@ -57,7 +57,7 @@ def forks_begin(steps: int) -> int:
     return 2 * steps // 3
 
 
-def _learned_nothing(record: RunRecord, trial: Trial) -> str:
+def learned_nothing(record: RunRecord, trial: Trial) -> str:
     """Why training in high precision shows nothing that FP8 could have lost; empty where it learned."""
     if why := changed_nothing(record):
         return why
@@ -113,32 +113,37 @@ def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
         pairs = judged_pairs(sides, trial)
         ours, others = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
         found = claims.paired_accuracy(ours, others)
-        theirs = pairs[0][1].pieces
-        asked = [piece for piece in theirs if piece["right"] is not None]
+        asked = sum(piece["right"] is not None for piece in pairs[0][1].pieces)
         mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, others))
-        seen = f"{mine} of {len(asked) * len(pairs)} right, high precision {right}"
+        seen = f"{mine} of {asked * len(pairs)} right, high precision {right}"
         seen += f", over {len(pairs)} seeds" if len(pairs) > 1 else ""
-        right = sum(bool(piece["right"]) for piece in asked)
-        why = idle
         if found is None:
-            why = f"{len(asked)} held-out questions about fewer than two images or documents have no interval"
-        elif not claims.beats_one_answer(theirs):
-            floor = percent(claims.one_answer(theirs), 1)
-            why = (
-                f"high precision answers {right} of {len(asked)} questions, no better than one answer to all of them "
-                f"({floor}): there was nothing to lose. Train more steps, or ask more questions"
-            )
-        elif not why and _as_good(claims.paired_accuracy(trial.held.before.pieces, theirs), trial):
-            why = (
-                "the model before training answers as well as high precision does after it, within the margin, so "
-                "nothing was learned that FP8 could have lost; train more steps"
-            )
-        elif not why:
+            why = f"{asked} held-out questions about fewer than two images or documents have no interval"
+        elif not (why := no_answers_to_lose(trial, idle)):
             seen += f", about {found.units} sources"
     return decide(
         ACCURACY, TITLES[ACCURACY], run.label, found, trial.accuracy_margin,
         unit="sources of questions", scale=points, worse=-1, why_not=why, seen=seen,
     )  # fmt: skip
+
+
+def no_answers_to_lose(trial: Trial, idle: str) -> str:
+    """Why accuracy cannot show what FP8 does; ``idle`` says why high precision learned nothing. Empty where it can."""
+    assert trial.held is not None
+    theirs = _reference(trial).pieces
+    if not claims.beats_one_answer(theirs):
+        asked = [bool(piece["right"]) for piece in theirs if piece["right"] is not None]
+        floor = percent(claims.one_answer(theirs), 1)
+        return (
+            f"high precision answers {sum(asked)} of {len(asked)} questions, no better than one answer to all of them "
+            f"({floor}): there was nothing to lose. Train more steps, or ask more questions"
+        )
+    if not idle and _as_good(claims.paired_accuracy(trial.held.before.pieces, theirs), trial):
+        return (
+            "the model before training answers as well as high precision does after it, within the margin, so "
+            "nothing was learned that FP8 could have lost; train more steps"
+        )
+    return idle
 
 
 def _as_good(found: Interval | None, trial: Trial) -> bool:
@@ -159,7 +164,7 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
         seen = f"held-out loss {low.loss:.5g} in FP8, {high.loss:.5g} in high precision"
     return decide(
         WEIGHTS, TITLES[WEIGHTS], run.label, found, LOSS_MARGIN,
-        unit="images or documents", scale=_percent, worse=1, why_not=why, seen=seen,
+        unit="images or documents", scale=per_cent, worse=1, why_not=why, seen=seen,
     )  # fmt: skip
 
 
@@ -168,24 +173,39 @@ def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     if not trial.forks and not trial.no_forks:
         say = "not asked for: --forks 3 tries it"
         return Check(
-            name, title, run.label, None, "not tried", f"95 % interval below {_percent(LOSS_MARGIN)}", UNTRIED, say
+            name, title, run.label, None, "not tried", f"95 % interval below {per_cent(LOSS_MARGIN)}", UNTRIED, say
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
     if wrong := unsound(sides, [*forks, *high.values()]):
         return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
-    gaps = []
-    for fork, record in forks:
-        # Its first half is time to part in; with the reference's own seed high precision has gone on already.
-        middle = (fork.begins + fork.cfg.train.steps) // 2
-        gaps.append(gap_of(record, high.get(fork.number, sides.reference)[1], after=middle))
+    gaps = fork_gaps(sides)
     found = claims.mean_gap(gaps)
     few = f"{len(gaps)} fork(s) have no interval; ask for 3 or more"
     why = trial.no_forks or (idle if found is not None else few if len(gaps) < 2 else "a fork has no finite losses")
     return decide(
         name, title, run.label, found, LOSS_MARGIN,
-        unit="forks", scale=_percent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
+        unit="forks", scale=per_cent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
     )  # fmt: skip
+
+
+def fork_gaps(sides: Sides) -> list[float]:
+    """FP8's loss against high precision's in each fork of an FP8 run, over the fork's second half."""
+    high = {a.number: r for a, r in sides.runs if a.kind == "fork" and not a.of}
+    gaps = []
+    for fork, record in ((a, r) for a, r in sides.runs if a.kind == "fork" and a.of == sides.fp8[0].name):
+        # Its first half is time to part in; with the reference's own seed high precision has gone on already.
+        middle = (fork.begins + fork.cfg.train.steps) // 2
+        gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
+    return gaps
+
+
+def pair_gaps(sides: Sides) -> list[float]:
+    """FP8's mean loss against high precision's of the same seed, for each seed; NaN where a run failed."""
+    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
+    others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == sides.fp8[0].name]
+    pairs = [math.nan if r.failure else gap_of(r, high[a.cfg.run.seed]) for a, r in others]
+    return [gap_of(sides.fp8[1], sides.reference[1]), *pairs]
 
 
 def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
@@ -214,25 +234,23 @@ def _planned(record: RunRecord) -> set[tuple[str, str]]:
 
 def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     run, title = sides.fp8[0], TITLES[SEEDS]
-    pairs = [gap_of(sides.fp8[1], sides.reference[1])]
-    high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
+    pairs = pair_gaps(sides)
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    pairs += [math.nan if r.failure else gap_of(r, high[a.cfg.run.seed]) for a, r in others]
     apart = f"the seed alone moves mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
-        say = f"one pair of seeds, {_percent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
-        threshold = f"95 % interval below {_percent(LOSS_MARGIN)}"
+        say = f"one pair of seeds, {per_cent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
+        threshold = f"95 % interval below {per_cent(LOSS_MARGIN)}"
         far = pairs[0] > max(2 * noise, LOSS_MARGIN)
         status = WARN if far else UNTRIED
         say += "; that is further than seeds explain" if far else ""
-        return Check(SEEDS, title, run.label, pairs[0], _percent(pairs[0]), threshold, status, say)
+        return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, say)
     if wrong := unsound(sides, others):
         return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
     found = claims.mean_gap(pairs)
     why = idle if found is not None else "a run has no finite losses"
     return decide(
         SEEDS, title, run.label, found, LOSS_MARGIN,
-        unit="pairs of seeds", scale=_percent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {apart}",
+        unit="pairs of seeds", scale=per_cent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {apart}",
     )  # fmt: skip
 
 
@@ -240,5 +258,5 @@ def points(share: float) -> str:
     return f"{100 * share:+.2f} points"
 
 
-def _percent(share: float) -> str:
+def per_cent(share: float) -> str:
     return f"{100 * share:+.3f} %"

@@ -1,7 +1,8 @@
 """What a trial is made of: its runs, and what was asked of it.
 
 A run is high precision (``reference``), high precision with another seed (``noise``), one FP8 recipe (``fp8``), the
-same with another seed (``seed``) or with fewer savings (``saving``), or a ``fork`` of the reference in one precision.
+same with another seed (``seed``) or with fewer savings (``saving``), a ``fork`` of the reference in one precision, or a
+``cell`` of a factorial trial.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from octavo.config import Config
 from octavo.report.claims import ACCURACY_MARGIN, HeldOut
+from octavo.report.power import Estimate
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Run:
 
     ``of`` is the FP8 run that a fork in FP8 or another seed belongs to (empty: high precision), ``begins`` the step
     after which a fork begins, and ``number`` which fork it is: both precisions of one have one number and one data.
+    ``factors`` are the components in FP8, in runs of a factorial trial.
     """
 
     name: str
@@ -28,11 +31,12 @@ class Run:
     of: str = ""
     number: int = 0
     begins: int = 0
+    factors: tuple[str, ...] = ()
 
     @property
     def may_fail(self) -> bool:
         """Whether the trial goes on without it, and says so: what fails in high precision ends it."""
-        return self.kind in ("fp8", "saving", "seed") or (self.kind == "fork" and bool(self.of))
+        return self.kind in ("fp8", "saving", "seed", "cell") or (self.kind == "fork" and bool(self.of))
 
     @property
     def after(self) -> Path | None:
@@ -43,7 +47,9 @@ class Run:
 @dataclass(frozen=True)
 class Trial:
     """What was asked of a trial, and what of it could not be: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
-    why there are none; ``held`` is what was judged on held-out data (None: there is none)."""
+    why there are none; ``held`` is what was judged on held-out data (None: there is none). ``expected`` is what claims
+    were expected to tell before the first run; ``factors`` are the components of a factorial trial, ``left_out`` those
+    that it keeps in high precision and the configuration does not."""
 
     held: HeldOut | None = None
     forks: int = 0
@@ -51,3 +57,6 @@ class Trial:
     seeds: int = 1
     accuracy_margin: float = ACCURACY_MARGIN
     jobs: int = 1
+    expected: tuple[Estimate, ...] = ()
+    factors: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()

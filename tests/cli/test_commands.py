@@ -313,7 +313,7 @@ def verdict(status):
     line = f"{status}: so it is"
     return SimpleNamespace(
         status=status, line=line, lines=[line, "  because"], reasons=("because",), checks=(check,), claims=(),
-        exit_code=VERDICTS[status],
+        exit_code=VERDICTS[status], effects=(), data={"power": [], "factorial": None},
     )  # fmt: skip
 
 
@@ -339,12 +339,59 @@ def test_compare_hands_on_and_exits_with_the_verdict(here, status, monkeypatch, 
     assert json.loads(capsys.readouterr().out)["status"] == status
 
 
+def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
+    asked = ["compare", "run.yaml", "--factorial", "image_encoder,foundation", "--seeds", "2", "--out", "never"]
+    assert main([*asked, "--power"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
+    assert "Effect on held-out loss: +-7 % from 2 seeds, margin 0.25 %: passes with 4 %, 80 % takes 78" in told[5]
+    at = told.index("8 runs, 0 of them trained already:")
+    assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
+    assert main([*asked, "--power", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in found["runs"][:2]] == ["high-precision", "high-precision-seed-1"]
+    assert found["components"] == ["image_encoder", "foundation"] and found["left_out"] == ["image_projector"]
+    assert {one["claim"] for one in found["power"]} >= {"accuracy", "effect_loss"}
+    assert main(["compare", "run.yaml", "--out", "never", "--forks", "1", "--power", "--json"]) == 0
+    forks = json.loads(capsys.readouterr().out)["power"][-1]
+    assert forks["claim"] == "loss_forks" and "no time to part" in forks["why_not"]
+    assert not (here / "never").exists()
+
+
+def test_compare_names_the_search_in_a_component_that_costs_too_much(here, monkeypatch, capsys):
+    from octavo import report
+    from octavo.report.verdict import FAIL, REPORTED, Check
+
+    long = "image_encoder x foundation"
+    bad = Check("effect_accuracy", "", "foundation", -0.05, "", "", FAIL, "", -0.06, -0.04, 0.01)
+    both = Check("effect_loss", "", long, 0.00012, "", "", REPORTED, "", -0.0001, 0.0003)
+    found = verdict("fail")
+    found.checks, found.effects = (bad, both), (bad, both)
+    found.data = {"power": [], "factorial": {"components": long.split(" x "), "left_out": ["image_projector"]}}
+    monkeypatch.setattr(report, "compare", lambda *args, **more: found)
+    argv = ["compare", "run.yaml", "train.steps=3", "--factorial", "image_encoder,foundation", "--recipes", "rowwise"]
+    assert main(argv) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert max(map(len, told[2:6])) <= 80 and told[4].split()[:4] == ["foundation", "accuracy,", "points", "-5.00"]
+    assert "+0.012" in told[5] and "-0.010 to +0.030" in told[5]
+    search = "octavo bisect run.yaml train.steps=3 fp8.recipe=rowwise fp8.plan=null fp8.image_encoder.recipe=off "
+    (line,) = [line for line in told if line.startswith("foundation costs more than its margin")]
+    assert line.endswith(f"{search}fp8.image_projector.recipe=off")
+    found.status, found.exit_code = "undecided", 3
+    assert main([*argv, "--seeds", "3"]) == 3
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith("--recipes rowwise --factorial image_encoder,foundation --seeds 5")
+    )
+
+
 def test_compare_takes_what_the_report_offers():
     """The names handed on above exist: a monkeypatched function would not notice."""
     from octavo import report
     from octavo.report import demo
 
-    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell"} <= set(
+    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell", "factorial"} <= set(
         inspect.signature(report.compare).parameters
     )
     assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)

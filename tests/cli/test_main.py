@@ -77,6 +77,11 @@ def test_every_command_has_help(name, capsys):
         (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
         (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each over processes; give one"),
+        (
+            ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
+            "did you mean foundation? there are image_e",
+        ),
+        (["compare", "run.yaml", "--factorial", "foundation"], "--factorial: 1 component(s) named, and a design is of"),
         (["train", "run.yaml", "run.trackers=[wandp]"], "run.trackers"),
         (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
         (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),

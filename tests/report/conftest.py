@@ -20,7 +20,7 @@ def cfg(tmp_path: Path) -> Any:
 @pytest.fixture
 def trial(cfg: Any, tmp_path: Path) -> Any:
     """A function that writes the three runs of a trial as finished runs; keywords change the FP8 run."""
-    from octavo.report.compare import runs_of
+    from octavo.report.runs import runs_of
 
     def make(
         directory: Path | None = None, *, shift: float = 0.001, recipes: tuple = ("blockwise",), **fp8: Any

@@ -13,7 +13,8 @@ from synthetic_runs import GOOD_PROOF, health, held, judged, losses, plan, write
 from octavo.config import override, to_yaml
 from octavo.report import ReportError, Trial, claims, judge
 from octavo.report.claims import Interval, Judged, decide
-from octavo.report.compare import finished, runs_of
+from octavo.report.reuse import finished
+from octavo.report.runs import runs_of
 from octavo.report.verdict import FAIL, PASS, UNDECIDED, UNTRIED, WARN
 
 

@@ -11,7 +11,7 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, compare
-from octavo.report.compare import own_recipe, runs_of
+from octavo.report.runs import own_recipe, runs_of
 
 
 @pytest.fixture

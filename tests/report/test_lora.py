@@ -9,9 +9,9 @@ import pytest
 from synthetic_runs import GOOD_PROOF, losses, write_run
 
 from octavo.config import Config, load_config_text
-from octavo.report.compare import runs_of
 from octavo.report.judge import _health_checks, dtype_of
 from octavo.report.rundir import read
+from octavo.report.runs import runs_of
 from octavo.report.savings import ablation, base_of, without
 from octavo.report.trial import Run
 

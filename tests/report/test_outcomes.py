@@ -16,12 +16,13 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, judged, plan, write_run
 from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, Trial, claims, compare, outcomes
 from octavo.report.claims import HeldOut
-from octavo.report.compare import finished, high_precision, runs_of
 from octavo.report.completions import LENGTH, side_by_side
 from octavo.report.judge import judge
 from octavo.report.learning import learning_figure, sides_of
 from octavo.report.page import write
+from octavo.report.reuse import finished
 from octavo.report.rundir import read, read_failed
+from octavo.report.runs import high_precision, runs_of
 
 STEPS = 30
 CONFIGS = {

@@ -15,11 +15,11 @@ from synthetic_runs import LAYERS, health, held, losses, plan
 
 from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
-from octavo.report.compare import finished
 from octavo.report.figures import health_figure, running_gap, running_noise, smooth
 from octavo.report.judge import judge as judge_runs
 from octavo.report.page import write
 from octavo.report.parts import bytes_text, plan_groups
+from octavo.report.reuse import finished
 from octavo.report.verdict import loss_gap, seed_noise
 
 

@@ -12,7 +12,7 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
-from octavo.report.compare import high_precision, own_recipe, runs_of
+from octavo.report.runs import high_precision, own_recipe, runs_of
 from octavo.report.savings import ablation, costs, last, without
 
 SAVING = CONFIG + (

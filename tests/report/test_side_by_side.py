@@ -15,7 +15,7 @@ from rich.console import Console
 
 import octavo
 from octavo.report import ReportError, compare, side_by_side
-from octavo.report.compare import runs_of
+from octavo.report.runs import runs_of
 
 
 def sleeping(marker: Path) -> list[str]:
@@ -115,7 +115,7 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
         "from octavo.report import side_by_side\n"
-        "from octavo.report.compare import runs_of\n"
+        "from octavo.report.runs import runs_of\n"
         "from synthetic_runs import CONFIG\n"
         "side_by_side.POLL = 0.05\n"
         "side_by_side.COMMAND = side_by_side.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"

@@ -432,7 +432,7 @@ area(
         "report/test_claims.py", "report/test_compare.py",
     ),
     (
-        'compare-reuses-other-runs', 'report/compare.py',
+        'compare-reuses-other-runs', 'report/reuse.py',
         '_differences(comparable(load_config(saved)), comparable(run.cfg))',
         '[]',
         "runs of another configuration are taken for this one's",

@@ -1,0 +1,273 @@
+"""A trial before its first run: which runs, in which order, and what they can be expected to decide.
+
+Nothing here trains or writes. How far gaps scatter is taken from earlier runs in the same folder, where there are any
+of the kind: two seeds were tried, six are asked for. Else it is assumed to be what it was in runs that were measured;
+every line says which. A spread that two or three gaps showed may be several times too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.config import Config
+from octavo.config.phases import BEYOND_SFT
+from octavo.report import cells, claims, factorial, held_out, outcomes, runs
+from octavo.report.claims import LEAST_FORK, LOSS_MARGIN, Interval, Judged
+from octavo.report.power import Estimate, spread_of
+from octavo.report.reuse import check_reusable, finished
+from octavo.report.rundir import ReportError, RunRecord
+from octavo.report.training import ACCURACY, FORKS, NO_DATA, SEEDS, TITLES, WEIGHTS, Sides, fork_gaps, pair_gaps
+from octavo.report.trial import Run
+
+# What spreads are assumed to be where no earlier run shows them, as shares; docs/trials.md has them with their sources.
+PAIR_SPREAD = 0.011  # mean losses of FP8 and high precision, pairs of seeds: a decoder of 1.1 M, 300 steps
+FORK_SPREAD = 0.00016  # of forks about their mean: the same
+ANSWER_SPREAD = 0.132  # accuracy, by source of questions: the demo, from its interval over 355 sources
+WEIGHTS_SPREAD = 0.139  # loss of the same weights, by source: the demo, whose loss is near 0, so rather too much
+SEED_SPREAD = 0.0107  # accuracy, pairs of seeds: digits in phase rl, two trials of three pairs
+DECODER = "assumed, as of a 1.1 M decoder (docs/trials.md)"
+DEMO = "assumed, as in the demo (docs/trials.md)"
+
+Records = list[tuple[Run, RunRecord]]
+
+
+@dataclass(frozen=True)
+class Design:
+    """A trial that has not begun: its runs in their order, and what its claims can be expected to tell.
+
+    ``forks`` are those that can be, and ``no_forks`` says why there are none; ``factors`` are the components of a
+    factorial trial, ``left_out`` what the configuration has in FP8 beside them.
+    """
+
+    cfg: Config
+    directory: Path
+    runs: tuple[Run, ...]
+    seeds: int
+    forks: int
+    no_forks: str
+    accuracy_margin: float
+    factors: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    expected: tuple[Estimate, ...] = field(default=(), repr=False)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What tells this design from another one in the same folder."""
+        recipes = [run.name for run in self.runs if run.kind == "fp8"]
+        own = {"recipes": recipes, "seeds": self.seeds, "forks": self.forks, "factors": list(self.factors)}
+        return own | {"accuracy_margin": self.accuracy_margin}
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: what is expected, and what there is to say of the design itself."""
+        found = ["If FP8 changes nothing, this trial can be expected to say (95 % intervals):"]
+        found += [f"  {estimate.line}" for estimate in self.expected]
+        if self.factors:
+            found.append(f"  {2 ** len(self.factors)} cells of {self.seeds} seed(s): {', '.join(self.factors)}")
+        if self.left_out:
+            others = ", ".join(self.left_out)
+            found.append(f"  in high precision in all cells, though the configuration has it in FP8: {others}")
+        if self.seeds == 1 and self.factors:
+            found.append("  one seed makes no interval, so no effect will be decided: --seeds 3 or more")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--power --json`` prints."""
+        order = [{"name": run.name, "label": run.label, "trained": finished(run) is not None} for run in self.runs]
+        return {
+            "power": [estimate.to_json() for estimate in self.expected], "runs": order, "seeds": self.seeds,
+            "forks": self.forks, "no_forks": self.no_forks, "components": list(self.factors),
+            "left_out": list(self.left_out),
+        }  # fmt: skip
+
+
+def design(
+    cfg: Config,
+    recipes: Sequence[str] | None = None,
+    directory: str | Path = "runs/compare",
+    *,
+    savings: bool = False,
+    forks: int = 0,
+    seeds: int = 1,
+    accuracy_margin: float | None = None,
+    factorial: Sequence[str] = (),
+    fresh: bool = False,
+) -> Design:
+    """What :func:`octavo.report.compare.compare` would train, and what it can be expected to decide; the arguments are
+    those of it. Raises ``ReportError`` for what it would refuse."""
+    from octavo.train import base
+
+    beyond = cfg.train.phase in BEYOND_SFT
+    if beyond and forks:
+        raise ReportError(
+            f"forks={forks}: they hold losses against each other, and in phase {cfg.train.phase} losses decide "
+            "nothing. Leave forks out; --seeds 3 trains whole runs of several seeds"
+        )
+    if accuracy_margin is None:
+        accuracy_margin = (outcomes if beyond else claims).ACCURACY_MARGIN
+    factors = cells.named(factorial) if factorial else ()
+    if factors:
+        cells.check_asked(cfg, recipes, savings)
+    cfg, directory = base.counted(base.settled(cfg)), Path(directory)
+    if factors:
+        found, left_out = cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
+    else:
+        found, left_out = runs.runs_of(cfg, recipes, directory, savings, forks, seeds), ()
+    for run in [] if fresh else found:  # refuse before the first run has cost minutes
+        check_reusable(run)
+    no_forks = "" if not forks else _why_no_forks(found, fresh)
+    if no_forks:
+        found, forks = [run for run in found if run.kind != "fork"], 0
+    made = Design(cfg, directory, tuple(found), seeds, forks, no_forks, accuracy_margin, factors, left_out)
+    return replace(made, expected=tuple(_expected(made, fresh)))
+
+
+def _why_no_forks(found: Sequence[Run], fresh: bool) -> str:
+    """Why forks cannot be: the run is too short for them, or its checkpoint at two thirds is not there."""
+    from octavo import checkpoint
+
+    fork, reference = (next(run for run in found if run.kind == kind) for kind in ("fork", "reference"))
+    steps = fork.cfg.train.steps
+    if steps - fork.begins < LEAST_FORK:
+        return (
+            f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "
+            f"train.steps of at least {3 * LEAST_FORK}"
+        )
+    if fresh:
+        return ""
+    past = max(checkpoint.steps(Path(reference.cfg.run.dir) / "checkpoints"), default=0) >= fork.begins
+    if (past or finished(reference) is not None) and fork.after is not None and not fork.after.is_dir():
+        return (
+            f"{reference.cfg.run.dir} is past step {fork.begins} and kept no checkpoint of it, from which forks go on; "
+            "--fresh trains it again"
+        )
+    return ""
+
+
+def _expected(of: Design, fresh: bool) -> list[Estimate]:
+    """An estimate for each claim that the design asks for, in their order."""
+    records = [] if fresh else [(run, record) for run in of.runs if (record := finished(run)) is not None]
+    if of.cfg.train.phase in BEYOND_SFT:
+        return [_answers(of, records)]
+    found = [*([] if of.cfg.train.phase == "pretrain" else [_answers(of, records)]), _weights(of, records)]
+    if of.forks:
+        found.append(_of_gaps(FORKS, "forks", of.forks, _fork_gaps(of, records), FORK_SPREAD))
+    elif of.no_forks:
+        found.append(replace(_of_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=of.no_forks))
+    if of.seeds > 1:
+        found.append(_of_gaps(SEEDS, "pairs of seeds", of.seeds, _pair_gaps(records), PAIR_SPREAD))
+    return found + (_effects(of, records) if of.factors else [])
+
+
+def _of_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], prior: float) -> Estimate:
+    title = TITLES[claim]
+    if spread := _scatter(gaps):
+        return Estimate(claim, title, unit, units, spread, LOSS_MARGIN, f"seen in {len(gaps)} {unit} here", seen=True)
+    return Estimate(claim, title, unit, units, prior, LOSS_MARGIN, DECODER)
+
+
+def _scatter(gaps: Sequence[float]) -> float:
+    """The standard deviation that gaps show; 0 where they show none: a few, or answers that all cells give alike."""
+    return float(np.std(gaps, ddof=1)) if len(gaps) > 1 and np.isfinite(gaps).all() else 0.0
+
+
+def _answers(of: Design, records: Records) -> Estimate:
+    """Accuracy by sources of questions. Beyond SFT the answers of all seeds are judged; they are taken to err
+    independently."""
+    seeds = of.seeds if of.cfg.train.phase in BEYOND_SFT else 1
+    pairs = _judged(of, records)
+    found = None
+    if pairs:
+        ours, theirs = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
+        found = claims.paired_accuracy(ours, theirs)
+    share = math.sqrt(len(pairs) / seeds) if pairs else 1 / math.sqrt(seeds)
+    return _of_sources(of, ACCURACY, "sources of questions", found, ANSWER_SPREAD, of.accuracy_margin, share)
+
+
+def _weights(of: Design, records: Records) -> Estimate:
+    found = None
+    for run, _ in records:
+        if run.kind == "fp8" and found is None:
+            low, high = (held_out.judged_earlier(run, of.directory, high) for high in (False, True))
+            if low is not None and high is not None:
+                found = claims.relative_loss(low.pieces, high.pieces)
+    return _of_sources(of, WEIGHTS, "images or documents", found, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0)
+
+
+def _of_sources(
+    of: Design, claim: str, unit: str, found: Interval | None, prior: float, margin: float, share: float
+) -> Estimate:
+    """From the interval that was seen, or from the number of held-out rows, of which each is a source or less."""
+    if found is not None:
+        spread = share * spread_of(found.half, found.units)
+        return Estimate(claim, TITLES[claim], unit, found.units, spread, margin, "seen here", seen=True)
+    unknown = Estimate(claim, TITLES[claim], "held-out rows", 0, share * prior, margin, DEMO)
+    if not of.cfg.data.eval:
+        return replace(unknown, why_not=NO_DATA)
+    from octavo.data import DataError
+
+    try:
+        return replace(unknown, units=held_out.rows(of.cfg))
+    except DataError as error:  # the first run says it again, and ends the trial by it
+        return replace(unknown, why_not=f"held-out data cannot be counted: {error}")
+
+
+def _judged(of: Design, records: Records) -> list[tuple[Judged, Judged]]:
+    """(FP8, high precision) as judged earlier, for each seed that has both."""
+    high = {run.cfg.run.seed: run for run, _ in records if run.kind in ("reference", "noise")}
+    first = next((run.name for run, _ in records if run.kind == "fp8"), None)
+    pairs = []
+    for run, _ in records:
+        if (run.name == first or (run.kind == "seed" and run.of == first)) and run.cfg.run.seed in high:
+            ours, theirs = (held_out.judged_earlier(side, of.directory) for side in (run, high[run.cfg.run.seed]))
+            if ours is not None and theirs is not None:
+                pairs.append((ours, theirs))
+    return pairs
+
+
+def _sides(records: Records) -> Sides | None:
+    """The first FP8 run beside high precision, and those of the other runs whose partner is there too."""
+    by_kind = {run.kind: (run, record) for run, record in reversed(records)}
+    if "fp8" not in by_kind or "reference" not in by_kind:
+        return None
+    seeds = {run.cfg.run.seed for run, _ in records if run.kind == "noise"}
+    paired = [(run, record) for run, record in records if run.kind != "seed" or run.cfg.run.seed in seeds]
+    return Sides(by_kind["fp8"], by_kind["reference"], paired)
+
+
+def _pair_gaps(records: Records) -> list[float]:
+    sides = _sides(records)
+    return [] if sides is None else pair_gaps(sides)
+
+
+def _fork_gaps(of: Design, records: Records) -> list[float]:
+    """Of forks whose counterpart in high precision is there too."""
+    sides = _sides(records)
+    if sides is None:
+        return []
+    there = {run.name for run, _ in records}
+    lacking = {run.number for run in of.runs if run.kind == "fork" and not run.of and run.name not in there}
+    whole = [(run, record) for run, record in sides.runs if run.kind != "fork" or run.number not in lacking]
+    return fork_gaps(sides._replace(runs=whole))
+
+
+def _effects(of: Design, records: Records) -> list[Estimate]:
+    """Main effects over seeds: of the spread of pairs, or of the effects that earlier seeds had, the widest."""
+    found = []
+    for name, margin, prior, source in (
+        (cells.ACCURACY, of.accuracy_margin, SEED_SPREAD, "assumed, as in phase rl (docs/trials.md)"),
+        (cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
+    ):
+        spread, seen = factorial.spread_of_effect(prior, len(of.factors)), False
+        mains = [effect.by_seed for effect in cells.found_of(records, name, of.factors) if effect.main]
+        if widest := max(map(_scatter, mains), default=0.0):
+            spread, seen, source = widest, True, f"seen in {len(mains[0])} seeds here"
+        if name == cells.LOSS or of.cfg.train.phase != "pretrain":
+            found.append(Estimate(name, cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen))
+    return found

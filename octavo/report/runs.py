@@ -1,0 +1,134 @@
+"""Which runs a trial is made of, in the order they run: each a name, a kind and the configuration it trains.
+
+High precision, the same with other seeds, each FP8 recipe, what tells the price of savings, pairs of seeds, forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
+from octavo.config.model import FITTING
+from octavo.config.phases import BEYOND_SFT
+from octavo.report.claims import LEAST_FORK
+from octavo.report.rundir import ReportError
+from octavo.report.savings import ablation, storable, without
+from octavo.report.training import forks_begin
+from octavo.report.trial import Run
+
+HIGH = "high precision"
+_BARE = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}
+
+
+def runs_of(
+    cfg: Config,
+    recipes: Sequence[str] | None,
+    directory: Path,
+    savings: bool = True,
+    forks: int = 0,
+    seeds: int = 1,
+    of: str = "",
+) -> list[Run]:
+    """The runs of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8. ``of`` names
+    the components that FP8 is of, where the configuration that was asked for has more."""
+    own = own_recipe(cfg)
+    if recipes is None:
+        if own == "off":
+            raise ReportError(
+                "the configuration asks for fp8.recipe: off, so there is nothing to compare with high precision. "
+                f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
+            )
+        recipes = [own]
+    wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own)]
+    if wrong or not recipes:
+        known = ", ".join(r for r in RECIPES if r != "off")
+        asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
+        raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
+    plain = high_precision(cfg)
+    seed, begins = cfg.run.seed, forks_begin(cfg.train.steps)
+    # Kept also where no forks are asked for yet: they can then be tried without training high precision again.
+    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.steps - begins >= LEAST_FORK
+    milestones = (begins,) if forks or forkable else ()
+    kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
+    reference = _run_of(kept, directory, "high-precision", HIGH, "reference", seed)
+    others = range(seed + 1, seed + max(seeds, 2))
+    runs = [
+        reference,
+        *(_run_of(plain, directory, f"high-precision-seed-{s}", f"{HIGH}, seed {s}", "noise", s) for s in others),
+    ]
+    names = list(dict.fromkeys(recipes))
+    for name in names:
+        chosen = cfg if name == own else with_recipe(cfg, name)
+        for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
+            runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
+        fp8 = _run_of(chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed)
+        runs.append(fp8)
+        for s in range(seed + 1, seed + seeds):
+            run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
+            runs.append(replace(run, of=fp8.name))
+        runs += [_fork(reference, fp8, storable(chosen), number, directory) for number in range(forks)]
+    # High precision's own fork of the reference's seed is the reference, where it records every step.
+    first = 1 if cfg.run.log_every == 1 else 0
+    return runs + [_fork(reference, None, plain, number, directory) for number in range(first, forks)]
+
+
+def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: Path) -> Run:
+    """A run from the reference's checkpoint at two thirds to its end, with data in the order of another seed."""
+    begins = reference.cfg.run.milestones[0]
+    checkpoint = Path(reference.cfg.run.dir).resolve() / "milestones" / f"step_{begins}"
+    bare = _BARE | {"fork": str(checkpoint), "start_from": None}
+    cfg = cfg.model_copy(
+        update={
+            "run": cfg.run.model_copy(update=bare | {"milestones": (), "save_every": 0, "keep": 1, "log_every": 1}),
+            "data": cfg.data.model_copy(update={"eval": ()}),
+        }
+    )
+    name, label = ("high-precision", HIGH) if fp8 is None else (fp8.name, fp8.label)
+    seed = reference.cfg.run.seed + number
+    run = _run_of(cfg, directory, f"fork-{number}-{name}", f"{label}, fork {number + 1}", "fork", seed)
+    return replace(run, of="" if fp8 is None else fp8.name, number=number, begins=begins)
+
+
+def cell(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
+    """A cell of a factorial trial: FP8 in these components, trained for its held-out figures alone."""
+    bare = cfg.model_copy(update={"run": cfg.run.model_copy(update=_BARE)})
+    name = f"cell-{'+'.join(parts)}"
+    run = _run_of(bare, directory, f"{name}-seed-{seed}", f"FP8 in {' + '.join(parts)}, seed {seed}", "cell", seed)
+    return replace(run, factors=tuple(parts))
+
+
+def high_precision(cfg: Config) -> Config:
+    """What FP8 is held against: no FP8 and no saving, computing in BF16 where the configuration's model is BF16."""
+    return without(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
+
+
+def with_recipe(cfg: Config, name: str) -> Config:
+    """Another recipe for all that has none of its own; a base that is quantized while it is read is so in the kind of
+    codes that this recipe multiplies by, and in high precision where there is none."""
+    kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
+    kinds = {
+        part: kind if (own := getattr(cfg.fp8, part)) is None or own.recipe is None else was
+        for part, was in cfg.model.load_in_fp8.kinds.items()
+    }
+    listed = ", ".join(f"{part}: {kind or 'null'}" for part, kind in kinds.items())
+    base = [f"model.load_in_fp8={{{listed}}}"] if kinds else []
+    return override(cfg, [f"fp8.recipe={name}", "fp8.plan=null", *base])
+
+
+def own_recipe(cfg: Config) -> str:
+    """What a configuration asks for: its recipe; "by-plan" where a plan file decides; "by-component" where only
+    components or rules ask for one; or off."""
+    fp8 = cfg.fp8
+    if fp8.plan is not None:
+        return "by-plan"
+    if fp8.recipe != "off":
+        return fp8.recipe
+    parts = [*(getattr(fp8, name) for name in COMPONENTS), fp8.lm_head, *fp8.rules]
+    return "by-component" if any(p and p.recipe not in (None, "off") for p in parts) else "off"
+
+
+def _run_of(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Run:
+    own = {"dir": str(directory / "arms" / name), "resume": "auto", "save_states": True, "seed": seed}
+    return Run(name, label, kind, cfg.model_copy(update={"run": cfg.run.model_copy(update=own)}))

@@ -1,0 +1,289 @@
+"""The effects of a factorial trial: tables with planted effects, the cells that are trained, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
+
+from octavo.config import Component, load_config, load_config_text, override, to_yaml
+from octavo.data import digits
+from octavo.models import tiny
+from octavo.report import ReportError, cells, claims, compare, side_by_side
+from octavo.report.factorial import NONE, Cell, contrast, effects, spread_of_effect, subsets
+from octavo.report.reuse import finished
+
+PARTS = ("image_encoder", "foundation")
+BOTH = "+".join(PARTS)
+PROJECTOR = "image_projector"
+
+
+def table(planted: dict[tuple[str, ...], float], factors: tuple[str, ...], base: float = 0.0) -> dict[Cell, float]:
+    """A cell is the base and half of every planted effect, plus where an even number of its components is left out."""
+    return {
+        Cell(cell): base + sum((-1) ** len(set(of) - set(cell)) * effect / 2 for of, effect in planted.items())
+        for cell in subsets(factors)
+    }
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_planted_effects_are_found(k: int) -> None:
+    factors = tuple("abcd"[:k])
+    rng = np.random.default_rng(k)
+    planted = {of: float(rng.normal()) for of in subsets(factors)[1:]}
+    seeds = [table(planted, factors, base=float(seed)) for seed in range(3)]
+    found = effects(seeds, factors)
+    assert [effect.of for effect in found] == subsets(factors)[1:]
+    for effect in found:
+        assert effect.by_seed == pytest.approx([planted[effect.of]] * 3)
+    assert [effect.main for effect in found] == [True] * k + [False] * (2**k - k - 1)
+
+
+def test_costs_that_add_up_have_no_interaction() -> None:
+    figures = {NONE: 0.0, Cell("a"): 0.01, Cell("b"): 0.03, Cell("ab"): 0.04}
+    assert [contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.01, 0.03, 0.0])
+    figures[Cell("ab")] = 0.06  # two points more together: half of them is the interaction
+    assert [contrast(figures, of) for of in ("a", "b", "ab")] == pytest.approx([0.02, 0.04, 0.01])
+
+
+def test_intervals_are_over_seeds_and_hold_what_was_planted() -> None:
+    rng, planted, covered = np.random.default_rng(0), {("a",): 0.01, ("b",): 0.0, ("a", "b"): 0.002}, 0
+    spreads = []
+    for _ in range(200):
+        seeds = [
+            {cell: y + level + rng.normal(0, 0.003) for cell, y in table(planted, ("a", "b")).items()}
+            for level in rng.normal(0, 1, 4)  # what a seed does to all of its cells goes out
+        ]
+        found = effects(seeds, ("a", "b"))[0]
+        assert found.found == claims.mean_gap(found.by_seed)
+        covered += found.found.low <= 0.01 <= found.found.high
+        spreads.append(np.var(found.by_seed, ddof=1))
+    assert 0.9 * 200 <= covered <= 199
+    pair = 0.003 * math.sqrt(2)
+    assert math.sqrt(np.mean(spreads)) == pytest.approx(spread_of_effect(pair, 2), rel=0.1)
+
+
+def test_a_seed_that_lacks_a_cell_is_no_seed() -> None:
+    with pytest.raises(ValueError, match="seed 1 has 1 of the 4 cells of a, b"):
+        effects([table({}, ("a", "b")), {NONE: 0.0}], ("a", "b"))
+    (alone,) = [e for e in effects([table({("a",): 1.0}, ("a", "b"))], ("a", "b")) if e.of == ("a",)]
+    assert alone.found is None and alone.by_seed == (1.0,)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The smallest model that sees, and a few digits."""
+    place = tmp_path_factory.mktemp("factorial")
+    tiny.write("qwen3_vl", place / "model", size="mini")
+    digits.write(place / "digits", train=32, test=16)
+    (place / "run.yaml").write_text(
+        "model: {path: model}\ndata: {train: [{path: digits/train.json}], eval: [{path: digits/test.json}]}\n"
+        "train: {steps: 2, seq_length: 64, micro_batch: 8, global_batch: 8, lr: 2e-3, warmup: 0}\n"
+        "run: {dir: run, health_every: 2, hf: false, threads: 1}\n"
+    )
+    return place
+
+
+@pytest.fixture
+def cfg(place: Path) -> Any:
+    return load_config(place / "run.yaml")
+
+
+def fp8_of(run: Any) -> set[str]:
+    return set(cells.in_fp8(run.cfg))
+
+
+def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None:
+    found, left_out = cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)
+    assert [(run.name, run.cfg.run.seed, run.factors) for run in found] == [
+        ("high-precision", 0, ()), ("high-precision-seed-1", 1, ()),
+        ("cell-image_encoder-seed-0", 0, PARTS[:1]), ("cell-foundation-seed-0", 0, PARTS[1:]),
+        ("cell-image_encoder-seed-1", 1, PARTS[:1]), ("cell-foundation-seed-1", 1, PARTS[1:]),
+        (f"fp8-blockwise-{BOTH}", 0, PARTS), (f"fp8-blockwise-{BOTH}-seed-1", 1, PARTS),
+    ]  # fmt: skip
+    assert left_out == (PROJECTOR,)  # nobody named it, so it is in high precision everywhere
+    assert side_by_side._in_order(found)[0].kind in ("cell", "fp8")
+    for run in found[2:4] + found[6:7]:
+        assert fp8_of(run) == set(run.factors)
+        read = load_config_text(to_yaml(run.cfg))  # as a process of its own reads it
+        assert read.fp8 == run.cfg.fp8
+        plain = read.model_copy(update={"fp8": found[0].cfg.fp8})
+        assert plain.train == found[0].cfg.train and plain.optimizer == found[0].cfg.optimizer
+    assert found[2].cfg.run.health_every == 0 and found[6].cfg.run.health_every == 2
+
+
+def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: Path) -> None:
+    found, left_out = cells.runs_of(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    assert left_out == () and len(found) == 2 + 6 + 1 and found[-1].name == "fp8-blockwise"
+    saving = override(cfg, ["optimizer.states=fp8"])  # in no cell
+    found, _ = cells.runs_of(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    assert {run.cfg.optimizer.states for run in found} == {"fp32"} and found[-1].name != "fp8-blockwise"
+
+
+def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
+    found, _ = cells.runs_of(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
+    forks = [run for run in found if run.kind == "fork" and run.of]
+    assert [run.of for run in forks] == [f"fp8-blockwise-{BOTH}"] * 2 and fp8_of(forks[1]) == set(PARTS)
+
+
+def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, tmp_path: Path) -> None:
+    rules = ['fp8.rules=[{match: "**.layers.0.**", recipe: rowwise}]', "fp8.image_encoder={recipe: tensorwise}"]
+    found, _ = cells.runs_of(override(cfg, [*rules, "fp8.recipe=off", "fp8.foundation={recipe: mxfp8}"]), PARTS, None,
+                             tmp_path, 0, 1)  # fmt: skip
+    tower, model, both = found[2:]
+    assert [fp8_of(run) for run in (tower, model, both)] == [{"image_encoder"}, {"foundation"}, set(PARTS)]
+    assert tower.cfg.fp8.foundation == Component(recipe="off") and model.cfg.fp8.foundation.recipe == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "over", "more", "message"),
+    [
+        (("image_encodr", "foundation"), [], {}, "unknown component 'image_encodr'; did you mean image_encoder?"),
+        (("foundation",), [], {}, "1 component.* named, and a design is of 2 to 4"),
+        (("foundation", "foundation"), [], {}, "foundation is named twice"),
+        (("audio_encoder", "foundation"), [], {}, "nothing of audio_encoder would be in FP8.*did you mean image_enco"),
+        (PARTS, ["fp8.foundation={recipe: off}"], {}, "nothing of foundation .*In FP8 are image_encoder, image_pro"),
+        (PARTS, [], {"recipes": ["rowwise", "blockwise"]}, "2 recipes; components are tried in one"),
+        (PARTS, [], {"savings": True}, "memory savings are off in all of its cells"),
+        (PARTS, ["data.eval=[]"], {}, "name some in data.eval"),
+        (PARTS, ["fp8.recipe=auto"], {}, "recipe auto is measured anew in each cell"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_a_run(cfg, tmp_path: Path, asked, over, more, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        compare(override(cfg, over), directory=tmp_path / "trial", factorial=asked, **more)
+    assert not (tmp_path / "trial").exists()
+
+
+def test_phases_whose_answers_say_nothing_of_a_component_are_refused(cfg) -> None:
+    with pytest.raises(ReportError, match="phase preference: .* for phases sft and pretrain"):
+        cells.check_asked(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
+
+
+COSTS = {"image_encoder": (0.05, 0.02), "foundation": (0.0, 0.0002)}  # of accuracy and of held-out loss
+
+
+@pytest.fixture
+def planted(monkeypatch, sound_answers) -> list[str]:
+    """Stands in for training: runs whose figures cost what COSTS says, with a little of the seed's."""
+    trained: list[str] = []
+
+    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
+        home, fp8 = Path(cfg.run.dir), "high" not in Path(cfg.run.dir).name
+        trained.append(home.name)
+        there = [part for part in PARTS if part in home.name]
+        extra = {"tables": {1: health()}, "plan_json": plan(), "proof": GOOD_PROOF} if fp8 else {}
+        noise = np.random.default_rng([cfg.run.seed, len(trained)]).normal(0, 1e-4)
+        right, loss = (sum(COSTS[part][at] for part in there) for at in (0, 1))
+        write_run(home, losses(cfg.train.steps, 0.0, cfg.run.seed), config=to_yaml(cfg), exact_match=None, **extra)
+        rows = (home / "metrics.jsonl").read_text()
+        last = {"loss": 0.2 * (1 + cfg.run.seed) * (1 + loss + noise), "exact_match": 0.98 - right + noise,
+                "questions": 1600}  # fmt: skip
+        (home / "metrics.jsonl").write_text(rows + json.dumps({"step": cfg.train.steps, "eval": last}) + "\n")
+        return SimpleNamespace(dir=home, status="finished", steps=cfg.train.steps)
+
+    import octavo.train
+
+    monkeypatch.setattr(octavo.train, "run", run, raising=False)
+    return trained
+
+
+def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+    cfg = override(cfg, ["train.steps=100"])
+    verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3)
+    told = {(check.name, check.run): check for check in verdict.effects}
+    assert {key: check.status for key, check in told.items()} == {
+        (cells.ACCURACY, "image_encoder"): "fail", (cells.ACCURACY, "foundation"): "pass",
+        (cells.ACCURACY, "image_encoder x foundation"): "reported",
+        (cells.LOSS, "image_encoder"): "fail", (cells.LOSS, "foundation"): "pass",
+        (cells.LOSS, "image_encoder x foundation"): "reported",
+    }  # fmt: skip
+    assert told[cells.ACCURACY, "image_encoder"].figure == pytest.approx(-0.05, abs=3e-4)
+    assert told[cells.LOSS, "image_encoder"].figure == pytest.approx(0.02, abs=3e-4)
+    assert cells.costly(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
+    assert any("image_encoder: Effect on held-out accuracy" in reason for reason in verdict.reasons)
+    assert len(planted) == 12 and not any("interval" in r and " x " in r for r in verdict.reasons)
+
+    html = (tmp_path / "report" / "report.html").read_text()
+    assert "What each component costs" in html and "image_projector in FP8 as well" in html
+    assert "expected +-" in html and ", came +-" in html and (tmp_path / "report" / "effects.png").is_file()
+    data = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert data["factorial"]["components"] == list(PARTS) and data["factorial"]["left_out"] == [PROJECTOR]
+    assert len(data["factorial"]["cells"]) == 12 and len(data["factorial"]["effects"]) == 6
+    effect = next(one for one in data["power"] if one["claim"] == cells.LOSS)
+    assert not effect["seen"] and set(effect["came"]) == set(PARTS) and effect["half"] > max(effect["came"].values())
+
+    planted.clear()
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    compare(cfg, directory=tmp_path, factorial=PARTS, seeds=4)
+    assert len(planted) == 4 and all(name.endswith("-seed-3") for name in planted)
+    data = json.loads((tmp_path / "report" / "report.json").read_text())
+    effect = next(one for one in data["power"] if one["claim"] == cells.LOSS)
+    assert effect["seen"] and effect["source"] == "seen in 3 seeds here" and effect["spread"] < 5e-4
+
+
+def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+    import octavo.train
+
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    said: list[str] = []
+    console = SimpleNamespace(print=lambda text, **_: said.append(text), is_terminal=False)
+    cfg = override(cfg, ["train.steps=100"])
+    alone = compare(cfg, directory=tmp_path / "one", factorial=PARTS, console=console)
+    assert said.index(next(line for line in said if "one seed makes no interval" in line)) < said.index(
+        next(line for line in said if line.startswith("5 runs, 2 of them cells"))
+    )
+    assert {check.status for check in alone.effects if " x " not in check.run} == {"undecided"}
+    assert "-5.0" in alone.effects[0].sentence and "--seeds 3 gives one" in alone.effects[0].sentence
+
+    usual = octavo.train.run
+
+    def run(cfg, **options):
+        if "cell-foundation" in cfg.run.dir:
+            raise octavo.train.TrainError("10 steps in a row were not finite")
+        return usual(cfg, **options)
+
+    monkeypatch.setattr(octavo.train, "run", run)
+    broken = compare(cfg, directory=tmp_path / "two", factorial=PARTS, seeds=2)
+    (effect,) = broken.effects
+    assert effect.status == "fail" and "FP8 in foundation, seed 0: 10 steps in a row" in effect.sentence
+    assert cells.costly(broken.effects) == []  # which is no price
+
+
+def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path: Path, planted, monkeypatch) -> None:
+    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.held_out.judge_model", lambda *_: judged(0.1, 3.0, questions=80))
+    monkeypatch.setattr("octavo.report.held_out.judge_run", lambda *_, **__: judged(gemms=30, questions=80))
+    cfg = override(cfg, ["train.steps=100"])
+    found = {(c.name, c.run): c for c in compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3).effects}
+    sound = found[cells.ACCURACY, "foundation"]
+    assert sound.status == "undecided" and "one of 80 held-out questions is more than the margin" in sound.sentence
+    assert found[cells.ACCURACY, "image_encoder"].status == "fail" and found[cells.LOSS, "foundation"].status == "pass"
+
+
+@pytest.mark.long
+def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
+    """Two steps of real training in each cell: FP8 ran where a cell says, and effects are of the runs' figures."""
+    verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=2)
+    proofs = {run["name"]: run["proof"].get("shares", {}) for run in verdict.data["arms"]}
+    assert proofs["cell-foundation-seed-1"]["foundation"] == 1.0
+    assert not proofs["cell-foundation-seed-1"].get("image_encoder")
+    assert proofs["cell-image_encoder-seed-1"]["image_encoder"] == 1.0
+    assert {cell["seed"] for cell in verdict.data["factorial"]["cells"]} == {0, 1}
+    for check in verdict.effects:
+        assert check.low is not None and check.low <= check.figure <= check.high
+
+    ran = {run.name: finished(run) for run in cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)[0]}
+    none, tower, model, both = (
+        ran[name].eval["loss"]
+        for name in ("high-precision", "cell-image_encoder-seed-0", "cell-foundation-seed-0", f"fp8-blockwise-{BOTH}")
+    )
+    told = verdict.data["factorial"]["effects"]
+    first = next(e for e in told if e["figure"] == cells.LOSS and e["of"] == ["image_encoder"])
+    assert first["by_seed"][0] == pytest.approx(((tower - none) + (both - model)) / none / 2)
