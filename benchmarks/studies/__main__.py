@@ -1,0 +1,101 @@
+"""Studies: questions that a single trial cannot decide, each one command, with the power of its design told first.
+
+    python -m benchmarks.studies pretraining [--jobs 2] [--hours 6] [--dir build/studies]
+    python -m benchmarks.studies pretraining --power     what it can decide, and nothing is trained
+    python -m benchmarks.studies tables                  the tables of docs/studies.md, out of the result files
+
+A study that was cut off goes on by the same command; what is there is judged at any time. Writes
+results/study_NAME.json and its plot; docs/studies.md quotes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # as its files find each other, here and in the processes of the pool
+NAMES = ("pretraining", "tower", "everything", "moe", "long_tail")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.studies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=(*NAMES, "tables"))
+    parser.add_argument("--jobs", type=int, default=2, help="units that train at a time, a thread each (default 2)")
+    parser.add_argument("--hours", type=float, default=6.0, help="processor hours after which no unit begins")
+    parser.add_argument("--dir", type=Path, default=Path("build/studies"), help="where units lie")
+    parser.add_argument("--power", action="store_true", help="tell what the design can decide, and train nothing")
+    asked = parser.parse_args()
+    if asked.jobs < 1 or not asked.hours > 0:
+        parser.error(f"--jobs {asked.jobs} --hours {asked.hours:g}: both are more than 0")
+    if asked.study == "tables":
+        importlib.import_module("tables").main()
+        return 0
+    study = importlib.import_module(asked.study).STUDY
+    print(study.question, flush=True)
+    estimates = [design.estimate() for design in study.designs]
+    for one in estimates:
+        print(told(one), flush=True)
+    if asked.power:
+        return 0
+    home = (asked.dir / (study.home or asked.study)).resolve()
+    written = _written(home / f"power_{asked.study}.json", estimates)
+    import units
+
+    planned = study.units(home)
+    print(f"{len(planned)} units in {home}", flush=True)
+    found = units.train_all(home, planned, asked.jobs, asked.hours, lambda text: print(text, flush=True))
+    _save(asked.study, study, home, planned, found, written)
+    return 0
+
+
+def told(estimate: dict[str, Any]) -> str:
+    """One line of a power estimate."""
+    needed = estimate["units_for_80"]
+    return (
+        f"  {estimate['design']}: {estimate['units']} units that scatter by {100 * estimate['spread']:.3g} % "
+        f"({estimate['source']}) give +-{100 * estimate['half_width']:.3g} %; with no true gap it passes below "
+        f"{100 * estimate['margin']:.3g} % with a chance of {100 * estimate['chance']:.0f} %"
+        + ("" if estimate["chance"] >= 0.8 or needed is None else f" ({needed} units: 80 %)")
+    )
+
+
+def _written(file: Path, estimates: list[dict[str, Any]]) -> dict[str, Any]:
+    """The estimate as it stood before the first unit ran: written once, never again."""
+    from octavo import atomic
+
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        atomic.write_text(file, json.dumps({"written": now, "designs": estimates}, indent=1) + "\n")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _save(name: str, study: Any, home: Path, planned: list[Any], found: dict[str, Any], written: Any) -> None:
+    from octavo import environment
+    from octavo.bench import record
+
+    results = HERE.parent / "results"
+    hours = sum(one.cpu_seconds for one in found.values()) / 3600
+    judged = study.judge(home, found)
+    whole = {
+        "command": f"python -m benchmarks.studies {name}", "question": study.question, "power": written,
+        "units": len(planned), "trained": len(found), "cpu_hours": round(hours, 2),
+        "failed": {one.name: one.failure for one in found.values() if one.failure},
+        **judged, "machine": record.machine(environment.describe()),
+    }  # fmt: skip
+    record.save(whole, results / f"study_{name}.json")
+    if study.draw is not None:
+        study.draw(whole, results / f"study_{name}.png")
+    print(f"{len(found)} of {len(planned)} units, {hours:.2f} CPU hours: {results / f'study_{name}.json'}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""What a study is, and the figures that all of them share: gaps to high precision, their intervals, their verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from units import Outcome, Unit
+
+from octavo.report import claims, power
+
+Outcomes = Mapping[str, Outcome]
+
+
+@dataclass(frozen=True)
+class Design:
+    """One design of a study, as it was planned: what it measures, in how many units, how they were expected to scatter
+    (``spread``, standard deviation, from ``source``) and the bar that its interval must stay below."""
+
+    name: str
+    units: int
+    spread: float
+    source: str
+    margin: float
+
+    def estimate(self) -> dict[str, Any]:
+        """The power of the design, before it runs."""
+        return {
+            "design": self.name, "units": self.units, "spread": self.spread, "source": self.source,
+            "margin": self.margin, "half_width": power.half_width(self.spread, self.units),
+            "chance": power.chance(self.spread, self.units, self.margin),
+            "units_for_80": power.units_for(self.spread, self.margin),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Study:
+    """One question. ``units`` makes what is trained below a folder; ``judge`` makes rows and curves of what came."""
+
+    name: str
+    question: str
+    designs: tuple[Design, ...]
+    units: Callable[[Path], list[Unit]]
+    judge: Callable[[Path, Outcomes], dict[str, Any]]
+    draw: Callable[[Mapping[str, Any], Path], None] | None = None
+    home: str = ""  # the folder of another study, whose units it begins from
+
+
+def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Sequence[str] = ()) -> dict[str, Any]:
+    """A line of a study's table: the mean of independent gaps (shares; positive: FP8 is worse) with Student's 95 %
+    interval, held against the margin; where undecided, how many units would decide if estimate and spread stayed."""
+    found = claims.mean_gap(gaps)
+    line: dict[str, Any] = {"design": design, "what": what, "margin": margin, "units": len(gaps), "gaps": list(gaps)}
+    if failed:
+        return {**line, "status": "fail", "failed": list(failed)}
+    if found is None:
+        return {**line, "status": "undecided"}
+    line |= {"estimate": found.estimate, "low": found.low, "high": found.high, "half": found.half}
+    if found.low > margin:
+        return {**line, "status": "fail"}
+    if found.high <= margin:
+        return {**line, "status": "pass"}
+    spread = float(np.std(gaps, ddof=1))
+    return {**line, "status": "undecided", "needed": power.units_for(spread, margin, max(found.estimate, 0.0))}
+
+
+def gap(ours: Outcome, theirs: Outcome, first: int, last: int) -> float:
+    """Mean loss over steps ``first`` to ``last`` (both counted from 1 in the whole training), ours over theirs - 1."""
+    mine, other = (of.losses[first - 1 - of.begins : last - of.begins] for of in (ours, theirs))
+    if len(mine) != len(other) or not mine:
+        return math.nan
+    return float(np.mean(mine) / np.mean(other) - 1)
+
+
+def held(ours: Outcome, theirs: Outcome, word: str = "own", other: str = "own") -> float:
+    """Held-out loss, ours over theirs - 1."""
+    return ours.held[word] / theirs.held[other] - 1
+
+
+def pooled(outcomes: Outcomes, names: Sequence[str]) -> tuple[list[Outcome], list[str]]:
+    """Those of the named units that are trained and did not fail, and the sentences of those that did."""
+    there = [outcomes[name] for name in names if name in outcomes]
+    return [one for one in there if not one.failure], [f"{one.name}: {one.failure}" for one in there if one.failure]

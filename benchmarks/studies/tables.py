@@ -1,0 +1,104 @@
+"""The tables of docs/studies.md, written from the result files into the places that the page marks.
+
+    python -m benchmarks.studies tables
+
+A place begins with `<!-- table: NAME -->` and ends with `<!-- end -->`: NAME is a study (its rows), or a study and a
+word: `NAME power` (the estimate as it stood before the first unit ran), `NAME cost`, or what else :data:`MORE` knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "studies.md", ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def written(page: str, results: Path = RESULTS) -> str:
+    """The page with its tables as the result files have them."""
+
+    def fill(place: re.Match[str]) -> str:
+        name, _, word = place[2].partition(" ")
+        found = json.loads((results / f"study_{name}.json").read_text(encoding="utf-8"))
+        return f"{place[1]}{MORE[word](found)}\n{place[3]}"
+
+    return PLACE.sub(fill, page)
+
+
+def rows(found: Mapping[str, Any]) -> str:
+    lines = ["| design | of what | gap, 95 % interval | bar | units | |", "|---|---|---|---|---|---|"]
+    for one in found["rows"]:
+        cells = (one["design"], one["what"], interval(one), percent(one["margin"], sign=False), str(one["units"]))
+        lines.append(f"| {' | '.join((*cells, verdict(one)))} |")
+    return "\n".join(lines)
+
+
+def interval(one: Mapping[str, Any]) -> str:
+    if "estimate" not in one:
+        return "; ".join(one.get("failed", ())) or "none: fewer than two units"
+    return f"{percent(one['estimate'])} ({percent(one['low'])} to {percent(one['high'])})"
+
+
+def verdict(one: Mapping[str, Any]) -> str:
+    if one["status"] != "undecided" or "estimate" not in one:
+        return str(one["status"])
+    needed = one["needed"]
+    return "undecided" + (": at or beyond the bar" if needed is None else f": {needed} units would decide")
+
+
+def percent(share: float, sign: bool = True) -> str:
+    """Three significant digits of what matters: thousandths of a per cent below 1 %."""
+    value = 100 * share
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 100 else 0
+    text = f"{value:{'+' if sign else ''}.{digits}f}"
+    return f"{text} %" if sign else f"{value:g} %"
+
+
+def power(found: Mapping[str, Any]) -> str:
+    lines = ["| design | units | assumed to scatter by | expected interval | chance to pass | units for 80 % |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for one in found["power"]["designs"]:
+        needed = "more than 100,000" if one["units_for_80"] is None else f"{one['units_for_80']:,}"
+        cells = (
+            one["design"], str(one["units"]), f"{100 * one['spread']:g} % ({one['source']})",
+            f"+-{100 * one['half_width']:.3g} %", f"{100 * one['chance']:.0f} %", needed,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cost(found: Mapping[str, Any]) -> str:
+    whole = "all" if found["trained"] == found["units"] else f"{found['trained']} of"
+    failed = f", {len(found['failed'])} failed" if found["failed"] else ""
+    return f"`{found['command']}`: {whole} {found['units']} units{failed}, {found['cpu_hours']:.2f} CPU hours."
+
+
+def cells(found: Mapping[str, Any]) -> str:
+    lines = ["| in FP8 | questions right | held-out loss |", "|---|---|---|"]
+    lines += [f"| {name} | {100 * one['right']:.2f} % | {one['loss']:.4f} |" for name, one in found["cells"].items()]
+    return "\n".join(lines)
+
+
+def routing(found: Mapping[str, Any]) -> str:
+    lines = ["| between | experts of a token that are others | choices that moved | busiest expert, over the mean |",
+             "|---|---|---|---|"]  # fmt: skip
+    for one in found["routing"]:
+        shown = (f"{100 * a:.2f} % ({100 * b:.2f} to {100 * c:.2f})" for a, b, c in (one["flips"], one["load_moved"]))
+        busiest = " and ".join(f"{value:.3f}" for value in one["busiest"])
+        lines.append(f"| {one['what']} | {' | '.join(shown)} | {busiest} |")
+    return "\n".join(lines)
+
+
+MORE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "": rows, "power": power, "cost": cost, "cells": cells, "routing": routing,
+}  # fmt: skip
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the tables of {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,175 @@
+"""A study's unit: one training, and what its weights make of held-out data. Trained once, read ever after.
+
+    HOME/units/NAME/unit.json    losses by step, held-out figures, processor seconds; or the sentence it failed with
+
+A unit without that file is trained from its beginning, so a study that was cut off, in whatever way, goes on by the
+same command. Units run one a process and thread, several beside each other; those that others begin from come first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from octavo import atomic
+from octavo.config import Config, load_config_text, override, to_yaml
+
+UNITS, DONE, TRAINED = "units", "unit.json", "run"
+BARE = (
+    "run.resume=never", "run.save_every=0", "run.log_every=1", "run.health_every=0", "run.gain_steps=0", "run.hf=false",
+    "run.tensorboard=false", "run.trackers=[]", "run.threads=1", "run.save_states=true",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One training.
+
+    name     its folder
+    cfg      what is trained
+    begins   the step after which it begins, where ``cfg.run.fork`` names a checkpoint
+    average  whether the mean of the weights over the last tenth of its steps is judged too
+    plant    (module, function, arguments ...) of this folder that changes the model before its first step
+    look     (module, function, arguments ...) that makes further figures of the trained model
+    keeps    whether the trained weights stay, as others begin from them; else the run directory is deleted
+    """
+
+    name: str
+    cfg: Config
+    begins: int = 0
+    average: bool = False
+    plant: tuple[Any, ...] = ()
+    look: tuple[Any, ...] = ()
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a unit found. ``losses``: by step, from the one after ``begins`` on, nats a token. ``held``: mean loss on
+    the held-out data by how it was judged: "own" and "high" precision, "averaged_own" and "averaged_high" by the mean
+    of the weights. ``failure``: the sentence that the training failed with."""
+
+    name: str
+    begins: int
+    losses: tuple[float, ...]
+    held: Mapping[str, float]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    failure: str = ""
+
+
+def bare(cfg: Config, home: Path, name: str, seed: int, *words: str) -> Config:
+    """A configuration as a unit trains it: into its own folder, with nothing beside the training."""
+    return override(cfg, [*BARE, f"run.dir={home / UNITS / name / TRAINED}", f"run.seed={seed}", *words])
+
+
+def read(home: Path, unit: Unit) -> Outcome | None:
+    """What a unit found; None where it is not trained yet."""
+    file = home / UNITS / unit.name / DONE
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    was, now = _settings(load_config_text(found.pop("config")), found.pop("plant")), _settings(unit.cfg, unit.plant)
+    if keys := [key for key in now if was[key] != now[key]]:
+        raise SystemExit(f"{file.parent} was trained with other {', '.join(keys)}; give another --dir, or delete it")
+    return Outcome(**{**found, "losses": tuple(found["losses"])})
+
+
+def train_all(
+    home: Path, units: Sequence[Unit], jobs: int, hours: float, say: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """The outcomes by name of all units that are trained, after training those that are not, ``jobs`` at a time.
+
+    No unit begins once the processor hours of all units together exceed ``hours``.
+    """
+    found = {unit.name: outcome for unit in units if (outcome := read(home, unit)) is not None}
+    waiting = [unit for unit in units if unit.name not in found]
+    if not waiting:
+        return found
+    # Before the workers are started, so that torch finds it there.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=12)
+    running: dict[Any, Unit] = {}
+    try:
+        while waiting or running:
+            while len(running) < jobs and (unit := _next(waiting)) is not None:
+                if sum(outcome.cpu_seconds for outcome in found.values()) > 3600 * hours:
+                    say(f"{hours:g} CPU hours are spent; {len(waiting)} units are left")
+                    waiting.clear()
+                    break
+                waiting.remove(unit)
+                running[pool.submit(_train, home, unit)] = unit
+            if not running:
+                if waiting:
+                    say(f"{len(waiting)} units cannot begin: there is no {_needs(waiting[0].cfg)[0]}")
+                break
+            ended = next(as_completed(running))
+            unit = running.pop(ended)
+            ended.result()
+            outcome = read(home, unit)
+            assert outcome is not None
+            found[unit.name] = outcome
+            held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
+            say(f"{len(found)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _next(waiting: Sequence[Unit]) -> Unit | None:
+    """The first unit whose checkpoint is there, or that begins without one; None where all wait for those that run."""
+    return next((unit for unit in waiting if all(path.exists() for path in _needs(unit.cfg))), None)
+
+
+def _needs(cfg: Config) -> list[Path]:
+    return [Path(path) for path in (cfg.run.fork, cfg.run.start_from) if path is not None]
+
+
+def _settings(cfg: Config, plant: Sequence[Any]) -> dict[str, Any]:
+    """What decides a unit's numbers, without where it lies."""
+    from octavo.report.reuse import comparable
+
+    return {**comparable(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
+
+
+def _tail(path: Any) -> str | None:
+    """Unit and step of a checkpoint, wherever the study lies."""
+    return None if path is None else "/".join(Path(path).parts[-4:])
+
+
+def _train(home: Path, unit: Unit) -> None:
+    """Train and judge one unit, in a process of the pool."""
+    from judging import Judging
+
+    from octavo import rl, train
+
+    folder = home / UNITS / unit.name
+    if folder.exists():
+        shutil.rmtree(folder)
+    began, judging, failure = time.process_time(), Judging(unit), ""
+    try:
+        result = rl.run(unit.cfg, callbacks=[judging], tell=lambda planned: ())
+        if result.status != "finished":
+            raise SystemExit(f"{unit.name} was stopped; the same command goes on")
+    except train.TrainError as error:
+        if not (folder / TRAINED / "metrics.jsonl").is_file():
+            raise  # before its first step: a fault of the study, no finding
+        failure = str(error)
+    rows = (folder / TRAINED / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [row["loss"] for row in map(json.loads, rows) if "loss" in row and row["step"] > unit.begins]
+    found = {
+        "name": unit.name, "begins": unit.begins, "losses": losses, "held": judging.held, "more": judging.more,
+        "cpu_seconds": round(time.process_time() - began, 1), "failure": failure,
+        "config": to_yaml(unit.cfg), "plant": unit.plant,
+    }  # fmt: skip
+    atomic.write_text(folder / DONE, json.dumps(found) + "\n")
+    if not unit.keeps:
+        shutil.rmtree(folder / TRAINED)

@@ -1,0 +1,127 @@
+"""Studies: what they say follows from what their units found, and units are trained once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _found() -> Iterator[None]:
+    """The files of a study find each other as the command lets them."""
+    sys.path.insert(0, str(ROOT / "benchmarks" / "studies"))
+    yield
+    sys.path.remove(str(ROOT / "benchmarks" / "studies"))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def test_a_row_says_what_its_interval_allows() -> None:
+    row = _module("study").row
+    assert row("d", "w", [0.001, 0.0011, 0.0009], 0.0015)["status"] == "pass"
+    assert row("d", "w", [0.01, 0.011, 0.009], 0.0015)["status"] == "fail"
+    wide = row("d", "w", [0.01, -0.009, 0.002], 0.0025)
+    assert wide["status"] == "undecided" and wide["needed"] > 100
+    assert row("d", "w", [0.01, -0.004, 0.006], 0.0025)["needed"] is None  # the estimate is beyond the bar
+    assert row("d", "w", [0.001], 0.0015)["status"] == "undecided"
+    assert row("d", "w", [0.001, 0.0011], 0.0015, ["seed 3 diverged"])["status"] == "fail"
+    tables = _module("tables")
+    assert tables.verdict(wide).startswith("undecided: ") and "to" in tables.interval(wide)
+    assert tables.interval(row("d", "w", [], 0.1, ["seed 3 diverged"])) == "seed 3 diverged"
+
+
+def test_gaps_of_forks_are_of_the_same_steps() -> None:
+    study, outcome = _module("study"), _module("units").Outcome
+    high = outcome("high", 0, (4.0, 3.0, 2.0, 1.0), {"own": 2.0})
+    fork = outcome("fork", 2, (2.2, 1.0), {"own": 2.1})
+    assert study.gap(fork, high, 3, 3) == pytest.approx(0.1)
+    assert study.gap(fork, high, 3, 4) == pytest.approx(3.2 / 3 - 1)
+    assert study.held(fork, high) == pytest.approx(0.05)
+    assert study.gap(fork, high, 1, 4) != study.gap(fork, high, 1, 4)  # NaN: the fork has no steps 1 and 2
+
+
+def test_effects_of_a_planted_table() -> None:
+    found = _module("tower").effects({"neither": 0.9, "tower": 0.88, "decoder": 0.89, "both": 0.86})
+    assert found == pytest.approx({"tower": -0.025, "decoder": -0.015, "interaction": -0.005})
+    assert _module("tower").words("neither") == []
+    assert len(_module("tower").words("both")) == 3
+
+
+@pytest.mark.parametrize("kind", ["residual", "product"])
+def test_planted_outliers_change_no_function(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from octavo.models.tiny_configs import tiny_config
+
+    planting = _module("long_tail")
+    monkeypatch.setattr(planting, "CHANNELS", (5, 17))  # of 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    tokens, seen = torch.randint(0, 256, (2, 9)), []
+    block = model.model.layers[0]
+    watched = block.mlp.down_proj if kind == "product" else block.self_attn.q_proj
+    watched.register_forward_pre_hook(lambda module, given: seen.append(float(given[0].abs().max())))
+    with torch.no_grad():
+        before = model(tokens).logits
+        planting.plant(SimpleNamespace(model=model), kind, 4096)
+        after = model(tokens).logits
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert seen[1] > 100 * seen[0]
+
+
+@pytest.mark.long
+def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units, pretraining, texts = _module("units"), _module("pretraining"), _module("texts")
+    monkeypatch.setattr(texts, "LAYERS", {"qwen3": 1, "qwen3_moe": 1})
+    monkeypatch.setattr(texts, "HELD", 200)
+    monkeypatch.setattr(texts, "CONFIG", texts.CONFIG.replace("warmup: 20", "warmup: 0"))
+    for name, value in {
+        "STEPS": 20, "DEPTHS": (8, 16), "THIRD": 4, "WINDOW": 4, "FORK_SEEDS": 2,
+        "PAIRS": {"blockwise": 2}, "RECIPES": ("blockwise",),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(pretraining, name, value)
+    planned = pretraining.units(tmp_path)
+    assert [unit.name for unit in planned[:2]] == ["high-seed-0", "fork-8-blockwise-seed-0"]
+    told: list[str] = []
+    moe = _module("moe")
+    monkeypatch.setattr(moe, "STEPS", 4)
+    monkeypatch.setattr(moe, "DEPTH", 2)
+    monkeypatch.setattr(moe, "SEEDS", 1)
+    routed = moe.units(tmp_path / "moe")[:2]
+    wild = units.Unit("wild", units.bare(planned[0].cfg, tmp_path, "wild", 0, "train.lr=1000", "train.warmup=0"))
+    found = units.train_all(tmp_path, [*planned, wild], 2, 1.0, told.append)
+    assert found.keys() == {unit.name for unit in planned} | {"wild"} and len(told) == len(found)
+    judged = pretraining.judge(tmp_path, found)
+    assert all(one["units"] >= 2 and "estimate" in one for one in judged["rows"])
+    assert {len(gaps) for gaps in judged["growth"]["blockwise"]["gaps"]} == {2}
+    whole = found["whole-blockwise-seed-1"]
+    assert whole.held.keys() == {"own", "high", "averaged_own", "averaged_high"} and whole.cpu_seconds > 0
+    assert whole.held["own"] != whole.held["high"] and whole.held["own"] != whole.held["averaged_own"]
+    assert found["wild"].failure or found["wild"].held["own"] > 2 * whole.held["own"]
+    # What is trained is read; what is missing, and that alone, would be trained, were there hours left.
+    shutil.rmtree(tmp_path / "units" / "whole-blockwise-seed-1")
+    again = units.train_all(tmp_path, planned, 1, 0.0, told.append)
+    assert again == {name: one for name, one in found.items() if name not in ("wild", "whole-blockwise-seed-1")}
+    assert told[-1] == "0 CPU hours are spent; 1 units are left"
+    other = replace(planned[0], cfg=units.bare(planned[0].cfg, tmp_path, "high-seed-0", 0, "train.lr=1e-2"))
+    with pytest.raises(SystemExit, match="trained with other train"):
+        units.train_all(tmp_path, [other], 1, 1.0, told.append)
+    # Routers: of two forwards in one precision none flips; in FP8 some do.
+    seen = units.train_all(tmp_path / "moe", routed, 1, 1.0, told.append)
+    flips = [seen[unit.name].more["flips"] for unit in routed]
+    assert all(0 <= share < 0.5 for share in flips) and flips[1] > 0
+    assert json.loads((tmp_path / "moe/units/high-seed-0/unit.json").read_text())["more"]["busiest"][0] >= 1
