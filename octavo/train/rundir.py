@@ -399,7 +399,7 @@ def write_plan(
 ) -> None:
     """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    found = {"family": family, **planning.document(plan, whole=True), "notes": list(notes)}
+    found = {"family": family, **planning.document(plan, plan), "notes": list(notes)}
     if prediction is not None:
         found["prediction"] = prediction.to_json()
     write_json(directory / PLAN, found)
