@@ -4,7 +4,8 @@
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
 A finer recipe that no backend can run for a layer is left out of its ladder. GEMMs outside of the share of linear FLOPs
-(the head, patch embeddings) do not move, nor do those of delayed scaling, whose histories are one layer's.
+(the head, patch embeddings) do not move, nor do those of delayed scaling, whose histories are one recipe's, and those
+of weights that are codes between steps.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, tuple[s
     out: dict[Key, tuple[str, ...]] = {}
     known: dict[tuple[str, tuple[int, int], str, str], bool] = {}
     for row in plan.rows:
-        if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or row.row.codes is not None:
+        coded = row.row.codes is not None or plan.policy.param_of(row.component)
+        if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or coded:
             continue
         for gemm in _gemms(row):
             word = row.recipe.words()[gemm]

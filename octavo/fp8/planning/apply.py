@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -31,15 +31,16 @@ from octavo.fp8.weights.cache import CachesWeights
 _HIGH = Recipe(OFF, "high precision", None, None, None)
 
 
-def apply(model: nn.Module, plan: Plan, also: Collection[str] = ()) -> nn.Module:
+def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Module:
     """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
-    ``also``: layers that other plans of the run have in FP8. They become FP8 layers too, which compute in high
-    precision where this plan has them so, until :func:`turn`.
+    ``others``: plans of the same model that it is to :func:`turn` to. Layers that one of them has in FP8 become FP8
+    layers too, which compute in high precision where this plan has them so.
 
     Raises:
-        PlanError: the plan is another model's, FP8 was applied before, or experts turn out not to compute what the
-            loop over experts computes (two random ones in place of those on the meta device).
+        PlanError: a layer cannot turn as the others have it; the plan is another model's, FP8 was applied before, or
+            experts turn out not to compute what the loop over experts computes (two random ones in place of those on
+            the meta device).
     """
     modules = dict(model.named_modules())
     done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
@@ -51,7 +52,11 @@ def apply(model: nn.Module, plan: Plan, also: Collection[str] = ()) -> nn.Module
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
-    also = frozenset(also)
+    pairs = [pair for other in others for pair in _changes(plan, other)]
+    for old, new in pairs:
+        if (why := _why_fixed(plan, old, new)) is not None:
+            raise PlanError(_cannot_turn(old, new, why))
+    also = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, also)
     for name, rows in by_module.items():
         module = modules[name]
@@ -75,27 +80,38 @@ def turn(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
     Raises PlanError, before anything is changed, for a row that no FP8 layer was made for, or whose recipe cannot be
     exchanged: one with amax histories, or of weights that are codes.
     """
-    pairs = [(old, new) for old, new in zip(before.rows, after.rows, strict=True) if _differs(old, new)]
     turned = []
-    for old, new in pairs:
+    for old, new in _changes(before, after):
         module = model.get_submodule(new.row.module)
-        why = "it is no FP8 layer (apply the plan with also=)" if not isinstance(module, CachesWeights) else None
-        if new.row.codes is not None or after.policy.param_of(new.component):
-            why = "its weight is kept as codes of one recipe"
-        if any(row.recipe is not None and row.recipe.delayed is not None for row in (old, new)):
-            why = "the amax histories of delayed scaling are those of one recipe"
-        if new.kind == HEAD:
-            why = "the head's recipe is that of the whole run"
+        stock = not isinstance(module, CachesWeights)
+        why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_fixed(after, old, new)
         if why is not None:
-            raise PlanError(f"{new.name!r} cannot turn from {_word(old)} to {_word(new)}: {why}.")
+            raise PlanError(_cannot_turn(old, new, why))
         turned.append((sites_of(module)[_parameter(new)], new))
     for site, new in turned:
         site.turn(new.recipe or _HIGH, new.selections)
     return tuple(new.name for _, new in turned)
 
 
-def _differs(old: PlanRow, new: PlanRow) -> bool:
-    return old.recipe != new.recipe or old.selections != new.selections
+def _changes(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
+    return [
+        (old, new)
+        for old, new in zip(before.rows, after.rows, strict=True)
+        if old.recipe != new.recipe or old.selections != new.selections
+    ]
+
+
+def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
+    """Why a row keeps its recipe for a whole run; None where it need not."""
+    if new.row.codes is not None or plan.policy.param_of(new.component):
+        return "its weight is kept as codes of one recipe"
+    if any(row.recipe is not None and row.recipe.delayed is not None for row in (old, new)):
+        return "the amax histories of delayed scaling are those of one recipe"
+    return "the head's recipe is that of the whole run" if new.kind == HEAD else None
+
+
+def _cannot_turn(old: PlanRow, new: PlanRow, why: str) -> str:
+    return f"{new.name!r} cannot turn from {_word(old)} to {_word(new)}: {why}. Give it one recipe in all steps."
 
 
 def _word(row: PlanRow) -> str:

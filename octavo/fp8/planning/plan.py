@@ -105,6 +105,6 @@ class Schedule:
         return tuple(found)
 
     @property
-    def fp8(self) -> frozenset[str]:
-        """The layers that any plan has in FP8."""
-        return frozenset(row.name for one in self.plans for row in one.rows if row.fp8)
+    def parts(self) -> frozenset[str]:
+        """The components that any plan has in FP8."""
+        return frozenset(row.component for one in self.plans for row in one.rows if row.fp8)

@@ -114,9 +114,9 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
     assert [(s.first, s.last, s.plan.share) for s in plans.spans] == [
         (1, 2, 0.0), (3, 3, 1.0), (4, 5, pytest.approx(0.5)), (6, 10, 1.0)
     ]  # fmt: skip
-    assert plans.at(3) is plans.at(10) is plans.main and plans.fp8 == {"up", "down"} and len(plans.plans) == 3
+    assert plans.at(3) is plans.at(10) is plans.main and plans.parts == {"foundation"} and len(plans.plans) == 3
     stock, x = Net(), batch()
-    fp8.apply(model, plans.at(1), also=plans.fp8)
+    fp8.apply(model, plans.at(1), plans.plans)
     assert same(step(model, x), step(stock, x))
     with fp8.count_gemms() as counts:
         step(model, x)
@@ -154,6 +154,15 @@ def test_what_cannot_turn_is_refused_before_anything_has() -> None:
     with pytest.raises(fp8.PlanError, match="head"):
         fp8.turn(model, plan, fp8.plan(Net(), "rowwise"))
     assert model.up.recipe.name == "blockwise"
+    for policy, why in (
+        ({"recipe": "delayed"}, "amax histories"),
+        ({"recipe": "rowwise", "param": True}, "codes of one"),
+    ):
+        timed = fp8.Policy(**policy, rules=(fp8.Rule("up", "off", steps=(1, 2)),))
+        plans = fp8.schedule(model := Net(), fp8.plan(model, timed), 9)
+        with pytest.raises(fp8.PlanError, match=why):
+            fp8.apply(model, plans.at(1), plans.plans)
+        assert type(model.down) is nn.Linear
 
 
 @pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1,), (1, True), ("1", 2)])
