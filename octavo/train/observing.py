@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
-from octavo.reading import finite
+from octavo import fp8, reading
 from octavo.train import rundir
 from octavo.train.answers import Answers
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
 from octavo.train.evaluation import Answer
 from octavo.train.nonfinite import refuse_weights
 from octavo.train.result import RunResult
@@ -28,6 +28,7 @@ class Proof(Callback):
         parts = course.schedule.parts if course.varies else ()
         self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
         before = rundir.read_json(run.directory / rundir.PROOF) or {} if course.varies and run.step else {}
+        reading.check_form(before, {"spans": [{"steps!": [reading.COUNT]}]}, run.directory / rundir.PROOF, TrainError)
         self.before = [span for span in before.get("spans", ()) if span["steps"][0] < run.first]
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
@@ -58,7 +59,7 @@ class Proof(Callback):
             found = self.proof.report()
             if self.before or "spans" in found:
                 found["spans"] = [*self.before, *found.get("spans", ())]
-            rundir.write_json(run.directory / rundir.PROOF, finite({**found, **self.more}))
+            rundir.write_json(run.directory / rundir.PROOF, reading.finite({**found, **self.more}))
 
 
 class Figures(Callback):
