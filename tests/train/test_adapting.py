@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from octavo import fp8, train
-from octavo.config import Config, ConfigError, load_config_text
+from octavo.cli.main import main
+from octavo.config import Config, ConfigError, load_config_text, to_yaml
 from octavo.models import tiny
 from octavo.report import run_page
 from octavo.train import finished, loop, planning, rundir
@@ -203,6 +204,18 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     assert type(model.get_submodule(LAYER)).__name__ == "Linear" and not isinstance(
         model.get_submodule(LAYER), fp8.Linear
     )
+
+
+def test_the_plan_on_paper_tells_the_spans_and_keeps_them_in_a_file(make, tmp_path, capsys):
+    cfg = make("fp8.rules=[{match: '**', recipe: off, first: 10}]", "fp8.adapt=true")
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(cfg))
+    assert main(["plan", str(file), "--save", str(tmp_path / "plan.json")]) == 0
+    told = capsys.readouterr().out
+    assert "steps 1 to 10: 0 of 15 linear layers in FP8" in told and "steps 11 to 60: 14 of 15" in told
+    assert "note: fp8.adapt: GEMMs are judged every 25 steps" in told
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert any(line.get("steps") == [1, 10] and line["recipe"] == "off" for line in saved["layers"])
 
 
 def test_the_steps_of_rules_are_counted_from_both_ends(make):
