@@ -126,6 +126,7 @@ def _one(run: History, status: str) -> dict[str, Any]:
     proof = json_of(run.directory / "proof.json")
     layers = sorted(layer_health([run.layers]), key=lambda layer: min(layer.sqnr.values(), default=math.inf))
     plain = [(step, dict(flat(found))) for step, found in run.evals]
+    plan = json_of(run.directory / "plan.json") if run.cfg.fp8.adapt is not None else run.plan  # which moves
     return {
         "status": status,
         "line": _line(run),
@@ -145,8 +146,8 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "layers": layers[:LAYERS],
         "more_layers": max(0, len(layers) - LAYERS),
         "roles": dict(zip(ROLES, ("x", "w", "dy", "x, wgrad", "dy, wgrad"), strict=True)),
-        "groups": parts.plan_groups(run.plan),
-        "notes": run.plan.get("notes") or [],
+        "groups": parts.plan_groups(plan),
+        "notes": plan.get("notes") or [],
         "proof": proof,
         "counted": parts.counted(proof),
         "environment": flat(json_of(run.directory / "environment.json")),

@@ -30,14 +30,15 @@ class Spans(Callback):
 
 class Adapting(Callback):
     """Lets a judge look at every `adapt.every`-th step, and moves what its figures ask for. adapt.jsonl has a line for
-    each decision. A step that was skipped, whose figures are those of what overflowed, decides nothing."""
+    each decision. A step that was skipped, whose figures are those of what overflowed, decides nothing, nor does one
+    without a token with a loss, whose gradients are zeros."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         run.job.stepper.judge = run.job.course.judge(number)
 
     def after_step(self, run: Run, step: Step) -> None:
         judge, run.job.stepper.judge = run.job.stepper.judge, None
-        if judge is None or not step.result.applied:
+        if judge is None or not step.result.applied or not step.result.loss_tokens:
             return
         run.world.at(f"step {step.number}, deciding on the precision of its GEMMs")
         course = run.job.course

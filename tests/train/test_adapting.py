@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from octavo import fp8, train
 from octavo.cli.main import main
 from octavo.config import Config, ConfigError, load_config_text, to_yaml
+from octavo.config.adapting import AdaptSection
+from octavo.fp8.adapting import Limits
 from octavo.models import tiny
-from octavo.report import run_page
+from octavo.report import run_page, verdict
 from octavo.train import finished, loop, planning, rundir
 from octavo.train.rundir import read_rows
 from tests import ranks
@@ -228,6 +231,14 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
     cfg = make("fp8.rules=[{match: '**', recipe: off, last: 0.1}]", "train.steps=null", "train.epochs=1")
     with pytest.raises(train.TrainError, match=r"last 10 % of the steps.*Give train.steps"):
         planning.policy_from(cfg)
+
+
+def test_the_defaults_are_the_healthy_column_of_the_trust_table():
+    limits = Limits()
+    assert AdaptSection().model_dump(exclude={"every", "recipes"}) == asdict(limits)
+    assert {"e4m3": limits.sqnr_e4m3, "e5m2": limits.sqnr_e5m2} == verdict.SQNR_WARN
+    assert (limits.underflow, limits.underflow_wgrad) == (verdict.UNDERFLOW_WARN, verdict.UNDERFLOW_WARN_WGRAD)
+    assert limits.cosine == verdict.COSINE_MIN
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +67,14 @@ def test_the_work_of_gemms_is_their_share_of_the_linear_flops() -> None:
     assert work["up", "fwd"].flops == pytest.approx(1 / 5) and ("up", "wgrad") not in work
     assert sum(one.flops for one in work.values()) == pytest.approx(1.0)
     assert all(one.time is None for one in work.values())
+
+
+def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
+    plan = fp8.plan(Net(), "blockwise")
+    times = [SimpleNamespace(high=3.0, planned=2.4), SimpleNamespace(high=1.0, planned=1.6), None]
+    rows = tuple(replace(row, times=found) for row, found in zip(plan.rows, times, strict=True))
+    work = work_of(replace(plan, rows=rows))
+    assert work["up", "fwd"].time == pytest.approx(0.6 / 3 / 4.0) and work["down", "fwd"].time == 0.0
 
 
 def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
