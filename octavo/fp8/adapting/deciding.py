@@ -129,6 +129,18 @@ class _Worst(NamedTuple):
     threshold: float
 
 
+class _Holder(NamedTuple):
+    """A GEMM in high precision by a move: the error of the rung below, its number in the model."""
+
+    error: float
+    number: int
+    key: Key
+
+
+def _parts(work: Work) -> tuple[float, float]:
+    return work.flops, work.time or 0.0
+
+
 def _worst(figures: Sequence[Figure], gemm: str, limits: Limits) -> _Worst | None:
     """The figure with the largest error; None of nothing."""
     found = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
@@ -166,6 +178,7 @@ def decide(
     check = _Check(step, now, read, ladders, work, limits)
     climbing = [key for key in ladders if read.get(key) and check.look(key)]
     climbing.sort(key=lambda key: -check.error(key))  # stable: equal errors in the order of the model
+    check.count()
     for key in climbing:
         check.climb(key)
     return {key: place for key, place in check.places.items() if place != Place()}, check.decisions
@@ -189,16 +202,29 @@ class _Check:
 
     def __post_init__(self) -> None:
         self.decisions: list[Decision] = []
+        self._worst: dict[tuple[Key, int], _Worst | None] = {}
+        self.holders: list[_Holder] = []
+        self.used = 0.0, 0.0  # shares of FLOPs and of time
 
     def at(self, key: Key) -> Place:
         return self.places.get(key, Place())
 
     def worst(self, key: Key, rung: int) -> _Worst | None:
-        return _worst(self.read.get(key, {}).get(rung, ()), key[1], self.limits)
+        if (key, rung) not in self._worst:
+            self._worst[key, rung] = _worst(self.read.get(key, {}).get(rung, ()), key[1], self.limits)
+        return self._worst[key, rung]
 
     def error(self, key: Key) -> float:
         found = self.worst(key, self.at(key).rung)
         return 0.0 if found is None else found.error
+
+    def count(self) -> None:
+        """What is in high precision by moves, those that need it least first: what makes room goes from the front."""
+        high = [(number, key) for number, key in enumerate(self.ladders) if self.is_high(key)]
+        below = [(self.worst(key, self.at(key).rung - 1), number, key) for number, key in high]
+        self.holders = sorted(_Holder(one.error, number, key) for one, number, key in below if one is not None)
+        works = [_parts(self.work[key]) for _, key in high]
+        self.used = sum(flops for flops, _ in works), sum(time for _, time in works)
 
     def look(self, key: Key) -> bool:
         """Whether a GEMM wants a step up; one that may come back does, or has counted that it might."""
@@ -227,19 +253,17 @@ class _Check:
 
     def make_room(self, key: Key, error: float) -> bool:
         """Whether a GEMM fits into the budget, maybe in place of those that need it least."""
-        mild = sorted(
-            (found.error, number, other)
-            for number, other in enumerate(self.ladders)
-            if self.is_high(other) and self.at(other).step < self.step
-            and (found := self.worst(other, self.at(other).rung - 1)) is not None
-            and found.error < self.limits.back * error
-        )  # fmt: skip
-        gone: list[Key] = []
-        while not self.fits(key, gone):
-            if not mild:
-                return False
-            gone.append(mild.pop(0)[2])
-        for other in gone:
+        flops, time = (sum(part) for part in zip(self.used, _parts(self.work[key]), strict=True))
+        gone: list[_Holder] = []
+        for holder in self.holders:
+            if self.fits(flops, time) or holder.error >= self.limits.back * error:
+                break
+            gone.append(holder)
+            flops, time = (had - part for had, part in zip((flops, time), _parts(self.work[holder.key]), strict=True))
+        if not self.fits(flops, time):
+            return False
+        self.used, self.holders = (flops, time), self.holders[len(gone) :]
+        for _, _, other in gone:
             below = self.worst(other, self.at(other).rung - 1)
             assert below is not None
             self.move(other, self.at(other).rung - 1, "yields", below)
@@ -250,10 +274,8 @@ class _Check:
         """Whether a move has it in high precision."""
         return self.ladders[key][self.at(key).rung] == HIGH
 
-    def fits(self, key: Key, gone: Sequence[Key]) -> bool:
-        """Whether the budget holds a GEMM beside those that are in high precision, without those that are gone."""
-        high = [self.work[k] for k in self.ladders if k == key or (self.is_high(k) and k not in gone)]
-        flops, time = sum(w.flops for w in high), sum(w.time or 0.0 for w in high)
+    def fits(self, flops: float, time: float) -> bool:
+        """Whether the budget holds so much in high precision."""
         room = 1e-9  # of sums of shares
         return flops <= self.limits.budget + room and (self.limits.time is None or time <= self.limits.time + room)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -173,3 +174,13 @@ def test_whatever_is_measured(levels: list[list[float]], budget: float, patience
         moved = {(d.layer, d.gemm) for d in found if d.kind != "refused"}
         assert all(run.rung(k) == before.get(k, Place()).rung for k in keys if k not in moved)
         assert len(moved) == len([d for d in found if d.kind != "refused"])
+
+
+def test_a_check_in_which_all_of_a_large_model_fails_is_quick() -> None:
+    keys = [(f"layers.{n}", gemm) for n in range(500) for gemm in ("fwd", "dgrad", "wgrad")]
+    run = Run(*keys, ladder=("blockwise", "bf16"), share=1 / len(keys), budget=0.1)
+    began = time.process_time()
+    first = run.check(lambda key, rung: 20.0)
+    then = run.check(lambda key, rung: 20.0 if run.rung(key) else 5.0)
+    assert time.process_time() - began < 2
+    assert sum(d.kind == "leaves" for d in first) == 150 == sum(d.kind == "yields" for d in then)
