@@ -44,7 +44,7 @@ FP8_LEVELS = [
     {"policy"},
     {"measuring"},
     {"planning"},
-    {"proof"},
+    {"proof", "adapting"},
 ]
 FP8_LEVEL_OF = {package: i for i, level in enumerate(FP8_LEVELS) for package in level}
 # Who knows that a parameter may be a DTensor, and the words and modules by which one sees that a file does.

@@ -71,6 +71,13 @@ def bisect(
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
         raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")
+    timed = any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules)
+    if cfg.fp8.adapt is not None or timed:
+        raise BisectError(
+            "a search compares plans that stay, and here precision changes while a run trains "
+            f"({'fp8.adapt' if cfg.fp8.adapt is not None else 'rules with first or last'}). Search without: "
+            f"{'fp8.adapt=false' if cfg.fp8.adapt is not None else 'take the spans of the rules out'}"
+        )
     if cfg.train.phase in BEYOND_SFT and by == "loss":
         raise BisectError(
             f"phase {cfg.train.phase} has no losses to judge by: they say nothing of what is learned there. Search the "

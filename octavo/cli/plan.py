@@ -4,6 +4,7 @@ octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
 octavo plan run.yaml --why                                     backends, and what each one that was passed over lacks
 octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where it is measured to win; see docs/plan.md
+octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   and what runs in which steps
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
 octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
@@ -103,6 +104,8 @@ def _run(args: argparse.Namespace) -> int:
             Card.parse(size)
     cluster = plan_cost.cluster_of(args)
     cfg = cfg if args.shape is not None else base.settled(cfg)
+    if args.shape is None and any(rule.last is not None for rule in cfg.fp8.rules):
+        cfg = base.counted(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
@@ -112,6 +115,7 @@ def _run(args: argparse.Namespace) -> int:
         tokens = count()
     own = None if tokens is None else tokens.shared(cfg.parallel.context)  # of a rank's forward, which is measured
     plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, own, measurements)
+    plans = planning.scheduled(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
         return _of_layers_alone(args, plan, family, notes, why)
     steps, reference = _of_phase(cfg, args.ranks)
@@ -127,13 +131,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
         more |= {"step": steps} if steps else {}
+        more |= {"spans": _spans(plans)} if plans.spans else {}
         more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
             more["step_of_a_rank"] = plan_cost.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         print("\n".join(summary.verdict(plan)))
-        for sentence in [*steps, *([] if prediction is None else prediction.sentences())]:
+        for sentence in [*planning.spans_told(plans), *steps, *([] if prediction is None else prediction.sentences())]:
             print(sentence)
         told = _unless_impossible(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
         show(plan, notes, everything=args.all, why=args.why)
@@ -142,9 +147,17 @@ def _run(args: argparse.Namespace) -> int:
         if args.ranks > 1:
             plan_cost.show(sizes, cluster, args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
-        fp8.save_plan(plan, args.save)
+        fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
+
+
+def _spans(plans: Any) -> list[dict[str, Any]]:
+    """The plans of stretches of steps, where rules have spans."""
+    return [
+        {"steps": [span.first, span.last], "share": span.plan.share, "rows": [row.to_json() for row in span.plan.rows]}
+        for span in plans.spans
+    ]
 
 
 def _of_layers_alone(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:

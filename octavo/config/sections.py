@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_serializer
 
+from octavo.config.adapting import Adapt
 from octavo.config.texts import FilePath, Text
 from octavo.config.words import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
 
@@ -55,6 +56,16 @@ class Rule(Section):
     fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
+    first: int | None = Field(
+        default=None, ge=1, le=10**9, description="The rule holds in so many first steps alone, as in a warm-up."
+    )
+    last: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="The rule holds in this last share of train.steps alone: 0.1 with recipe off ends in high "
+        "precision.",
+    )
 
 
 class Fp8Section(Section):
@@ -119,6 +130,11 @@ class Fp8Section(Section):
         default="off",
         description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
         "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
+    )
+    adapt: Adapt = Field(
+        default=None,
+        description="Whether GEMMs move between recipes and high precision while the run trains, by their figures at "
+        "checks: true, false, or how (see docs/adapt.md).",
     )
     plan: FilePath | None = Field(
         default=None,

@@ -43,10 +43,10 @@ from octavo.fp8.observe.health import Health, health
 from octavo.fp8.observe.recorder import HIGH, uncounted
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.convert import copy_state, fp32_weight, set_low, to_torch
-from octavo.fp8.planning.apply import Fusion, apply, fuse, unfuse
-from octavo.fp8.planning.decide import plan
+from octavo.fp8.planning.apply import Fusion, apply, fuse, turn, unfuse
+from octavo.fp8.planning.decide import plan, schedule
 from octavo.fp8.planning.file import load_plan, save_plan
-from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.plan import Plan, Schedule, Span
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import ComponentPolicy, PlanError, Policy, Rule
 from octavo.fp8.policy.topology import Row, topology
@@ -104,7 +104,9 @@ __all__ = [
     "RecipeError",
     "Row",
     "Rule",
+    "Schedule",
     "Selection",
+    "Span",
     "apply",
     "backends",
     "calc_diff",
@@ -158,6 +160,7 @@ __all__ = [
     "scale_from_amax",
     "scale_gradient_histories",
     "scaling_state",
+    "schedule",
     "select",
     "shared_scales",
     "set_low",
@@ -167,6 +170,7 @@ __all__ = [
     "to_torch",
     "token_log_probs",
     "topology",
+    "turn",
     "uncounted",
     "weight_sums",
     "underflow",

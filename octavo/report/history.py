@@ -199,6 +199,14 @@ class History:
         """What was written at the first and at the newest step of reinforcement learning."""
         return _ends(self.directory / "completions.jsonl", {"prompt", "answer", "completion", "reward"})
 
+    def moves(self) -> list[dict[str, Any]]:
+        """What was decided under `fp8.adapt`, the newest of it."""
+        file = self.directory / "adapt.jsonl"
+        if not file.exists():
+            return []
+        fields = {"layer", "gemm", "from", "to", "kind", "figure", "value", "threshold"}
+        return [row for line in _end(file) if (row := _row(line, fields)) is not None]
+
     def when(self) -> datetime | None:
         """When the newest row was written; None of 0.4.0, which did not say."""
         try:
@@ -213,10 +221,7 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
         return []
     with reading.open_file(file, ReportError) as opened:
         beginning = opened.read(BEGINNING)
-        size = opened.seek(0, 2)
-        opened.seek(max(0, size - END))
-        end = opened.read()
-    lines = beginning.split(b"\n")[:-1], end.split(b"\n")[bool(size > END) : -1]
+    lines = beginning.split(b"\n")[:-1], _end(file)
     first, last = ([row for line in part if (row := _row(line, fields)) is not None] for part in lines)
     found = []
     for rows, at in ((first, 0), (last, -1)):
@@ -224,6 +229,14 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
             step = rows[at]["step"]
             found.append({"step": step, "rows": [row for row in rows if row["step"] == step]})
     return found
+
+
+def _end(file: Path) -> list[bytes]:
+    """The last whole lines of a file that grows with the run."""
+    with reading.open_file(file, ReportError) as opened:
+        size = opened.seek(0, 2)
+        opened.seek(max(0, size - END))
+        return opened.read().split(b"\n")[bool(size > END) : -1]
 
 
 def _row(line: bytes, fields: set[str]) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ _RATES = (
     Panel("grad_norm", "Gradient norm", "norm", ""),
     Panel("tokens_per_s", "Tokens per second", "tokens/s", ""),
     Panel("seconds", "Seconds a step", "seconds", ""),
+    Panel("fp8_share", "Linear FLOPs in FP8", "share", "share"),
 )
 #: where the figures of evaluations lie, of those that a trial's page knows by another name
 _JUDGED = {
@@ -44,7 +45,7 @@ _HEALTH = (
 )
 #: rates are smoothed by medians, that steps which were measured or evaluated do not show as slow stretches; what the
 #: schedule says is no measurement
-_MEDIAN, _EXACT = ("tokens_per_s", "seconds"), ("lr",)
+_MEDIAN, _EXACT = ("tokens_per_s", "seconds"), ("lr", "fp8_share")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The page of a run as it goes, and of several runs side by side: one HTML file that opens offline, a PNG beside it.
 
 What it shows comes from the run directories alone, and its size is bounded: curves have at most so many points, of
-evaluations and answers the first and the newest are listed, of layers those with the lowest SQNR.
+evaluations and answers the first and the newest are listed, of moves the newest, of layers those with the lowest SQNR.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.report.parts import KINDS, TOTALS, bytes_text, fixed, flat, memory_k
 from octavo.report.rundir import ROLES, ReportError, json_of, layer_health
 from octavo.report.verdict import percent
 
-LAYERS = 40
+LAYERS, MOVES = 40, 60
 NOT_FINISHED = "not finished"
 _PILLS = {"finished": "pass", "running": "reported", "stopped": "warn", "failed": "fail", NOT_FINISHED: "reported"}
 
@@ -126,6 +126,7 @@ def _one(run: History, status: str) -> dict[str, Any]:
     proof = json_of(run.directory / "proof.json")
     layers = sorted(layer_health([run.layers]), key=lambda layer: min(layer.sqnr.values(), default=math.inf))
     plain = [(step, dict(flat(found))) for step, found in run.evals]
+    plan = json_of(run.directory / "plan.json") if run.cfg.fp8.adapt is not None else run.plan  # which moves
     return {
         "status": status,
         "line": _line(run),
@@ -139,11 +140,14 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "completions": run.completions(),
         "health": _health(run),
         "measured": run.measured,
+        "adapts": run.cfg.fp8.adapt is not None,
+        "moves": _moves(run),
+        "most_moves": MOVES,
         "layers": layers[:LAYERS],
         "more_layers": max(0, len(layers) - LAYERS),
         "roles": dict(zip(ROLES, ("x", "w", "dy", "x, wgrad", "dy, wgrad"), strict=True)),
-        "groups": parts.plan_groups(run.plan),
-        "notes": run.plan.get("notes") or [],
+        "groups": parts.plan_groups(plan),
+        "notes": plan.get("notes") or [],
         "proof": proof,
         "counted": parts.counted(proof),
         "environment": flat(json_of(run.directory / "environment.json")),
@@ -198,6 +202,23 @@ def _health(run: History) -> list[dict[str, Any]]:
         {"component": component, "color": color, **{name: series.last for name, series in found.items()}}
         for (component, found), color in zip(run.health.items(), run_figures.COLORS, strict=False)
     ]
+
+
+def _moves(run: History) -> list[dict[str, Any]]:
+    """The decisions of `fp8.adapt` with their figures in words, the newest first."""
+    return [
+        {**row, "value": _figure(row["figure"], row["value"]), "threshold": _figure(row["figure"], row["threshold"])}
+        for row in reversed(run.moves())
+    ]
+
+
+def _figure(name: object, value: object) -> str:
+    if not isinstance(value, int | float):
+        return "not finite"
+    kind = str(name).partition(" ")[0]
+    if kind == "sqnr":
+        return f"{value:.1f} dB"
+    return percent(value, 2) if kind in ("underflow", "saturation") else fixed(value, 4)
 
 
 def _several(runs: Sequence[History], labels: Sequence[str], states: Sequence[str]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ _FORMS: dict[str, Any] = {
         "shares": {...: FINITE},
         "components": {...: {...: {...: COUNT}}},
         "rollouts": {"first!": COUNT, "last!": COUNT, "stale": COUNT},
+        "spans": [{"steps!": [COUNT], "share": FINITE, "planned": FINITE}],
     },
     "environment.json": {},
     "memory.json": {"bytes": {...: COUNT}},

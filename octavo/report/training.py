@@ -229,6 +229,9 @@ def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
 
 
 def _planned(record: RunRecord) -> set[tuple[str, str]]:
+    """What a run began with, layer by layer: moves of `fp8.adapt`, which differ by seed, are no part of it."""
+    if lines := record.plan.get("layers"):
+        return {(str(line.get("match")), f"{line.get('recipe')} {line.get('steps')}") for line in lines}
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
 
 

@@ -8,7 +8,7 @@ is sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ def assemble_model(
     family: models.Family,
     say: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
+    others: Iterable[fp8.Plan] = (),
 ) -> tuple[nn.Module, Lows, models.Deferred | models.Drawn | None]:
-    """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned, with adapters under `lora`
-    and the critic of PPO. Beside it the lower halves of fp32 weights where the optimizer keeps them; and what fills the
-    model once it is sharded, if it has no values yet.
+    """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned (`others`: plans that it will
+    turn to), with adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the
+    optimizer keeps them; and what fills the model once it is sharded, if it has no values yet.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
@@ -45,7 +46,7 @@ def assemble_model(
     base.freeze(model, family, cfg)
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
         _all_bf16(model, say)
-    fp8.apply(model, plan)
+    fp8.apply(model, plan, others)
     fp8.move_scaling(model, device)
     if cfg.lora is not None:
         from octavo import adapters

@@ -28,6 +28,7 @@ from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
 from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
+from octavo.train.course import Course
 from octavo.train.errors import TrainError
 from octavo.train.forward import Forward, autocast_dtype, chunked_head, gathers_bf16, keep_towers_running
 from octavo.train.optim import adamw
@@ -53,6 +54,7 @@ class Job:
     progress: rundir.Progress
     files: Mapping[str, Any]
     phase: Phase
+    course: Course
     base: base.Base | None = None
     attention: Any = None  # the kernel or those of components (`attention.kept_of`), unless torch chooses
     first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
@@ -102,8 +104,10 @@ def build(
 
     saved = _saved_plan(world, start)
     made = cfg if start.checkpoint is None else base.begun(cfg)
-    plan, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
+    plans, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
     kept = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
+    course = Course.of(cfg, plans, {} if start.forked else kept)
+    plan = course.at(max(1, start.step))  # what its newest weights were learnt by
     if kept and pixels is not None and (before := kept.get("pixels", "pil")) != pixels:  # 0.4.0 had no other way
         how = "install" if before == "torchvision" else "remove"
         say(f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
@@ -111,8 +115,8 @@ def build(
     kernels = attention.decide(cfg, world, kept.get("attention"))
     notes = (*notes, *map(str, kernels))
     # Nobody goes on before the file is there: a reference model is quantized by it on every rank.
-    world.from_main(lambda: _keep_plan(directory, saved, family.name, plan, notes, prediction))
-    for line in tell(planning.Planned(made, plan, family, notes, prediction, world.size)):
+    world.from_main(lambda: _keep_plan(directory, saved, family.name, plans, plan, notes, prediction))
+    for line in tell(planning.Planned(made, plans.main, family, notes, prediction, world.size)):
         say(line)
     if saved is not None and planning.leaves_open(cfg):
         say(
@@ -122,7 +126,7 @@ def build(
 
     if cfg.train.cuda_graphs:
         _refuse(graphs.why_never(plan, world))
-    model, lows, unread = assemble_model(made, world.device, plan, family, say, world.size)
+    model, lows, unread = assemble_model(made, world.device, plan, family, say, world.size, plans.plans)
     if evalset is not None and (ignored := models.ignored_settings(model)):
         say(f"note: {ignored}")
     attention.use(model, kernels)
@@ -161,7 +165,7 @@ def build(
     background = checkpoint.Background(world, world.device) if cfg.run.save == "async" else None
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
-        found, attention.kept_of(kernels), start.first, background,
+        course, found, attention.kept_of(kernels), start.first, background,
     )  # fmt: skip
 
 
@@ -195,7 +199,7 @@ def _saved_plan(world: parallel.World, start: rundir.Start) -> Path | None:
 
 
 def _keep_plan(
-    directory: Path, saved: Path | None, family: str, plan: fp8.Plan, notes: tuple[str, ...],
+    directory: Path, saved: Path | None, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
     prediction: fp8.Prediction | None,
 ) -> None:  # fmt: skip
     """Write the run's plan.json, unless the run continues by the one that is there, with all that `write_plan` puts
@@ -204,7 +208,7 @@ def _keep_plan(
     file = directory / rundir.PLAN
     there = (rundir.read_json(file) or {}) if saved == file.resolve() else {}
     if "rows" not in there or any(line["fuse"] == "on" for line in there.get("sisters") or ()):
-        rundir.write_plan(directory, family, plan, notes, prediction)
+        rundir.write_plan(directory, family, plans, plan, notes, prediction)
 
 
 def check_possible(cfg: Config, world: parallel.World) -> None:
@@ -360,7 +364,8 @@ def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path | None:
         counters={
             **job.progress.counters(job.cfg, job.files),
             "threads": torch.get_num_threads(),
-            "plan": document(job.plan),
+            "plan": document(job.course.schedule.main, spans=job.course.schedule.spans),
+            **({} if job.course.adapt is None else {"adapt": job.course.to_json()}),
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),

@@ -68,12 +68,12 @@ class GainWindow(Callback):
     nothing to keep, and the step's row gets it too. A run that is asked to stop takes one when it goes on."""
 
     def begin(self, run: Run) -> None:
-        if run.cfg.run.gain_steps and not run.fp8:
+        if run.cfg.run.gain_steps and not run.job.course.schedule.parts:
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARM, run.cfg.train.steps)  # or where the session ends before it is warm
-        self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number == last
+        last = min(run.first + WARM, run.cfg.train.steps)  # or where the session ends; later, if FP8 begins later
+        self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 
     def end_step(self, run: Run, step: Step) -> None:

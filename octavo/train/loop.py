@@ -17,7 +17,9 @@ from octavo import checkpoint, hub, parallel
 from octavo.config import Config
 from octavo.reading import finite
 from octavo.train import base, build, planning, rundir, trackers
+from octavo.train.adapting import Adapting, Spans
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.course import Course
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
 from octavo.train.lock import RunLock
@@ -133,14 +135,17 @@ def _begin(
         eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=rundir.read_json(start.directory / rundir.GAIN),
-        users=users, callbacks=_in_order(users),
+        users=users, callbacks=_in_order(users, job.course),
         watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 
-def _in_order(users: Sequence[Callback]) -> tuple[Callback, ...]:
-    """A step is proven and measured, heard of, refused, evaluated, saved, and compared with high precision."""
-    listening = Proof(), Figures(), *users, NotFinite(), NothingToLearn(), Stopping()
+def _in_order(users: Sequence[Callback], course: Course) -> tuple[Callback, ...]:
+    """A step gets its plan; it is proven and measured, judged, heard of, refused, evaluated, saved, and compared with
+    high precision."""
+    planned = (Spans(),) if course.varies else ()
+    judged = (Adapting(),) if course.adapt is not None else ()
+    listening = *planned, Proof(), Figures(), *judged, *users, NotFinite(), NothingToLearn(), Stopping()
     return *listening, Evaluation(), Saving(), GainWindow()
 
 
@@ -236,6 +241,8 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
         # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
+    if run.job.stepper.judge is not None and run.memory:  # who keeps every x too
+        observe = replace(observe, memory=False)
     return observe
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
-from octavo.reading import finite
+from octavo import fp8, reading
 from octavo.train import rundir
 from octavo.train.answers import Answers
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
 from octavo.train.evaluation import Answer
 from octavo.train.nonfinite import refuse_weights
 from octavo.train.result import RunResult
@@ -19,13 +19,21 @@ from octavo.train.step import Batches, Observe
 
 
 class Proof(Callback):
-    """Counts the GEMMs of the first step that reaches a component and holds them against the plan. A mismatch stops the
-    run; proof.json says which. What a phase proves stands there as of the newest checkpoint."""
+    """Counts the GEMMs of the first step that reaches a component and holds them against the plan; again wherever
+    another plan begins. A mismatch stops the run; proof.json says which. What a phase proves stands there as of the
+    newest checkpoint."""
 
     def begin(self, run: Run) -> None:
-        self.proof, self.more = fp8.Proof(run.job.plan, run.world.layout.expert), run.job.phase.proof(run.job.stepper)
+        course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
+        parts = course.schedule.parts if course.varies else ()
+        self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
+        before = rundir.read_json(run.directory / rundir.PROOF) or {} if course.varies and run.step else {}
+        reading.check_form(before, {"spans": [{"steps!": [reading.COUNT]}]}, run.directory / rundir.PROOF, TrainError)
+        self.before = [span for span in before.get("spans", ()) if span["steps"][0] < run.first]
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
+        if run.job.plan is not self.proof.plan:
+            self.proof.follow(run.job.plan, number)
         reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}
         return Observe(gemms=number == run.first or bool(self.proof.pending & reached))
 
@@ -48,7 +56,10 @@ class Proof(Callback):
 
     def _write(self, run: Run) -> None:
         if run.world.is_main:
-            rundir.write_json(run.directory / rundir.PROOF, finite({**self.proof.report(), **self.more}))
+            found = self.proof.report()
+            if self.before or "spans" in found:
+                found["spans"] = [*self.before, *found.get("spans", ())]
+            rundir.write_json(run.directory / rundir.PROOF, reading.finite({**found, **self.more}))
 
 
 class Figures(Callback):

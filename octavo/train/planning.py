@@ -6,6 +6,7 @@ the plan that it began with, whatever a new measurement would say: its losses mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import nn
 
 from octavo import fp8, models, parallel
 from octavo.config import Config
+from octavo.config.sections import Rule
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of
 from octavo.train import base, routing, sharing
+from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 from octavo.train.tokens import Tokens, attention_flops
 
@@ -51,7 +54,10 @@ def policy_from(cfg: Config) -> fp8.Policy:
             for name in (*COMPONENTS, "lm_head")
             if (part := getattr(section, name))
         },
-        rules=tuple(fp8.Rule(**dict(rule)) for rule in section.rules),
+        rules=tuple(
+            fp8.Rule(**rule.model_dump(exclude={"first", "last"}), steps=steps_of(rule, cfg.train.steps))
+            for rule in section.rules
+        ),
         activations=section.activations,
         weight_codes=section.weight_codes,
         param=section.param,
@@ -59,6 +65,44 @@ def policy_from(cfg: Config) -> fp8.Policy:
         candidates=section.candidates,
         fuse=section.fuse,
     )
+
+
+def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
+    """The first and the last step in which a rule holds, in a run of so many; None: in all of them."""
+    if rule.first is not None:
+        return 1, rule.first
+    if rule.last is None:
+        return None
+    if steps is None:
+        raise TrainError(
+            f"the rule {rule.match!r} holds in the last {100 * rule.last:g} % of the steps, and those of train.epochs "
+            "are not counted yet (they are made of the rows of data.train). Give train.steps"
+        )
+    return steps + 1 - max(1, math.ceil(round(rule.last * steps, 9))), steps
+
+
+def scheduled(
+    cfg: Config, plan: fp8.Plan, model: nn.Module | None = None, measurements: fp8.Measurements | None = None
+) -> fp8.Schedule:
+    """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
+    if all(rule.steps is None for rule in plan.policy.rules):
+        return fp8.Schedule(plan)
+    assert cfg.train.steps is not None
+    return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.steps, measurements)
+
+
+def spans_told(schedule: fp8.Schedule) -> tuple[str, ...]:
+    """A sentence for each stretch of steps in which other rules hold; none where all hold in all steps."""
+    return tuple(
+        f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
+        f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
+        + (f" ({told})" if (told := _recipes(span.plan)) else "")
+        for span in schedule.spans
+    )
+
+
+def _recipes(plan: fp8.Plan) -> str:
+    return ", ".join(dict.fromkeys(row.recipe.short() for row in plan.rows if row.recipe is not None))
 
 
 def leaves_open(cfg: Config) -> bool:
@@ -162,15 +206,17 @@ def plan_run(
     count: Callable[[models.Family, nn.Module], Tokens],
     saved: Path | None,
     say: Callable[[str], None],
-) -> tuple[fp8.Plan, models.Family, tuple[str, ...], fp8.Prediction | None]:
-    """(plan, family, notes, prediction) at the start of a run. A collective where the plan is measured.
+) -> tuple[fp8.Schedule, models.Family, tuple[str, ...], fp8.Prediction | None]:
+    """(plans, family, notes, prediction) at the start of a run. A collective where the plan is measured.
 
     `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
     With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
     """
     planned = saved is not None or cfg.fp8.plan is not None
     if planned or not policy_from(cfg).asks_auto or world.device.type != "cuda":
-        return *plan_for(cfg, world.size, saved), None
+        plan, family, notes = plan_for(cfg, world.size, saved)
+        plans = scheduled(cfg, plan)
+        return plans, family, (*notes, *spans_told(plans)), None
     model, family = model_of(cfg)
 
     def work() -> dict:
@@ -182,7 +228,8 @@ def plan_run(
     tokens = Tokens(*answer["tokens"])
     found = fp8.Measurements.from_json(answer["found"])
     plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
-    return plan, family, notes, predict(plan, model, tokens)
+    plans = scheduled(cfg, plan, model, found)
+    return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
 
 
 def measured(
@@ -218,6 +265,13 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     if ranks > 1 and "delayed" in recipes:
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
+    if (adapt := cfg.fp8.adapt) is not None:
+        notes.append(
+            f"fp8.adapt: GEMMs are judged every {adapt.every} steps and may move; at most {100 * adapt.budget:g} % of "
+            "linear FLOPs in high precision by moves"
+        )
+        if adapt.time is not None and all(row.times is None for row in plan.rows):
+            notes.append("fp8.adapt.time: nothing was measured, so that moves are bounded by budget alone")
     if cfg.train.cuda_graphs:
         notes.append(
             "train.cuda_graphs: graphs hold their gradients, activations and workspace beside those of the steps that "

@@ -9,7 +9,8 @@ milestones/        step_N of `run.milestones`          reference.safetensors  of
 answers.jsonl      the first ones of each evaluation   page.html       and page.png, memory.json: of octavo train
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
-.lock              held while a process trains here    which was trained, and that they did not change
+adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
+.lock              held while a process trains here
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from octavo.train.lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 MILESTONES = "milestones"
-PLAN, GAIN, PROOF = "plan.json", "gain.json", "proof.json"
+PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
 
 
 # What a run notes in its checkpoints and takes from there without asking.
@@ -42,6 +43,10 @@ _COUNTERS = {
     "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
     "loss_scale": {"value!": reading.FINITE, "good!": reading.COUNT},
     "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
+    "adapt": [{
+        **dict.fromkeys(("layer!", "gemm!", "why"), reading.TEXT),
+        **dict.fromkeys(("rung!", "healthy", "step"), reading.COUNT),
+    }],
 }  # fmt: skip
 
 
@@ -201,6 +206,7 @@ def settle(start: Start, world: World) -> None:
         if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
             checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
         truncate_metrics(start.directory / METRICS, start.step)
+        truncate_metrics(start.directory / ADAPT, start.step)
 
     world.from_main(remove)
 
@@ -368,7 +374,8 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again."""
+    """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again. It
+    serves adapt.jsonl too."""
     if not file.exists():
         return
     kept = [row for row in read_rows(file) if row["step"] <= step]
@@ -400,14 +407,22 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plan: fp8.Plan, notes: tuple[str, ...], prediction: fp8.Prediction | None
-) -> None:
-    """plan.json: what `octavo plan --json` prints, and a plan file that `fp8.plan` takes
+    directory: Path, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: fp8.Prediction | None,
+) -> None:  # fmt: skip
+    """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    found = {"family": family, **planning.document(plan, whole=True), "notes": list(notes)}
+    found = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
     if prediction is not None:
         found["prediction"] = prediction.to_json()
     write_json(directory / PLAN, found)
+
+
+def update_plan(directory: Path, plan: fp8.Plan) -> None:
+    """plan.json once another plan holds: what is told of it, beside the file's lines, which are those of the run."""
+    found = read_json(directory / PLAN) or {}
+    told = {key: value for key, value in plan.to_json().items() if key != "notes"}
+    write_json(directory / PLAN, {**found, **told})
 
 
 def write_json(file: Path, value: Any) -> None:

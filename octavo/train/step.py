@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.config import Config
+from octavo.fp8.adapting import Judge
 from octavo.parallel import World
 from octavo.train import compiled, losses
 from octavo.train.errors import TrainError
@@ -72,8 +73,9 @@ class StepResult:
 @dataclass
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that. `number` is that of the step under way; `doing` hears
-    what of it is done now, where a step has parts that take time."""
+    gives losses in place of logits, where the model allows that. `number` is that of the step under way; `judge`
+    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`; `doing` hears what of it is done now, where a
+    step has parts that take time."""
 
     cfg: Config
     model: nn.Module
@@ -86,6 +88,7 @@ class Stepper:
     head: fp8.ChunkedHead | None = None
     graphs: Graphs | None = None
     number: int = 0
+    judge: Judge | None = None
     doing: Callable[[str], None] = lambda what: None
 
     @property
@@ -105,6 +108,7 @@ class Stepper:
             compiled.step(self.cfg.train.compile, eager=observe.gemms or observe.health),
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
+            self.judge.attached() if self.judge else nullcontext(),
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)

@@ -152,6 +152,9 @@ def test_from_a_checkpoint(trainer, undrawn, cfg, tmp_path):
         bisect.bisect(cfg(), tmp_path / "b", start=tmp_path / "none")
     with pytest.raises(BisectError, match="no checkpoint of a run: those are called step_N"):
         bisect.bisect(cfg(), tmp_path / "b", start=tmp_path)
+    for moving in ("fp8.adapt=true", "fp8.rules=[{match: '**', recipe: 'off', first: 3}]"):
+        with pytest.raises(BisectError, match="a search compares plans that stay"):
+            bisect.bisect(cfg(moving), tmp_path)
     with pytest.raises(BisectError, match="steps=31: the run has 30"):
         bisect.bisect(cfg(), tmp_path / "b", start=start, steps=31)
 

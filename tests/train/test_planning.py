@@ -110,7 +110,8 @@ def plan_on_a_gpu(cfg, saved=None):
         return tokens.count(cfg, processor, family, model.config)
 
     world = parallel.World(device=torch.device("cuda"))
-    return planning.plan_run(cfg, world, count, saved, lambda text: None)
+    plans, *rest = planning.plan_run(cfg, world, count, saved, lambda text: None)
+    return plans.main, *rest
 
 
 def test_auto_is_measured_with_the_tokens_of_the_data(make, fake_gpu):

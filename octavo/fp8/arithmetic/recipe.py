@@ -21,12 +21,15 @@ delayed    tensor, tensor        tensor, same            same, same             
 
 ``format="e4m3"`` uses E4M3 throughout, ``"hybrid"`` E5M2 for dy (more range, fewer digits). dy is never scaled in
 2-D blocks: that diverged in large trainings.
+
+A GEMM may have the casts of another recipe, in that recipe's own format: ``recipe("tensorwise", wgrad="blockwise")``.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from octavo.fp8.arithmetic.cast import CastSpec
 
@@ -34,7 +37,10 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
 """The names that :func:`recipe` knows."""
 
 GEMMS = ("fwd", "dgrad", "wgrad")
-_PRECISIONS = ("fp8", "bf16")
+LENT = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+"""Recipes whose casts a GEMM of another one may have. The histories of ``delayed`` are of a whole layer."""
+PRECISIONS = ("fp8", "bf16", *LENT)
+"""What a recipe may say of one of its GEMMs."""
 _FORMATS = ("e4m3", "hybrid")
 _DEFAULT_FORMAT = {name: "hybrid" if name in ("tensorwise", "delayed") else "e4m3" for name in RECIPES}
 _SCALE = {"tensorwise": "fp32", "rowwise": "pow2", "blockwise": "pow2", "mxfp8": "e8m0", "delayed": "fp32"}
@@ -109,10 +115,13 @@ class Recipe:
             lines.append(f"  {gemm:<5}  {out} = {left} @ {right}")
         return "\n".join(lines)
 
+    def words(self) -> dict[str, str]:
+        """What it says of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
+        return _words(self)
+
     def short(self) -> str:
-        """One line for ``extra_repr``: name, format, and the GEMMs that stay in high precision."""
-        kept = [f"{name}=bf16" for name in GEMMS if self.gemm(name) is None]
-        return " ".join([self.name, self.format, *kept])
+        """One line for ``extra_repr``: name, format, and the GEMMs with other casts or in high precision."""
+        return " ".join([self.name, self.format, *(f"{g}={word}" for g, word in _words(self).items() if word != "fp8")])
 
     def __str__(self) -> str:
         return self.short()
@@ -124,7 +133,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     Args:
         name: one of :data:`RECIPES`.
         format: ``"e4m3"`` or ``"hybrid"``; None: hybrid for tensorwise and delayed, e4m3 for the others.
-        fwd, dgrad, wgrad: ``"fp8"``, or ``"bf16"`` to keep that GEMM in high precision.
+        fwd, dgrad, wgrad: ``"fp8"``, ``"bf16"`` to keep that GEMM in high precision, or a recipe whose casts it has.
 
     Raises RecipeError for an unknown name, format or precision, a pair that cannot be, and no GEMM left in FP8.
     """
@@ -142,9 +151,17 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         )
     wanted = {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad}
     for gemm, precision in wanted.items():
-        if precision not in _PRECISIONS:
-            raise RecipeError(f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16'.")
-    if "fp8" not in wanted.values():
+        if precision not in PRECISIONS:
+            raise RecipeError(
+                f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16', or the recipe whose "
+                f"casts it has ({', '.join(LENT)})."
+            )
+        if name == "delayed" and precision in LENT:
+            raise RecipeError(
+                f"recipe 'delayed': {gemm}={precision!r} cannot be: the histories of a layer serve all of its GEMMs. "
+                "Use 'fp8' or 'bf16'."
+            )
+    if set(wanted.values()) == {"bf16"}:
         raise RecipeError(
             f"recipe {name!r} with fwd, dgrad and wgrad all 'bf16' leaves nothing in FP8; keep one of them 'fp8', or "
             "leave the layer out of the plan (recipe: off)."
@@ -152,8 +169,25 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     dy_format = "e5m2" if chosen == "hybrid" else "e4m3"
     formats = ("e4m3", "e4m3", dy_format, "e4m3", dy_format, "e4m3")
     specs = [CastSpec(f, block, _SCALE[name]) for f, block in zip(formats, _BLOCKS[name], strict=True)]
-    gemms = {g: Gemm(specs[2 * i], specs[2 * i + 1]) if wanted[g] == "fp8" else None for i, g in enumerate(GEMMS)}
+    gemms: dict[str, Gemm | None] = {g: Gemm(specs[2 * i], specs[2 * i + 1]) for i, g in enumerate(GEMMS)}
+    for gemm, word in wanted.items():
+        if word not in ("fp8", name):
+            gemms[gemm] = None if word == "bf16" else recipe(word).gemm(gemm)
     return Recipe(name, chosen, gemms["fwd"], gemms["dgrad"], gemms["wgrad"], Delayed() if name == "delayed" else None)
+
+
+@lru_cache(maxsize=1024)
+def _words(of: Recipe) -> dict[str, str]:
+    plain, words = recipe(of.name, of.format) if of.name in RECIPES else None, {}
+    for name in GEMMS:
+        casts = of.gemm(name)
+        if casts is None:
+            words[name] = "bf16"
+        elif plain is None or plain.gemm(name) == casts:
+            words[name] = "fp8"
+        else:
+            words[name] = next((other for other in LENT if recipe(other).gemm(name) == casts), "fp8")
+    return words
 
 
 def _unknown(name: object) -> str:

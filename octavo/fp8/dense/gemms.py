@@ -63,6 +63,12 @@ class Site:
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
+    def turn(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
+        """Compute by another recipe from the next forward on; the weight's codes go with the old one."""
+        self.recipe, self.selections = recipe, selections
+        self.codes.drop()
+        self.__post_init__()
+
     def _request(self, name: str, operand: str) -> CastRequest | None:
         gemm = self.recipe.gemm(name)
         return None if gemm is None else CastRequest(self.selections[name].backend, getattr(gemm, operand))
@@ -126,6 +132,9 @@ class Dense:
     def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
         seen.gradient(dw, dy, x)
 
+    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
+        seen.product(gemm, a, b)
+
 
 class WithoutGradient(Dense):
     """The same where no gradient follows, as in generation: few rows may have a kernel of their own."""
@@ -154,6 +163,8 @@ def fwd(
     And the codes of w, where dgrad needs those very ones: cast inside a graph capture, they are in no cache.
     """
     gemm = site.recipe.fwd
+    if seen.judged and not seen.recompute and given is not None and has_values(weight):
+        way.product(seen, "fwd", given.matrix(), part.of(weight))
     if gemm is None or x_q is None:
         assert given is not None
         if seen.heard:
@@ -184,6 +195,8 @@ def dgrad(
 ) -> Tensor:
     """dx [M, K] in ``dtype``. ``w_q``: the codes of w where the forward saved them."""
     gemm = site.recipe.dgrad
+    if seen.judged and has_values(weight):
+        way.product(seen, "dgrad", dy, part.of(weight))
     if gemm is None or dy_q is None:
         if seen.counters:
             seen.gemm("dgrad", HIGH, way.flops(dy.shape[0], *part.shape(weight)))
@@ -212,6 +225,8 @@ def wgrad(
     """dw [N, K] in ``dtype``, from what the forward saved of x; ``exact``: x in high precision, for figures."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
+        if seen.judged:
+            way.product(seen, "wgrad", dy, x)
         if seen.counters:
             seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
         return way.high_wgrad(dy, x, dtype)
@@ -219,6 +234,8 @@ def wgrad(
     if seen.counters:
         seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = way.wgrad(backend, dy_q, x, dtype)
+    if seen.judged and exact is not None:
+        way.product(seen, "wgrad", dy, exact)
     if seen.watched and exact is not None:
         way.operand(seen, "x_wgrad", exact, x)
         way.operand(seen, "dy_wgrad", dy, dy_q)

@@ -118,6 +118,10 @@ class Grouped(Dense):
         for expert, span in spans(self.groups):
             seen.gradient(dw[expert], dy[span], x[span])
 
+    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
+        for expert, span in spans(self.groups):
+            seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
+
 
 def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """x [R, K] -> [R, N] in x's dtype (autocast's under autocast); padding rows hold anything.

@@ -1,8 +1,9 @@
 """The one object that layers report to: which GEMMs ran, of what operands, with which gradients.
 
 A layer asks once a forward (:func:`begin`) and keeps what it gets for its backward. Who wants to know attaches itself
-from outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`) and watchers of figures
-(:mod:`octavo.fp8.observe.health`). Where nobody listens, a report costs a look at an empty list.
+from outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of figures
+(:mod:`octavo.fp8.observe.health`) and judges, who see what GEMMs multiply in high precision, also of those that do not
+run in FP8 (:mod:`octavo.fp8.adapting.judge`). Where nobody listens, a report costs a look at an empty list.
 
 The forward of a layer runs as one of two kinds, ``fwd`` or ``recompute`` (the same again inside a backward, under
 activation checkpointing); inside :func:`uncounted` it enters nothing at all. Listeners are process-wide, because a
@@ -50,24 +51,36 @@ class Watcher(Protocol):
     def on_gradient(self, layer: str, cosine: float) -> None: ...
 
 
+class Judge(Protocol):
+    """Who sees both operands of GEMMs in high precision: x [M, K] and w [N, K] of fwd, dy [M, N] and w of dgrad, dy and
+    x of wgrad; those of experts one expert at a time."""
+
+    def on_product(self, layer: str, gemm: str, a: Tensor, b: Tensor) -> None: ...
+
+
 _lock = threading.Lock()
 _counters: list[Counter] = []
 _watchers: list[Watcher] = []
+_judges: list[Judge] = []
 _muted = 0  # how many `muted` are open in which somebody watched before
 
 
 @contextmanager
-def attached(counter: Counter | None = None, watcher: Watcher | None = None) -> Iterator[None]:
+def attached(
+    counter: Counter | None = None, watcher: Watcher | None = None, judge: Judge | None = None
+) -> Iterator[None]:
     """Let a listener hear what runs inside, whichever thread runs it."""
     with _lock:
         _counters.extend(() if counter is None else (counter,))
         _watchers.extend(() if watcher is None else (watcher,))
+        _judges.extend(() if judge is None else (judge,))
     try:
         yield
     finally:
         with _lock:
             _counters[:] = [c for c in _counters if c is not counter]
             _watchers[:] = [w for w in _watchers if w is not watcher]
+            _judges[:] = [j for j in _judges if j is not judge]
 
 
 @contextmanager
@@ -79,16 +92,17 @@ def muted() -> Iterator[None]:
     """
     global _muted
     with _lock:
-        held = list(_counters), list(_watchers)
+        held = list(_counters), list(_watchers), list(_judges)
         _counters.clear()
         _watchers.clear()
-        _muted += bool(held[1])
+        _judges.clear()
+        _muted += bool(held[1] or held[2])
     try:
         yield
     finally:
         with _lock:
-            _counters[:], _watchers[:] = held
-            _muted -= bool(held[1])
+            _counters[:], _watchers[:], _judges[:] = held
+            _muted -= bool(held[1] or held[2])
 
 
 def counters() -> tuple[Counter, ...]:
@@ -97,7 +111,7 @@ def counters() -> tuple[Counter, ...]:
 
 
 def watching() -> bool:
-    return bool(_watchers or _muted)
+    return bool(_watchers or _judges or _muted)
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -111,10 +125,10 @@ def only_watches(hook: Hook) -> Hook:
 
 class Seen:
     """One forward of one layer, and its backward. ``heard``: somebody counts this forward. ``watched``: the layer is to
-    save x in high precision for figures. ``counters``: who counts now, nobody on behalf of a dummy; where it is empty
-    there is nothing to report with :meth:`gemm`."""
+    save x in high precision for figures. ``judged``: somebody asks for the operands of its GEMMs. ``counters``: who
+    counts now, nobody on behalf of a dummy; where it is empty there is nothing to report with :meth:`gemm`."""
 
-    __slots__ = ("calls", "counted", "counters", "heard", "kind", "layer", "recompute", "sizes", "watched")
+    __slots__ = ("calls", "counted", "counters", "heard", "judged", "kind", "layer", "recompute", "sizes", "watched")
 
     def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
         self.layer, self.sizes, self.calls = layer, sizes, 1 if sizes is None else sizes.shape[0]
@@ -122,7 +136,8 @@ class Seen:
         self.kind = "recompute" if now.recompute else "fwd"
         self.counters: Sequence[Counter] = _counters if now.counted else ()
         self.heard = bool(self.counters)
-        self.watched = now.counted and bool(_watchers or _muted)  # whether somebody is watching()
+        self.watched = now.counted and bool(_watchers or _judges or _muted)  # whether somebody is watching()
+        self.judged = now.counted and bool(_judges)
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
         """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
@@ -146,6 +161,12 @@ class Seen:
             cosine = metrics.cosine(dw, dy.float().t() @ x.float())
             for watcher in _watchers:
                 watcher.on_gradient(self.layer, cosine)
+
+    def product(self, gemm: str, a: Tensor, b: Tensor) -> None:
+        """What a GEMM multiplies, in high precision; with an operand that is empty there is nothing to judge."""
+        if a.numel() and b.numel():
+            for judge in _judges:
+                judge.on_product(self.layer, gemm, a, b)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,24 +19,28 @@ from octavo.fp8.dense.swap import Swapped, unswap
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
-from octavo.fp8.planning.exchange import exchange
+from octavo.fp8.planning.exchange import exchange, sites_of
 from octavo.fp8.planning.modules import ATTENTION, EXPERTS, MLP, NORM
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import is_meta
-from octavo.fp8.policy.policy import OFF, PlanError
+from octavo.fp8.policy.policy import HEAD, OFF, PlanError
 from octavo.fp8.policy.topology import topology
 from octavo.fp8.weights.cache import CachesWeights
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)
 
 
-def apply(model: nn.Module, plan: Plan) -> nn.Module:
+def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Module:
     """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
+    ``others``: plans of the same model that it is to :func:`turn` to. Layers that one of them has in FP8 become FP8
+    layers too, which compute in high precision where this plan has them so.
+
     Raises:
-        PlanError: the plan is another model's, FP8 was applied before, or experts turn out not to compute what the
-            loop over experts computes (two random ones in place of those on the meta device).
+        PlanError: a layer cannot turn as the others have it; the plan is another model's, FP8 was applied before, or
+            experts turn out not to compute what the loop over experts computes (two random ones in place of those on
+            the meta device).
     """
     modules = dict(model.named_modules())
     done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
@@ -48,10 +52,15 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
-    _check_modules(modules, by_module)
+    pairs = [pair for other in others for pair in _changes(plan, other)]
+    for old, new in pairs:
+        if (why := _why_fixed(plan, old, new)) is not None:
+            raise PlanError(_cannot_turn(old, new, why))
+    also = frozenset(old.name for old, _ in pairs)
+    _check_modules(modules, by_module, also)
     for name, rows in by_module.items():
         module = modules[name]
-        if not any(r.fp8 for r in rows):
+        if not any(r.fp8 or r.name in also for r in rows):
             gemms = tuple((r.name, *r.shape) for r in rows)
             counts.watch(module, counts.Watched(gemms, routed=rows[0].kind == "experts"))
         elif rows[0].kind == "experts":
@@ -59,16 +68,67 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         else:
             assert isinstance(module, nn.Linear)
             convert(module, _site(rows[0]))
-    _apply_weights(model, plan)
+    _apply_weights(model, plan, also)
     _apply_blocks(model, plan.blocks)
     return model
 
 
+def turn(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
+    """Let a model to which one plan was applied compute by another one of the same layers; gives the names of those
+    that changed. Nothing else is touched: neither parameters and gradients nor what layers keep whose row is the same.
+
+    Raises PlanError, before anything is changed, for a row that no FP8 layer was made for, or whose recipe cannot be
+    exchanged: one with amax histories, or of weights that are codes.
+    """
+    turned = []
+    for old, new in _changes(before, after):
+        module = model.get_submodule(new.row.module)
+        stock = not isinstance(module, CachesWeights)
+        why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_fixed(after, old, new)
+        if why is not None:
+            raise PlanError(_cannot_turn(old, new, why))
+        turned.append((sites_of(module)[_parameter(new)], new))
+    for site, new in turned:
+        site.turn(new.recipe or _HIGH, new.selections)
+    return tuple(new.name for _, new in turned)
+
+
+def _changes(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
+    return [
+        (old, new)
+        for old, new in zip(before.rows, after.rows, strict=True)
+        if old.recipe != new.recipe or old.selections != new.selections
+    ]
+
+
+def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
+    """Why a row keeps its recipe for a whole run; None where it need not."""
+    if new.row.codes is not None or plan.policy.param_of(new.component):
+        return "its weight is kept as codes of one recipe"
+    if any(row.recipe is not None and row.recipe.delayed is not None for row in (old, new)):
+        return "the amax histories of delayed scaling are those of one recipe"
+    return "the head's recipe is that of the whole run" if new.kind == HEAD else None
+
+
+def _cannot_turn(old: PlanRow, new: PlanRow, why: str) -> str:
+    return f"{new.name!r} cannot turn from {_word(old)} to {_word(new)}: {why}. Give it one recipe in all steps."
+
+
+def _word(row: PlanRow) -> str:
+    return "high precision" if row.recipe is None else row.recipe.short()
+
+
+def _parameter(row: PlanRow) -> str:
+    return row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
+
+
 @one_of_a_kind()
-def _check_modules(modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]]) -> None:
+def _check_modules(
+    modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]], also: Collection[str] = ()
+) -> None:
     """Raises PlanError, before anything is changed, for a module that cannot be converted as it is now."""
     for name, rows in by_module.items():
-        if not any(r.fp8 for r in rows):
+        if not any(r.fp8 or r.name in also for r in rows):
             continue
         module = modules[name]
         if "forward" in module.__dict__:
@@ -91,16 +151,15 @@ def _site(row: PlanRow) -> Site:
     return Site(row.name, row.recipe or _HIGH, row.selections)
 
 
-def _apply_weights(model: nn.Module, plan: Plan) -> None:
+def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
     """What the policy says of weights between steps: whether their codes are kept, and which weights are FP8."""
     sites: dict[tuple[str, str], Site] = {}
     keep = plan.policy.weight_codes != "recast"
     for row in plan.rows:
-        if not row.fp8:
+        if not row.fp8 and row.name not in also:
             continue
-        module: Any = model.get_submodule(row.row.module)
-        parameter = row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
-        site = module._sites[parameter] if row.kind == "experts" else module._site
+        parameter = _parameter(row)
+        site = sites_of(model.get_submodule(row.row.module))[parameter]
         site.codes.keep, site.codes.both = keep, plan.policy.weight_codes == "both"
         if plan.policy.param_of(row.component):
             sites[row.row.module, parameter] = site

@@ -16,8 +16,9 @@ from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 
 
-def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str]) -> None:
-    """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids."""
+def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
+    """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids. A whole
+    ``step`` in high precision is asked for by a rule with a span."""
     parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
     rules = [rule for rule in policy.rules if rule.recipe not in (None, OFF, AUTO)]
     asked = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
@@ -29,7 +30,7 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str]) ->
             raise PlanError(
                 f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
             )
-    if policy.asks_fp8 and not any(r.fp8 or r.decided for r in rows):
+    if step is None and policy.at(None).asks_fp8 and not any(r.fp8 or r.decided for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
             f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "

@@ -25,7 +25,7 @@ from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.checks import check_met, measured_notes, notes_of
 from octavo.fp8.planning.frozen import fitting, none_fits
 from octavo.fp8.planning.modules import blocks_of, saving_of, sentences
-from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.plan import Plan, Schedule, Span
 from octavo.fp8.planning.rows import PlanRow, Times
 from octavo.fp8.policy.decisions import OUTSIDE, decisions, device_of
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError, Policy
@@ -39,6 +39,7 @@ def plan(
     tokens: Mapping[str, int] | None = None,
     measurements: Measurements | None = None,
     micro_steps: int = 1,
+    step: int | None = None,
 ) -> Plan:
     """Plan a model; nothing is changed, and on the meta device nothing is read.
 
@@ -51,6 +52,7 @@ def plan(
         measurements: from :func:`octavo.fp8.measure` with the same tokens. A layer then runs in FP8 only where that
             wins, in the recipe that was asked for or, with "auto", in the fastest. Those of a CPU are not used.
         micro_steps: forwards in an optimizer step, which share one cast of the weights.
+        step: plan what holds in this step; None: outside of the spans that rules may have.
 
     Raises:
         PlanError: a rule that matches nothing, a component that the model lacks, FP8 asked for what cannot be
@@ -61,7 +63,7 @@ def plan(
     policy = policy if isinstance(policy, Policy) else _policy_named(policy)
     if measurements is not None and tokens is None:
         raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
-    asked = decisions(model, policy, components, tokens)
+    asked = decisions(model, policy, components, tokens, step)
     device = device_of(model)
     used = None if measurements is None or measurements.machine.emulated else measurements
     cases = cases_of(model, [row for row, _, _ in asked], tokens) if used is not None and tokens is not None else {}
@@ -73,7 +75,7 @@ def plan(
             rows.append(PlanRow(row, None, why_not, {}, flops))
         else:
             rows.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    check_met(policy, rows, {row.name for row, _, why_not in asked if why_not is None})
+    check_met(policy, rows, {row.name for row, _, why_not in asked if why_not is None}, step)
     total = sum(r.flops for r in rows if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in rows)
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
@@ -84,6 +86,23 @@ def plan(
     )
     machine = Machine.here(device) if measurements is None else measurements.machine
     return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps, blocks)
+
+
+def schedule(model: nn.Module, main: Plan, steps: int, measurements: Measurements | None = None) -> Schedule:
+    """The plans of a run of so many steps, of which ``main`` is the one outside of spans, made with the same
+    ``measurements``. Raises PlanError as plan does."""
+    policy = main.policy
+    if all(rule.steps is None for rule in policy.rules):
+        return Schedule(main)
+    made = {tuple(rule.holds(None) for rule in policy.rules): main}
+    spans = []
+    for first, last in policy.spans(steps):
+        holding = tuple(rule.holds(first) for rule in policy.rules)
+        if holding not in made:
+            own = plan(model, policy, main.components, main.tokens, measurements, main.micro_steps, first)
+            made[holding] = replace(own, blocks=main.blocks)
+        spans.append(Span(first, last, made[holding]))
+    return Schedule(main, tuple(spans))
 
 
 class _Chooser:

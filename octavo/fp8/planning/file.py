@@ -6,8 +6,9 @@ over an earlier one, and what no line names stays in high precision::
     {"match": "model.layers.*.mlp.up_proj", "recipe": "blockwise", "format": "e4m3", "backend": "triton", "why": "..."},
     {"match": "model.layers.0.**", "recipe": "off"}
 
-``recipe`` is a recipe's name or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are those of a rule; ``backend`` is a
-name, or one for each GEMM, or absent for the registry's choice; ``why`` and ``ms`` are remarks.
+``recipe`` is a recipe's name or "off"; ``format``, ``fwd``, ``dgrad``, ``wgrad`` are those of a rule; ``steps`` are the
+first and the last step in which a line holds, absent for all; ``backend`` is a name, or one for each GEMM, or absent
+for the registry's choice; ``why`` and ``ms`` are remarks.
 
 ``fuse_blocks`` is the policy's ``fuse``; ``activations`` what blocks keep for backward, bf16 or fp8, of the whole model
 ("") and of components that differ; ``param`` likewise whether weights are FP8 between steps; ``weight_codes`` is
@@ -30,7 +31,7 @@ from octavo import atomic
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_form import FORMAT, lines_of, read, read_lines
-from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.plan import Plan, Span
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
@@ -40,16 +41,20 @@ from octavo.reading import printable
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
     "recipe: off, tensorwise, rowwise, blockwise, mxfp8 or delayed. format: e4m3 or hybrid. fwd, dgrad, wgrad: fp8 or "
-    "bf16. backend: a name that octavo doctor lists, or leave it out. why and ms are remarks.",
+    "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
+    "are remarks.",
+    "steps: the first and the last step in which a line holds, as in [1, 100]; leave it out for all.",
     "match: a glob over dotted names; * stays within a segment, ** spans any number of them.",
     "Use it with fp8.plan: FILE in a configuration, or fp8.load_plan(FILE, model).",
 )
 
 
-def document(plan: Plan, whole: bool = False) -> dict[str, Any]:
-    """What a plan file holds, as JSON types; ``whole``: with all else that the plan says, as in a run's plan.json."""
+def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
+    """What a plan file holds, as JSON types; ``now``: with all that this plan says, as in a run's plan.json. ``spans``
+    of a schedule become lines that hold in their steps alone."""
+    timed = [line for s in spans if s.plan is not plan for line in lines_of(s.plan.rows, plan.rows, s[:2])]
     return {
-        **(plan.to_json() if whole else {}),
+        **({} if now is None else now.to_json()),
         "octavo_plan": FORMAT,
         "help": list(HELP),
         "machine": plan.machine.to_json(),
@@ -61,7 +66,7 @@ def document(plan: Plan, whole: bool = False) -> dict[str, Any]:
         "activations": _by_component(plan.policy, "activations"),
         "param": _by_component(plan.policy, "param"),
         "weight_codes": plan.policy.weight_codes,
-        "layers": lines_of(plan.rows),
+        "layers": [*lines_of(plan.rows), *timed],
     }
 
 
@@ -72,12 +77,13 @@ def _by_component(policy: Policy, setting: str) -> dict[str, Any]:
     return {"": whole, **{name: value for name, value in own.items() if value not in (None, whole)}}
 
 
-def save_plan(plan: Plan, path: str | Path) -> Path:
-    """Write a plan to a file, one line for each line of layers; written aside and renamed."""
+def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
+    """Write a plan to a file, with ``spans`` of its schedule, one line for each line of layers; written aside and
+    renamed."""
     path = Path(path)
     if not path.name or path.is_dir():
         raise PlanError(f"A plan cannot be saved to {str(path)!r}: that is a folder. Name a file, such as plan.json.")
-    found = document(plan)
+    found = document(plan, spans=spans)
     lists = {
         key: ",\n".join(f"    {json.dumps(line)}" for line in found.pop(key)) for key in ("help", "model", "layers")
     }

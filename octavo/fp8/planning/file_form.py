@@ -24,7 +24,7 @@ FORMAT = 1
 #: each line is held against each layer; the largest models, every layer for itself, come to some 1,000
 MOST_LINES = 4096
 _RULE = ("match", "recipe", "format", *GEMMS)
-_FIELDS = (*_RULE, "backend", "why", "ms")
+_FIELDS = (*_RULE, "steps", "backend", "why", "ms")
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
@@ -206,7 +206,11 @@ def _line(item: Any, place: str, backends: bool) -> Line:
     if not isinstance(named, dict) or any(g not in GEMMS or not isinstance(b, str) for g, b in named.items()):
         raise PlanError(f"backend is a name, or a name for each of {', '.join(GEMMS)}; found {backend!r}.")
     taken = tuple((gemm, b) for gemm, b in named.items() if backends and b != AUTO)
-    line = Line(**{key: item[key] for key in _RULE if key in item}, place=place, why=why, backends=taken)
+    steps = item.get("steps")
+    if steps is not None and not (isinstance(steps, list) and len(steps) == 2 and all(map(_count, steps))):
+        raise PlanError(f"steps are the first and the last one, as in [1, 100]; found {steps!r}.")
+    given = {key: item[key] for key in _RULE if key in item}
+    line = Line(**given, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=taken)
     idle = [key for key in ("format", *GEMMS) if name == OFF and getattr(line, key) is not None]
     if idle:
         raise PlanError(f"{', '.join(idle)} has no effect where the recipe is off; remove it or set a recipe")
@@ -215,9 +219,16 @@ def _line(item: Any, place: str, backends: bool) -> Line:
     return line
 
 
-def lines_of(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
-    """One line for layers that differ in their numbers alone, if a glob names exactly them; else one for each."""
+def lines_of(
+    rows: Sequence[PlanRow], beside: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
+) -> list[dict[str, Any]]:
+    """One line for layers that differ in their numbers alone, if a glob names exactly them; else one for each. With
+    ``beside``, of those alone that differ from these rows, as they are in ``steps``."""
     able = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
+    if beside:
+        main = {r.name: r for r in beside}
+        able = [r for r in rows if (r.recipe, r.selections) != (main[r.name].recipe, main[r.name].selections)]
+    more: dict[str, Any] = {} if steps is None else {"steps": list(steps)}
     names = [r.name for r in rows]
     groups: dict[str, dict[str, list[PlanRow]]] = {}
     for row in able:
@@ -227,9 +238,9 @@ def lines_of(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
     for glob, kinds in groups.items():
         found = [row for alike in kinds.values() for row in alike]
         if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(found):
-            out.append({"match": glob, **_fields(found[0])})
+            out.append({"match": glob, **more, **_fields(found[0])})
         else:
-            out += [{"match": row.name, **_fields(row)} for row in found]
+            out += [{"match": row.name, **more, **_fields(row)} for row in found]
     return out
 
 
@@ -237,7 +248,7 @@ def _fields(row: PlanRow) -> dict[str, Any]:
     line: dict[str, Any] = {"recipe": OFF}
     if row.recipe is not None:
         line = {"recipe": row.recipe.name, "format": row.recipe.format}
-        line |= {g: "bf16" for g in GEMMS if row.recipe.gemm(g) is None}
+        line |= {gemm: word for gemm, word in row.recipe.words().items() if word != "fp8"}
         used = {g: s.backend.name for g, s in row.selections.items()}
         line["backend"] = next(iter(used.values())) if len(set(used.values())) == 1 else used
     line["why"] = row.reason

@@ -1,11 +1,17 @@
-"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, put into effect by `apply`."""
+"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, put into effect by `apply`.
+
+Rules may hold in some steps of a run alone, such as the first and the last ones in high precision. Then the run has a
+schedule of plans: that of a step is made of the policy of that step. Layers that any of them has in FP8 are FP8 layers
+in all of them, and compute in high precision where a plan has them so; what stands around linear layers is as the main
+plan has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
@@ -66,3 +72,39 @@ class Plan:
             "blocks": [b.to_json() for b in self.blocks],
             "notes": list(self.notes),
         }
+
+
+class Span(NamedTuple):
+    """The steps ``first`` to ``last``, both of them included, and their plan."""
+
+    first: int
+    last: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``main``: the plan outside of the spans that rules have. ``spans`` lie end to end; without any, the main plan is
+    that of every step."""
+
+    main: Plan
+    spans: tuple[Span, ...] = ()
+
+    def at(self, step: int) -> Plan:
+        """The plan of a step; before the first one that of the first, and behind the last one that of the last."""
+        for span in self.spans:
+            if step <= span.last:
+                return span.plan
+        return self.spans[-1].plan if self.spans else self.main
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Each plan once, the main one first."""
+        found = [self.main]
+        found += [span.plan for span in self.spans if not any(span.plan is one for one in found)]
+        return tuple(found)
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The components that any plan has in FP8."""
+        return frozenset(row.component for one in self.plans for row in one.rows if row.fp8)

@@ -81,8 +81,7 @@ class PlanRow:
     def to_json(self) -> dict[str, Any]:
         recipe: dict[str, str] | None = None
         if (own := self.recipe) is not None:
-            gemms = {g: "bf16" if own.gemm(g) is None else "fp8" for g in GEMMS}
-            recipe = {"name": own.name, "format": own.format, **gemms}
+            recipe = {"name": own.name, "format": own.format, **own.words()}
         return {
             **self.row.to_json(),
             "recipe": recipe,

@@ -26,10 +26,13 @@ def decisions(
     policy: Policy,
     components: Mapping[str, tuple[str, ...]] | None = None,
     tokens: Mapping[str, int] | None = None,
+    step: int | None = None,
 ) -> list[Asked]:
-    """(row, what the policy says of it, what forbids FP8 or None) for every linear map. Raises PlanError as plan."""
+    """(row, what the policy says of it in ``step``, what forbids FP8 or None) for every linear map. Raises PlanError as
+    plan."""
     rows = topology(model, components)
     check_names(policy, rows, tokens, components or ())
+    policy = policy.at(step)
     modules = dict(model.named_modules())
     verdicts: dict[tuple[Any, ...], str | None] = {}
     return [

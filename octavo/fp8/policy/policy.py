@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, Recipe, RecipeError, recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
 
@@ -33,9 +33,9 @@ class PlanError(ValueError):
 @dataclass(frozen=True)
 class ComponentPolicy:
     """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
-    ``dgrad``, ``wgrad``: fp8 or bf16; ``activations``: bf16 or fp8; ``param``: whether its weights are FP8 between
-    steps. None: as the whole model; but ``lm_head`` is off until its recipe is given by name, and keeps its weight in
-    high precision."""
+    ``dgrad``, ``wgrad``: fp8, bf16 or the recipe whose casts that GEMM has; ``activations``: bf16 or fp8; ``param``:
+    whether its weights are FP8 between steps. None: as the whole model; but ``lm_head`` is off until its recipe is
+    given by name, and keeps its weight in high precision."""
 
     recipe: str | None = None
     format: str | None = None
@@ -49,7 +49,8 @@ class ComponentPolicy:
 @dataclass(frozen=True)
 class Rule:
     """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in
-    ``**.layers.0.**``)."""
+    ``**.layers.0.**``). ``steps``: the first and the last step in which it holds, counted from 1; outside of them it
+    does not exist. None: it always holds."""
 
     match: str
     recipe: str | None = None
@@ -57,11 +58,16 @@ class Rule:
     fwd: str | None = None
     dgrad: str | None = None
     wgrad: str | None = None
+    steps: tuple[int, int] | None = None
 
     @property
     def source(self) -> str:
         """Who decided, as a reason says it."""
         return f"rule {self.match}"
+
+    def holds(self, step: int | None) -> bool:
+        """Whether it holds in a step; of None, a step outside of all spans, whether it always does."""
+        return self.steps is None or (step is not None and self.steps[0] <= step <= self.steps[1])
 
     @property
     def title(self) -> str:
@@ -90,6 +96,18 @@ class Rule:
                 f"{self.title} says nothing: give it one of {', '.join(_SETTINGS)} (recipe='off' keeps layers "
                 "in high precision), or take it out."
             )
+        if self.steps is not None:
+            object.__setattr__(self, "steps", tuple(self.steps))
+            if not _are_steps(self.steps):
+                raise PlanError(
+                    f"{self.title}: steps={self.steps!r} are no steps; give the first and the last one, counted from "
+                    "1, as in (1, 100)."
+                )
+
+
+def _are_steps(found: Any) -> bool:
+    whole = len(found) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in found)
+    return whole and 1 <= found[0] <= found[1]
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,7 @@ class Policy:
             None: "blockwise"; but where components are named (other than to be "off"), those alone run in FP8, and all
             others are "off".
         format: "e4m3", "hybrid" or None for the recipe's default.
-        fwd, dgrad, wgrad: "fp8" or "bf16".
+        fwd, dgrad, wgrad: "fp8", "bf16", or a recipe whose casts that GEMM has.
         components: component name -> :class:`ComponentPolicy` (or a recipe's name, or a mapping with its fields).
         rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
         activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
@@ -180,7 +198,7 @@ class Policy:
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
         """Also of levels that are off: a word nobody reads yet is a surprise for later."""
-        words = (("format", ("e4m3", "hybrid")), *((gemm, ("fp8", "bf16")) for gemm in GEMMS))
+        words = (("format", ("e4m3", "hybrid")), *((gemm, PRECISIONS) for gemm in GEMMS))
         for name, allowed in words:
             value = getattr(level, name)
             optional = name == "format" or not isinstance(level, Policy)
@@ -213,6 +231,19 @@ class Policy:
         if component == HEAD:  # the embedding may be the same tensor, and looks values up
             return False
         return self.param if given is None or given.param is None else given.param
+
+    def at(self, step: int | None) -> Policy:
+        """What is asked for in a step, in which only rules that hold exist; None: in one outside of all spans."""
+        if all(rule.steps is None for rule in self.rules):
+            return self
+        return replace(self, rules=tuple(replace(r, steps=None) for r in self.rules if r.holds(step)))
+
+    def spans(self, steps: int) -> tuple[tuple[int, int], ...]:
+        """The steps 1 to ``steps`` in stretches (first, last) in each of which the same rules hold."""
+        timed = [rule.steps for rule in self.rules if rule.steps is not None]
+        edges = {1, steps + 1} | {edge for first, last in timed for edge in (first, last + 1) if edge <= steps}
+        cuts = sorted(edges)
+        return tuple((first, after - 1) for first, after in zip(cuts, cuts[1:], strict=False))
 
     @property
     def asks_fp8(self) -> bool:

@@ -9,13 +9,14 @@ For a step in which a component ran n forwards (micro-batches), every one of its
     wgrad      as often as fwd; never for a frozen weight
     dgrad      as often as a forward had an input that asked for a gradient
 
-each on the backend that the plan named. What differs stops the run with a :class:`ProofError`.
+each on the backend that the plan named; and none of a layer that the plan has in high precision in FP8. What differs
+stops the run with a :class:`ProofError`. Where plans follow each other (:meth:`Proof.follow`), each is proven.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octavo.fp8.observe.counts import HIGH, GemmCounts
@@ -37,15 +38,33 @@ class Proof:
 
     ``pending`` holds the components with FP8 layers that no observed step has reached yet (a text-only batch does not
     reach the image encoder). ``dealt``: ranks that the experts of a layer are dealt to, each of which runs its part.
+    ``parts``: components to prove besides, such as those that another plan of the run has in FP8. ``step``: the first
+    one of the plan, where others will follow.
     """
 
-    def __init__(self, plan: Plan, dealt: int = 1) -> None:
-        self.plan, self.dealt = plan, dealt
-        self.pending: set[str] = {r.component for r in plan.rows if r.fp8}
+    def __init__(self, plan: Plan, dealt: int = 1, parts: Iterable[str] = (), step: int = 1) -> None:
+        self.dealt, self.parts = dealt, frozenset(parts)
+        self._spans: list[dict[str, Any]] = []
+        self.follow(plan, step)
         self.missing: list[str] = []
         self.unused: list[str] = []
         self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
         self._flops: Counter[tuple[str, str, bool]] = Counter()  # (component, gemm, FP8)
+
+    def follow(self, plan: Plan, step: int) -> None:
+        """From ``step`` on another plan holds, which is to be proven anew."""
+        if self._spans:
+            self._end(step - 1)
+        self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
+        self._spans.append({"steps": [step, None]})
+        self._now: Counter[bool] = Counter()  # FLOPs under this plan, by whether they ran in FP8
+
+    def _end(self, step: int | None) -> None:
+        """Write down what was counted under the plan so far."""
+        total = sum(self._now.values())
+        share = self._now[True] / total if total else None
+        self._spans[-1] |= {"share": share, "planned": self.plan.share, "pending": sorted(self.pending)}
+        self._spans[-1]["steps"][1] = step
 
     def observe(self, counts: GemmCounts, forwards: Mapping[str, int]) -> None:
         """Check one step, counted from its first forward to the end of its backward.
@@ -82,6 +101,7 @@ class Proof:
                 found = _mismatches(row, counts, ran[row.name], each, row.name in unused)
                 problems += [f"{row.name}: {p}" for p in found]
             self.unused += [u for u in unused if u not in self.unused]
+        problems += self._strays(ran)
         if problems:
             self.missing += problems
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -91,6 +111,16 @@ class Proof:
                 "model does not use it so."
             )
         self.pending -= {c for c, n in forwards.items() if n > 0}
+
+    def _strays(self, ran: Mapping[str, _Ran]) -> list[str]:
+        """GEMMs in FP8 of layers that the plan has in high precision."""
+        return [
+            f"{row.name}: planned in high precision, {calls} {gemm} ran on {backend}"
+            for row in self.plan.rows
+            if not row.fp8
+            for (gemm, backend), calls in ran.get(row.name, {}).items()
+            if backend != HIGH
+        ]
 
     def _add(self, counts: GemmCounts) -> None:
         """Everything that ran belongs into the share, whichever components the caller asked to check."""
@@ -103,6 +133,7 @@ class Proof:
             self._calls[(row.component, gemm, backend)] += calls
             if row.kind not in OUTSIDE:
                 self._flops[(row.component, gemm, backend != HIGH)] += counts.flops[key]
+                self._now[backend != HIGH] += counts.flops[key]
 
     def share(self, component: str | None = None) -> float | None:
         """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
@@ -113,11 +144,13 @@ class Proof:
     def report(self) -> dict[str, Any]:
         """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
         ``fp8_gemms`` and ``high_gemms`` (calls), ``components`` (calls by gemm and backend), ``pending``, ``missing``
-        (what did not match), ``unused`` (layers whose output did not reach the loss)."""
+        (what did not match), ``unused`` (layers whose output did not reach the loss); and of plans that followed each
+        other ``spans``, each with its steps and the share that was counted and that was planned."""
         components: dict[str, dict[str, dict[str, int]]] = {}
         for (component, gemm, backend), calls in self._calls.items():
             components.setdefault(component, {}).setdefault(gemm, {})[backend] = calls
         seen = list(dict.fromkeys(c for c, _, _ in self._flops))
+        self._end(None)
         return {
             "share": self.share(),
             "shares": {c: self.share(c) for c in seen},
@@ -127,6 +160,7 @@ class Proof:
             "pending": sorted(self.pending),
             "missing": list(self.missing),
             "unused": list(self.unused),
+            **({"spans": [dict(span) for span in self._spans]} if len(self._spans) > 1 else {}),
         }
 
 

@@ -6,8 +6,8 @@
 =======  ===================  ======================================================================================
 kind     known by             opened as
 =======  ===================  ======================================================================================
-run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint; of a LoRA run the
-                              base with its codes, and the trained adapters
+run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint in the plan of its
+                              step; of a LoRA run the base with its codes, and the trained adapters
 folder   config.json          a model in high precision, or FP8 codes as they are in the recipe that fits them; `hf/` in
                               a run, and what octavo merge or export wrote, are such folders
 adapter  adapter_config.json  its base (named in that file, or given), and the adapters; `adapter/` in a run is one
@@ -33,6 +33,7 @@ from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases
 from octavo.train import critic, datafiles, planning, rundir
 from octavo.train.build import scaling_of
+from octavo.train.course import Course
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 
@@ -167,6 +168,8 @@ class Target:
         wanted = dtype or model_dtype(cfg)
         if as_trained:
             plan, family, _ = planning.plan_for(cfg, saved=self.path / rundir.PLAN if recipe is None else None)
+            if recipe is None:  # the plan of that step
+                plan = Course.of(cfg, planning.scheduled(cfg, plan), before).at(before["step"])
             codes = None if self.kinds or bases.keeps_codes(cfg) else HIGH
             model = self._load(wanted, device, self.kinds or codes, say)
             bases.freeze(model, family, cfg)

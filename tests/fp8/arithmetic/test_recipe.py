@@ -102,3 +102,17 @@ def test_messages(arguments: dict[str, str], message: str) -> None:
 def test_a_history_has_a_length(length: object) -> None:
     with pytest.raises(RecipeError, match="must be an integer of at least 1"):
         Delayed(length)  # type: ignore[arg-type]
+
+
+def test_a_gemm_may_have_the_casts_of_another_recipe_in_its_own_format() -> None:
+    r = recipe("tensorwise", fwd="blockwise", wgrad="bf16")
+    assert (r.fwd, r.dgrad, r.wgrad) == (recipe("blockwise").fwd, recipe("tensorwise").dgrad, None)
+    assert r.words() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
+    assert r.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert recipe("tensorwise", fwd="tensorwise") == recipe("tensorwise")
+    assert recipe("rowwise", format="hybrid", dgrad="rowwise") == recipe("rowwise", format="hybrid")
+    for name in ("delayed", "off", "rowwize"):
+        with pytest.raises(RecipeError, match="is not a precision"):
+            recipe("tensorwise", fwd=name)
+    with pytest.raises(RecipeError, match="histories of a layer serve all"):
+        recipe("delayed", wgrad="rowwise")

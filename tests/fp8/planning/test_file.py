@@ -253,7 +253,7 @@ def test_a_plan_is_not_saved_to_a_folder(saved):
 
 def test_the_plan_json_of_a_run_is_a_plan_file_too(tmp_path):
     plan = fp8.plan(Net(), "blockwise")
-    (tmp_path / "plan.json").write_text(json.dumps(document(plan, whole=True), indent=2))
+    (tmp_path / "plan.json").write_text(json.dumps(document(plan, plan), indent=2))
     assert fates(fp8.load_plan(tmp_path / "plan.json", Net())) == fates(plan)
 
 

@@ -1,0 +1,94 @@
+"""The figures of GEMMs in recipes that they run in, or might: taken from their operands in high precision.
+
+A judge is attached to one training step. Every GEMM shows it what it multiplies (:mod:`octavo.fp8.observe.recorder`),
+also one in high precision, and the judge casts those operands by each recipe in question. The step itself computes what
+it computes without; a judge costs the time of these casts, and the memory of inputs that are kept in high precision.
+Weight gradients are held against dyT x in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from octavo.fp8.adapting.deciding import Figure, Key
+from octavo.fp8.arithmetic import metrics
+from octavo.fp8.arithmetic.cast import dequantize, quantize
+from octavo.fp8.arithmetic.recipe import Gemm
+from octavo.fp8.observe import recorder
+
+OPERANDS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+# What is added up of one GEMM in one recipe: of either operand the SQNR, how many were finite, underflow and
+# saturation; then calls, NaN codes, cosines and their number.
+_OPERAND, _SUMS = 4, 12
+
+
+class Judge:
+    """``wanted``: of each GEMM the casts to try, by rung. Several calls (micro-batches, experts) are averaged."""
+
+    def __init__(self, wanted: Mapping[Key, Mapping[int, Gemm]]) -> None:
+        self.wanted = wanted
+        self._sums: dict[tuple[Key, int], list[float]] = defaultdict(lambda: [0.0] * _SUMS)
+
+    @contextmanager
+    def attached(self) -> Iterator[Judge]:
+        """Judge what runs inside, a forward and its backward."""
+        with recorder.attached(judge=self):
+            yield self
+
+    def on_product(self, layer: str, gemm: str, a: Tensor, b: Tensor) -> None:
+        exact: Tensor | None = None
+        for rung, casts in self.wanted.get((layer, gemm), {}).items():
+            sums = self._sums[(layer, gemm), rung]
+            made = quantize(a, casts.a), quantize(b, casts.b)
+            for place, (x, q) in enumerate(zip((a, b), made, strict=True)):
+                found = metrics.figures(x, q)
+                if math.isfinite(found.sqnr):
+                    sums[_OPERAND * place] += found.sqnr
+                    sums[_OPERAND * place + 1] += 1
+                sums[_OPERAND * place + 2] += found.underflow
+                sums[_OPERAND * place + 3] += found.saturation
+                sums[9] += found.nan_codes
+            sums[8] += 1
+            if gemm == "wgrad":
+                exact = _wgrad(a, b) if exact is None else exact
+                cosine = metrics.cosine(_wgrad(*map(dequantize, made)), exact)
+                if math.isfinite(cosine):
+                    sums[10] += cosine
+                    sums[11] += 1
+
+    def figures(self, summed: Callable[[Tensor], Tensor]) -> dict[Key, dict[int, list[Figure]]]:
+        """What was found of each GEMM that ran on any rank, by rung. ``summed`` adds a tensor up over all ranks, which
+        ask in one order: a collective."""
+        asked = [(key, rung) for key, rungs in self.wanted.items() for rung in rungs]
+        if not asked:
+            return {}
+        table = summed(torch.tensor([self._sums[one] for one in asked], dtype=torch.float64))
+        out: dict[Key, dict[int, list[Figure]]] = defaultdict(dict)
+        for (key, rung), sums in zip(asked, table.tolist(), strict=True):
+            if sums[8]:
+                out[key][rung] = _figures(key[1], self.wanted[key][rung], sums)
+        return dict(out)
+
+
+def _wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.float().t() @ x.float()
+
+
+def _figures(gemm: str, casts: Gemm, sums: list[float]) -> list[Figure]:
+    calls, found = sums[8], []
+    for place, (of, spec) in enumerate(zip(OPERANDS[gemm], (casts.a, casts.b), strict=True)):
+        sqnr, finite, underflow, saturation = sums[_OPERAND * place : _OPERAND * (place + 1)]
+        # Exact operands, and those of zeros, have no noise to measure; NaN codes count for themselves.
+        found.append(Figure("sqnr", of, sqnr / finite if finite else math.inf, spec.format))
+        found.append(Figure("underflow", of, underflow / calls, spec.format))
+        found.append(Figure("saturation", of, saturation / calls, spec.format))
+    found.append(Figure("nan_codes", "its operands", sums[9]))
+    if sums[11]:
+        found.append(Figure("cosine", "dw", sums[10] / sums[11]))
+    return found

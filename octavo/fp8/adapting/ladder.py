@@ -1,0 +1,148 @@
+"""Ladders: the recipes that each GEMM of a plan may move to, and the plan with moves in it.
+
+    tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
+    mxfp8 > high precision                                 nothing is finer than blocks of 32
+
+A finer recipe that no backend can run for a layer is left out of its ladder. GEMMs outside of the share of linear FLOPs
+(the head, patch embeddings) do not move, nor do those of delayed scaling, whose histories are one recipe's, and those
+of weights that are codes between steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, standing
+from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
+from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.kernels.registry import BackendError, Selection
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.policy.decisions import OUTSIDE
+
+_COARSE_TO_FINE = ("tensorwise", "rowwise", "blockwise")
+
+
+def finer(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The recipes between one and high precision: those that are ``named`` behind it (all of them, where it is not
+    among them), or those with smaller blocks."""
+    ladder = _COARSE_TO_FINE if named is None else tuple(named)
+    if name in ladder:
+        return ladder[ladder.index(name) + 1 :]
+    return () if named is None else ladder
+
+
+def ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, tuple[str, ...]]:
+    """(layer, GEMM) -> the words of its rungs, the first the recipe of the plan and the last high precision, in the
+    order of the model."""
+    out: dict[Key, tuple[str, ...]] = {}
+    known: dict[tuple[str, tuple[int, int], str, str], bool] = {}
+    for row in plan.rows:
+        coded = row.row.codes is not None or plan.policy.param_of(row.component)
+        if row.recipe is None or row.recipe.delayed is not None or row.kind in OUTSIDE or coded:
+            continue
+        for gemm in _gemms(row):
+            word = row.recipe.words()[gemm]
+            begins = row.recipe.name if word == "fp8" else word
+            able = []
+            for other in finer(begins, named):
+                asked = (other, row.shape, row.kind, gemm)
+                if asked not in known:
+                    known[asked] = _can(plan, row, recipe(other), gemm)
+                able += [other] if known[asked] else []
+            out[row.name, gemm] = (begins, *able, HIGH)
+    return out
+
+
+def casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gemm]]:
+    """The casts of each rung, without high precision."""
+    rows = {row.name: row for row in plan.rows}
+    out: dict[Key, list[Gemm]] = {}
+    for (layer, gemm), rungs in ladder.items():
+        own = rows[layer].recipe
+        first = None if own is None else own.gemm(gemm)
+        assert first is not None
+        out[layer, gemm] = [first, *(made for word in rungs[1:-1] if (made := recipe(word).gemm(gemm)) is not None)]
+    return out
+
+
+def wanted(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> dict[Key, dict[int, Gemm]]:
+    """What a check has to try of each GEMM: where it stands, and the rung below."""
+    return {
+        key: {rung: made[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(made)}
+        for key, made in casts(plan, ladder).items()
+        for place in (standing(places.get(key, Place()), ladder[key]),)
+    }
+
+
+def work_of(plan: Plan) -> dict[Key, Work]:
+    """What it costs to have a GEMM in high precision, as shares of the step."""
+    inside = [row for row in plan.rows if row.kind not in OUTSIDE]
+    total = sum(row.flops for row in inside) or 1.0
+    beside = Counter(row.row.module for row in inside)  # both rows of a module of experts hold its time
+    planned = sum(row.times.planned / beside[row.row.module] for row in inside if row.times is not None)
+    out: dict[Key, Work] = {}
+    for row in inside:
+        gemms, time = _gemms(row), None
+        if row.times is not None and planned:
+            lost = max(0.0, row.times.high - row.times.planned)
+            time = lost / beside[row.row.module] / len(gemms) / planned if gemms else None
+        count = 2 if row.row.frozen else len(GEMMS)
+        out |= {(row.name, gemm): Work(row.flops / count / total, time) for gemm in gemms}
+    return out
+
+
+def climbed(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
+    """The plan with its GEMMs where they stand; rows without a move are the very same."""
+    moved = {key: place for key, place in places.items() if place.rung and key in ladder}
+    layers = {layer for layer, _ in moved}
+    rows = tuple(_climbed(plan, row, ladder, moved) if row.name in layers else row for row in plan.rows)
+    return plan if not layers else replace(plan, rows=rows)
+
+
+def _climbed(plan: Plan, row: PlanRow, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> PlanRow:
+    assert row.recipe is not None
+    moves = {gemm: places[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in places}
+    rungs = {gemm: ladder[row.name, gemm] for gemm in moves}
+    words = {gemm: rungs[gemm][standing(place, rungs[gemm]).rung] for gemm, place in moves.items()}
+    changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
+    mixed = replace(row.recipe, **changed)
+    told = [
+        f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {place.step} "
+        f"({place.why})"
+        for gemm, place in moves.items()
+    ]
+    off = all(mixed.gemm(gemm) is None for gemm in GEMMS)
+    picked = {} if off else _selections(plan, row, mixed, tuple(changed))
+    return replace(row, recipe=None if off else mixed, selections=picked, reason="; ".join([row.reason, *told]))
+
+
+def _selections(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str]) -> dict[str, Selection]:
+    """The backends of a mixed recipe: those of the plan for what has not changed. Experts run grouped where all of
+    their GEMMs can, so that theirs are chosen together."""
+    where = torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind
+    if row.kind == "experts":
+        return backends_for(mixed, *where)
+    chosen = backends_for(mixed, *where, changed)
+    found = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
+    return {gemm: selection for gemm, selection in found.items() if selection is not None}
+
+
+def _gemms(row: PlanRow) -> list[str]:
+    """The GEMMs that a row has in FP8; a frozen weight has no gradient."""
+    if row.recipe is None:
+        return []
+    return [g for g in GEMMS if row.recipe.gemm(g) is not None and not (g == "wgrad" and row.row.frozen)]
+
+
+def _can(plan: Plan, row: PlanRow, made: Recipe, gemm: str) -> bool:
+    try:
+        backends_for(made, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
+    except BackendError:
+        return False
+    return True

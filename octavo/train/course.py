@@ -1,0 +1,81 @@
+"""Which plan holds in a step: that of the rules with spans, with the moves that GEMMs have made by their figures.
+
+Everything follows from the plans of the run and from where its GEMMs stand, which checkpoints keep: a run that is
+continued, and whoever opens a checkpoint, find the plan that its step was trained by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo import fp8
+from octavo.config import Config
+from octavo.config.adapting import AdaptSection
+from octavo.fp8.adapting import Decision, Judge, Limits, Place, climbed, decide, ladders, wanted, work_of
+from octavo.parallel import World
+
+_Key = tuple[str, str]  # (layer, GEMM)
+
+
+@dataclass
+class Course:
+    """``places``: where those GEMMs stand that are not where the plan of their step has them."""
+
+    schedule: fp8.Schedule
+    adapt: AdaptSection | None = None
+    places: dict[_Key, Place] = field(default_factory=dict)
+    _ladders: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
+    _newest: tuple[fp8.Plan, dict[_Key, tuple[int, int]], fp8.Plan] | None = None  # plan, moves, the plan with them
+
+    @classmethod
+    def of(cls, cfg: Config, schedule: fp8.Schedule, counters: Mapping[str, Any]) -> Course:
+        """With the places that a checkpoint's counters hold."""
+        kept = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
+        found = [dict(one) for one in kept]
+        return cls(schedule, cfg.fp8.adapt, {(one.pop("layer"), one.pop("gemm")): Place(**one) for one in found})
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps."""
+        return [{"layer": layer, "gemm": gemm, **place.to_json()} for (layer, gemm), place in self.places.items()]
+
+    @property
+    def varies(self) -> bool:
+        """Whether steps may have different plans."""
+        return self.adapt is not None or bool(self.schedule.spans)
+
+    def at(self, step: int) -> fp8.Plan:
+        """The plan of a step; the very same object as long as nothing in it changes."""
+        planned = self.schedule.at(step)
+        moves = {key: (place.rung, place.step) for key, place in self.places.items() if place.rung}
+        if not moves:
+            return planned
+        if self._newest is None or self._newest[0] is not planned or self._newest[1] != moves:
+            self._newest = planned, moves, climbed(planned, self._ladder(planned), self.places)
+        return self._newest[2]
+
+    def judge(self, step: int) -> Judge | None:
+        """Who tries recipes in this step; None where it is no check, or nothing in it is in FP8."""
+        if self.adapt is None or step % self.adapt.every:
+            return None
+        planned = self.schedule.at(step)
+        asked = wanted(planned, self._ladder(planned), self.places)
+        return Judge(asked) if asked else None
+
+    def decide(self, step: int, judge: Judge, world: World) -> list[Decision]:
+        """What follows from the figures of a step, equal on all ranks, whose figures are averaged. A collective."""
+        assert self.adapt is not None
+        limits = Limits(**self.adapt.model_dump(exclude={"every", "recipes"}))
+        planned, figures = self.schedule.at(step), judge.figures(world.sum)
+        self.places, decisions = decide(step, self.places, figures, self._ladder(planned), work_of(planned), limits)
+        return decisions
+
+    def _ladder(self, plan: fp8.Plan) -> dict[_Key, tuple[str, ...]]:
+        """The ladders of a plan of the schedule, made once."""
+        assert self.adapt is not None
+        found = next((made for of, made in self._ladders if of is plan), None)
+        if found is None:
+            found = ladders(plan, self.adapt.recipes)
+            self._ladders.append((plan, found))
+        return found

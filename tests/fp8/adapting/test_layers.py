@@ -1,0 +1,291 @@
+"""Ladders of plans, layers that turn from one plan to another, and judges that look at steps without a trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import fp8
+from octavo.fp8.adapting import Judge, Limits, Place, climbed, decide, finer, ladders, wanted, work_of
+from octavo.fp8.observe import recorder
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+        self.lm_head = nn.Linear(128, 32, bias=False)
+
+    def forward(self, x):
+        return self.lm_head(self.down(torch.relu(self.up(x))))
+
+
+def ready(recipe="tensorwise", **policy):
+    model = Net()
+    plan = fp8.plan(model, fp8.Policy(recipe, **policy))
+    return fp8.apply(model, plan), plan
+
+
+def batch(factor: float = 1.0):
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    x[:, 0] *= factor
+    return x
+
+
+def step(model, x):
+    model.zero_grad(set_to_none=True)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(a, b):
+    return torch.equal(a[0], b[0]) and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+
+
+def test_ladders_have_finer_recipes_and_end_in_high_precision() -> None:
+    assert finer("tensorwise") == ("rowwise", "blockwise") and finer("rowwise") == ("blockwise",)
+    assert finer("blockwise") == finer("mxfp8") == ()
+    assert finer("tensorwise", ["blockwise"]) == finer("rowwise", ["rowwise", "blockwise"]) == ("blockwise",)
+    assert finer("blockwise", []) == ()
+    plan = fp8.plan(Net(), fp8.Policy("tensorwise", wgrad="bf16", rules=(fp8.Rule("down", "mxfp8", wgrad="fp8"),)))
+    found = ladders(plan)
+    assert found["up", "fwd"] == ("tensorwise", "rowwise", "blockwise", "bf16") and ("up", "wgrad") not in found
+    assert found["down", "wgrad"] == ("mxfp8", "bf16") and not any(layer == "lm_head" for layer, _ in found)
+    assert ladders(fp8.plan(Net(), fp8.Policy("delayed"))) == {}
+
+
+def test_the_work_of_gemms_is_their_share_of_the_linear_flops() -> None:
+    model = Net()
+    model.up.weight.requires_grad_(False)
+    work = work_of(fp8.plan(model, "blockwise"))
+    assert work["up", "fwd"].flops == pytest.approx(1 / 5) and ("up", "wgrad") not in work
+    assert sum(one.flops for one in work.values()) == pytest.approx(1.0)
+    assert all(one.time is None for one in work.values())
+
+
+def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
+    plan = fp8.plan(Net(), "blockwise")
+    times = [SimpleNamespace(high=3.0, planned=2.4), SimpleNamespace(high=1.0, planned=1.6), None]
+    rows = tuple(replace(row, times=found) for row, found in zip(plan.rows, times, strict=True))
+    work = work_of(replace(plan, rows=rows))
+    assert work["up", "fwd"].time == pytest.approx(0.6 / 3 / 4.0) and work["down", "fwd"].time == 0.0
+
+
+def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
+    plan = fp8.plan(Net(), "tensorwise")
+    places = {("up", "fwd"): Place(2, step=30, why="sqnr of x 9.0 dB, at least 25.0 dB"), ("up", "wgrad"): Place(3)}
+    moved = climbed(plan, ladders(plan), places)
+    up, down = moved.rows[0], moved.rows[1]
+    assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert "adapt: fwd blockwise since step 30 (sqnr of x 9.0 dB" in up.reason and set(up.selections) == {
+        "fwd",
+        "dgrad",
+    }
+    assert down is plan.rows[1] and moved.share == pytest.approx(1 - 1 / 6)
+    high = climbed(plan, ladders(plan), {("up", gemm): Place(3) for gemm in ("fwd", "dgrad", "wgrad")})
+    assert high.rows[0].recipe is None and high.share == pytest.approx(0.5)
+    assert climbed(plan, ladders(plan), {}) is plan
+
+
+def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path) -> None:
+    model, plan = ready()
+    before, parameters = step(model, batch()), list(model.parameters())
+    moved = climbed(
+        plan, ladders(plan), {("up", "fwd"): Place(2), ("up", "wgrad"): Place(3), ("down", "dgrad"): Place(1)}
+    )
+    assert fp8.turn(model, plan, moved) == ("up", "down")
+    file = fp8.save_plan(moved, tmp_path / "moved.json")  # a plan file has the words of mixed recipes
+    fresh = Net()
+    again = fp8.load_plan(file, fresh)
+    assert [row.recipe for row in again.rows] == [row.recipe for row in moved.rows]
+    turned = step(model, batch())
+    assert same(turned, step(fp8.apply(fresh, again), batch())) and not same(turned, before)
+    with fp8.count_gemms() as counts:
+        step(model, batch())
+    fp8.Proof(moved).observe(counts, {"foundation": 1})
+    with pytest.raises(fp8.ProofError, match="wgrad planned on"):
+        fp8.Proof(plan).observe(counts, {"foundation": 1})
+    assert fp8.turn(model, moved, plan) == ("up", "down") and same(step(model, batch()), before)
+    assert fp8.turn(model, plan, plan) == () and all(
+        a is b for a, b in zip(parameters, model.parameters(), strict=True)
+    )
+
+
+def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_then() -> None:
+    policy = fp8.Policy("blockwise", rules=(fp8.Rule("**", "off", steps=(1, 2)), fp8.Rule("up", "off", steps=(4, 5))))
+    model = Net()
+    main = fp8.plan(model, policy)
+    plans = fp8.schedule(model, main, 10)
+    assert [(s.first, s.last, s.plan.share) for s in plans.spans] == [
+        (1, 2, 0.0), (3, 3, 1.0), (4, 5, pytest.approx(0.5)), (6, 10, 1.0)
+    ]  # fmt: skip
+    assert plans.at(3) is plans.at(10) is plans.main and plans.parts == {"foundation"} and len(plans.plans) == 3
+    stock, x = Net(), batch()
+    fp8.apply(model, plans.at(1), plans.plans)
+    assert same(step(model, x), step(stock, x))
+    with fp8.count_gemms() as counts:
+        step(model, x)
+    proof = fp8.Proof(plans.at(1), parts=["foundation"])
+    proof.observe(counts, {"foundation": 1})
+    fp8.turn(model, plans.at(2), plans.at(3))
+    plain = Net()
+    assert same(step(model, x), step(fp8.apply(plain, main), x))
+    with fp8.count_gemms() as counts:
+        step(model, x)
+    with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
+        fp8.Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
+    proof.follow(plans.at(3), 3)
+    assert proof.pending == {"foundation"}
+    proof.observe(counts, {"foundation": 1})
+    found = proof.report()
+    assert [(s["steps"], s["share"], s["planned"]) for s in found["spans"]] == [
+        ([1, 2], 0.0, 0.0),
+        ([3, None], 1.0, 1.0),
+    ]
+    assert found["pending"] == [] and 0 < found["share"] < 1
+
+
+def test_what_cannot_turn_is_refused_before_anything_has() -> None:
+    model, plan = ready("delayed")
+    other = fp8.plan(Net(), "blockwise")
+    with pytest.raises(fp8.PlanError, match="amax histories"):
+        fp8.turn(model, plan, other)
+    model = Net()
+    off = fp8.plan(model, fp8.Policy("off"))
+    fp8.apply(model, off)
+    with pytest.raises(fp8.PlanError, match="no FP8 layer"):
+        fp8.turn(model, off, other)
+    model, plan = ready("blockwise", components={"lm_head": "blockwise"})
+    with pytest.raises(fp8.PlanError, match="head"):
+        fp8.turn(model, plan, fp8.plan(Net(), "rowwise"))
+    assert model.up.recipe.name == "blockwise"
+    for policy, why in (
+        ({"recipe": "delayed"}, "amax histories"),
+        ({"recipe": "rowwise", "param": True}, "codes of one"),
+    ):
+        timed = fp8.Policy(**policy, rules=(fp8.Rule("up", "off", steps=(1, 2)),))
+        plans = fp8.schedule(model := Net(), fp8.plan(model, timed), 9)
+        with pytest.raises(fp8.PlanError, match=why):
+            fp8.apply(model, plans.at(1), plans.plans)
+        assert type(model.down) is nn.Linear
+
+
+@pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1,), (1, True), ("1", 2)])
+def test_rules_have_steps_or_are_refused(steps) -> None:
+    with pytest.raises(fp8.PlanError, match="are no steps"):
+        fp8.Rule("**", "off", steps=steps)
+
+
+def test_a_rule_with_a_span_that_matches_nothing_is_an_error_in_every_step() -> None:
+    with pytest.raises(fp8.PlanError, match="'nope' matches no linear layer"):
+        fp8.plan(Net(), fp8.Policy("blockwise", rules=(fp8.Rule("nope", "off", steps=(5, 6)),)), step=1)
+
+
+def test_a_schedule_goes_through_a_plan_file(tmp_path) -> None:
+    policy = fp8.Policy("rowwise", rules=(fp8.Rule("up", "blockwise"), fp8.Rule("**", "off", steps=(1, 3))))
+    model = Net()
+    plans = fp8.schedule(model, fp8.plan(model, policy), 8)
+    file = fp8.save_plan(plans.main, tmp_path / "plan.json", plans.spans)
+    again = fp8.schedule(model, fp8.load_plan(file, model), 8)
+    shown = [[(s.first, s.last, [row.recipe for row in s.plan.rows]) for s in found.spans] for found in (plans, again)]
+    assert shown[0] == shown[1] and len(shown[0]) == 2
+    file.write_text(file.read_text().replace("[1, 3]", '"now"'))
+    with pytest.raises(fp8.PlanError, match="steps are the first and the last one"):
+        fp8.load_plan(file, model)
+
+
+# --- judges ---
+
+
+@pytest.mark.parametrize("policy", [{}, {"fwd": "bf16", "wgrad": "bf16"}])
+def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
+    model, plan = ready(**policy)
+    x, ladder = batch(3.0), ladders(plan)
+    before = step(model, x)
+    judge = Judge(wanted(plan, ladder, {}))
+    with judge.attached(), fp8.health() as health:
+        assert same(step(model, x), before)
+    found, table = judge.figures(lambda sums: sums), health.table().get("up", {})
+    roles = {("fwd", "x"): "x", ("fwd", "w"): "w", ("dgrad", "dy"): "dy", ("wgrad", "x"): "x_wgrad"}
+    checked = 0
+    for (gemm, of), role in roles.items():
+        for figure in found.get(("up", gemm), {}).get(0, ()):
+            if figure.of == of and figure.name in ("sqnr", "underflow"):
+                assert figure.value == table[role][figure.name]
+                checked += 1
+    assert checked == (0 if policy else 6)  # the first layer has no dgrad
+    if not policy:
+        (cosine,) = [f.value for f in found["up", "wgrad"][0] if f.name == "cosine"]
+        assert cosine == pytest.approx(table["dw_cosine"], abs=1e-7)
+    assert not recorder.watching()
+
+
+def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_it_does() -> None:
+    model, plan = ready()
+    ladder = ladders(plan)
+    places = {key: Place(len(ladder[key]) - 1, step=1) for key in ladder}
+    fp8.turn(model, plan, climbed(plan, ladder, places))
+    stock, x = Net(), batch(1e6)
+    judge = Judge(wanted(plan, ladder, places))
+    with judge.attached():
+        assert same(step(model, x), step(stock, x))
+    found = judge.figures(lambda sums: sums)
+    assert set(found["up", "fwd"]) == {2} and {f.name for f in found["up", "wgrad"][2]} >= {"cosine", "sqnr"}
+    _, said = decide(10, places, found, ladder, work_of(plan), Limits(patience=1, budget=1.0))
+    back = {(d.layer, d.gemm) for d in said if d.kind == "returns"}
+    assert ("up", "wgrad") in back  # 128 x 1 holds the outlier's column alone, and 1 x 128 all columns of a row
+    assert ("up", "fwd") not in back
+
+
+def test_an_outlier_moves_what_it_spoils_and_nothing_else() -> None:
+    model, plan = ready()
+    ladder, places, log = ladders(plan), {}, []
+    for number in range(1, 14):
+        judge = Judge(wanted(plan, ladder, places))
+        with judge.attached():
+            step(model, batch(1e7 if 2 <= number <= 4 else 1.0))
+        places, said = decide(number, places, judge.figures(lambda s: s), ladder, work_of(plan), Limits(patience=2))
+        log += [(number, d.gemm, d.kind, d.before, d.after) for d in said]
+        assert {d.layer for d in said} <= {"up"}
+    assert log == [
+        (2, "fwd", "leaves", "tensorwise", "rowwise"), (2, "wgrad", "leaves", "tensorwise", "rowwise"),
+        (3, "fwd", "leaves", "rowwise", "blockwise"), (4, "fwd", "refused", "blockwise", "bf16"),
+        (6, "fwd", "returns", "blockwise", "rowwise"), (6, "wgrad", "returns", "rowwise", "tensorwise"),
+        (8, "fwd", "returns", "rowwise", "tensorwise"),
+    ]  # fmt: skip
+    assert places == {}
+
+
+def test_muted_backwards_and_recomputation_show_a_product_once() -> None:
+    model, plan = ready()
+    seen = []
+
+    class Listener:
+        def on_product(self, layer, gemm, a, b):
+            seen.append((layer, gemm, tuple(a.shape), tuple(b.shape)))
+
+    with recorder.attached(judge=Listener()):
+        y = torch.utils.checkpoint.checkpoint(model, batch().requires_grad_(), use_reentrant=False)
+        with recorder.muted():
+            y.sum().backward(retain_graph=True)
+        y.sum().backward()
+    assert sorted(seen) == sorted(
+        [
+            *(
+                ("up", gemm, (64, n), shape)
+                for gemm, n, shape in (("fwd", 128, (256, 128)), ("dgrad", 256, (256, 128)))
+            ),
+            ("up", "wgrad", (64, 256), (64, 128)),
+            *(
+                ("down", gemm, (64, n), shape)
+                for gemm, n, shape in (("fwd", 256, (128, 256)), ("dgrad", 128, (128, 256)))
+            ),
+            ("down", "wgrad", (64, 128), (64, 256)),
+        ]
+    )
