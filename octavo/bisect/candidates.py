@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.config import Config, Fp8Section
-from octavo.config.sections import Component, Rule
+from octavo.config import Component, Config, Fp8Section, Rule
 from octavo.config.words import COMPONENTS
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from octavo.config import rules_adapt, rules_lora, rules_packing, rules_parallel, rules_phases
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.phases import BEYOND_SFT
+from octavo.config.precision import Component, Fp8Section, Head, Rule
 from octavo.config.problems import named, nearest
 from octavo.config.rules_lora import PARTS
-from octavo.config.sections import Component, Fp8Section, Head, Rule
 from octavo.config.texts import is_url
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS

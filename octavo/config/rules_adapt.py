@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
 from octavo.config.phases import BEYOND_SFT
+from octavo.config.precision import Fp8Section
 from octavo.config.rules_lora import recipe_of
-from octavo.config.sections import Fp8Section
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS
 

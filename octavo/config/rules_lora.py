@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.model import FITTING
+from octavo.config.precision import Component, Fp8Section
 from octavo.config.problems import named, nearest
-from octavo.config.sections import Component, Fp8Section
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS
 

@@ -2,151 +2,18 @@
 
 These types are the only list of options. The JSON schema for editors, the nearest-name hints and ``octavo schema`` are
 derived from them. Importing this module imports no torch, so a wrong file is answered in a fraction of a second.
-The section of the model is :mod:`octavo.config.model`; rules that need two fields at once live in
-:mod:`octavo.config.rules`.
+The section of the model is :mod:`octavo.config.model`, that of FP8 :mod:`octavo.config.precision`; rules that need two
+fields at once live in :mod:`octavo.config.rules`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, field_serializer
+from pydantic import BeforeValidator, Field
 
-from octavo.config.adapting import Adapt
 from octavo.config.texts import FilePath, Text
-from octavo.config.words import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
-
-
-class Component(Section):
-    """FP8 settings of one component; what is absent is inherited from the `fp8` section."""
-
-    recipe: Recipe | None = Field(default=None, description="Recipe of this component's linear layers.")
-    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
-    activations: Literal["bf16", "fp8"] | None = Field(
-        default=None, description="What blocks of this component keep for backward beside their linear layers."
-    )
-    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
-
-
-class Head(Section):
-    """FP8 settings of the language model's head, whose weight stays in high precision and may be the embedding's."""
-
-    recipe: Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8"] = Field(
-        default="off", description="Recipe of the head's three GEMMs; nothing is inherited."
-    )
-    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    fwd: Gemm | None = Field(default=None, description="Precision of the GEMM of logits, x = h wT.")
-    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dh = dx w.")
-    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dxT h.")
-
-
-class Rule(Section):
-    """FP8 settings of the modules whose names match; the last rule that matches wins over component and model."""
-
-    match: Text = Field(
-        min_length=1,
-        description="Glob over the dotted segments of a module's name, anchored at both ends: * stays within a "
-        "segment, ** spans any number of them. Must match something.",
-    )
-    recipe: Recipe | None = Field(default=None, description="Recipe of the matching linear layers.")
-    format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
-    fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
-    first: int | None = Field(
-        default=None, ge=1, le=10**9, description="The rule holds in so many first steps alone, as in a warm-up."
-    )
-    last: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="The rule holds in this last share of train.steps alone: 0.1 with recipe off ends in high "
-        "precision.",
-    )
-
-
-class Fp8Section(Section):
-    """What runs in FP8 and how: model, then component, then rules."""
-
-    recipe: Recipe = Field(
-        default=USUAL,
-        description="How operands are scaled, in every component that does not say otherwise, the projector included: "
-        "off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or auto: measured at the start of the "
-        "run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md). Where it is absent and components "
-        "are named (other than to be off), those alone run in FP8, blockwise unless they say otherwise.",
-    )
-    format: Format | None = Field(
-        default=None,
-        description="e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own (e4m3 for blockwise, rowwise "
-        "and mxfp8, hybrid for tensorwise and delayed).",
-    )
-    param: bool = Field(
-        default=False,
-        description="Weights of FP8 layers are FP8 between steps, their high-precision values a master beside them; "
-        "FSDP2 gathers the FP8 codes and scales, a byte a parameter.",
-    )
-    activations: Literal["bf16", "fp8"] = Field(
-        default="bf16",
-        description="What blocks keep for backward beside the inputs of their FP8 layers: bf16, as it comes; or fp8 "
-        "for inputs of norms, gate and up, inputs of activations, with products computed again in backward.",
-    )
-    weight_codes: Literal["keep", "recast", "both"] = Field(
-        default="keep",
-        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
-        "and mxfp8 2), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
-        "forward and dgrad share (2 bytes, and no backward lays a weight out anew; of a frozen FP8 base in one process "
-        "too, from the first backward on).",
-    )
-    backend: Text = Field(
-        default="auto",
-        min_length=1,
-        description="Kernels to use: auto, or a name that `octavo doctor` lists. A named backend is met or refused.",
-    )
-    fwd: Gemm = Field(default="fp8", description="Precision of the forward GEMM y = x wT.")
-    dgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dx = dy w.")
-    wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
-    image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
-    image_projector: Component | None = Field(default=None, description="Settings of the projector (merger) alone.")
-    audio_encoder: Component | None = Field(default=None, description="Settings of the tower of sound alone.")
-    audio_projector: Component | None = Field(default=None, description="Settings of the projector of sound alone.")
-    foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
-    lm_head: Head | None = Field(
-        default=None,
-        description="The head's GEMMs (logits, and both gradients) in FP8; off unless its recipe is set here. Chunk by "
-        "chunk with train.logits: chunked; the codes of its weight are 1 byte a parameter more.",
-    )
-    rules: Annotated[tuple[Rule, ...], FROM_LIST] = Field(
-        default=(), description="Exceptions by module name; the last that matches wins."
-    )
-    candidates: Annotated[tuple[Candidate, ...], FROM_LIST] = Field(
-        default=("blockwise", "mxfp8", "rowwise", "tensorwise"),
-        min_length=1,
-        description="The recipes that auto chooses among.",
-    )
-    fuse: Literal["off", "on", "auto"] = Field(
-        default="off",
-        description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
-        "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
-    )
-    adapt: Adapt = Field(
-        default=None,
-        description="Whether GEMMs move between recipes and high precision while the run trains, by their figures at "
-        "checks: true, false, or how (see docs/adapt.md).",
-    )
-    plan: FilePath | None = Field(
-        default=None,
-        min_length=1,
-        description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
-        "it; it decides in place of recipe, components and rules.",
-    )
-
-    @field_serializer("fuse")
-    def _auto_is_off(self, value: str) -> str:
-        """So that a run of version 0.4.0 goes on: its settings are compared as they are written."""
-        return "off" if value == "auto" else value
+from octavo.config.words import FROM_LIST, Section
 
 
 class LoraSection(Section):

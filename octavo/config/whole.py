@@ -8,7 +8,8 @@ from pydantic import Field
 
 from octavo.config.model import ModelSection
 from octavo.config.phases import PreferenceSection, RlSection
-from octavo.config.sections import DataSection, Fp8Section, LoraSection, OptimizerSection, ParallelSection, TrainSection
+from octavo.config.precision import Fp8Section
+from octavo.config.sections import DataSection, LoraSection, OptimizerSection, ParallelSection, TrainSection
 from octavo.config.texts import FilePath
 from octavo.config.words import FROM_LIST, Section
 

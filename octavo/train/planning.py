@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from octavo import fp8, models, parallel
-from octavo.config import Config
-from octavo.config.sections import Rule
+from octavo.config import Config, Rule
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of
 from octavo.train import base, routing, sharing
