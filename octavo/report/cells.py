@@ -35,7 +35,8 @@ Records = Sequence[tuple[Run, RunRecord]]
 
 
 def named(components: Sequence[str]) -> tuple[str, ...]:
-    """The components of a factorial trial. Raises ReportError for names that there are not, or too few or many."""
+    """The components of a factorial trial, in the order of :data:`octavo.config.COMPONENTS`: named the other way round
+    they are the same cells. Raises ReportError for names that there are not, or too few or many."""
     for name in components:
         if name not in COMPONENTS:
             close = nearest(name, COMPONENTS)
@@ -48,7 +49,7 @@ def named(components: Sequence[str]) -> tuple[str, ...]:
             f"factorial: {len(components)} component(s) named, and a design is of 2 to {MOST}. What one costs an "
             "ordinary trial tells, with the others off: fp8.NAME.recipe=off"
         )
-    return tuple(components)
+    return tuple(name for name in COMPONENTS if name in components)
 
 
 def check_asked(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> None:

@@ -118,6 +118,10 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
     assert found[2].cfg.run.health_every == 0 and found[6].cfg.run.health_every == 2
 
 
+def test_components_named_the_other_way_round_are_the_same_cells() -> None:
+    assert cells.named(("foundation", "image_encoder")) == ("image_encoder", "foundation")
+
+
 def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: Path) -> None:
     found, left_out = cells.runs_of(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert left_out == () and len(found) == 2 + 6 + 1 and found[-1].name == "fp8-blockwise"
