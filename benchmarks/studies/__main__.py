@@ -49,9 +49,10 @@ def main() -> int:
     written = _written(home / f"power_{asked.study}.json", estimates)
     import units
 
-    planned = study.units(home)
-    print(f"{len(planned)} units in {home}", flush=True)
-    found = units.train_all(home, planned, asked.jobs, asked.hours, lambda text: print(text, flush=True))
+    with units.alone(home):
+        planned = study.units(home)
+        print(f"{len(planned)} units in {home}", flush=True)
+        found = units.train_all(home, planned, asked.jobs, asked.hours, lambda text: print(text, flush=True))
     _save(asked.study, study, home, planned, found, written)
     return 0
 

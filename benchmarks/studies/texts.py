@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from octavo import atomic
 from octavo.config import Config, load_config_text
 from octavo.data import text
 from octavo.models import tiny
@@ -37,12 +38,12 @@ def prepare(home: Path, steps: int, family: str = "qwen3") -> Config:
     if not held.exists():
         rows = [json.loads(line)["text"] for line in (home / "text/test.jsonl").read_text("utf-8").splitlines()]
         middles = [row[len(row) // 3 :][:HELD] for row in rows]
-        held.write_text("".join(json.dumps({"text": middle}) + "\n" for middle in middles), encoding="utf-8")
+        atomic.write_text(held, "".join(json.dumps({"text": middle}) + "\n" for middle in middles))
     if not (home / family).exists():
         tiny.write(family, home / family)
-        file = home / family / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8"))
-        layers = LAYERS[family]
+    file, layers = home / family / "config.json", LAYERS[family]
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config["num_hidden_layers"] != layers:  # new, or a kill came between the two
         config |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        atomic.write_text(file, json.dumps(config, indent=2) + "\n")
     return load_config_text(CONFIG.format(home=home, family=family, steps=steps), ())

@@ -8,12 +8,16 @@ same command. Units run one a process and thread, several beside each other; tho
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import shutil
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import Any
 
 from octavo import atomic
 from octavo.config import Config, load_config_text, override, to_yaml
+from octavo.report import parent_watch
 
 UNITS, DONE, TRAINED = "units", "unit.json", "run"
 BARE = (
@@ -80,7 +85,20 @@ def read(home: Path, unit: Unit) -> Outcome | None:
     was, now = _settings(load_config_text(found.pop("config")), found.pop("plant")), _settings(unit.cfg, unit.plant)
     if keys := [key for key in now if was[key] != now[key]]:
         raise SystemExit(f"{file.parent} was trained with other {', '.join(keys)}; give another --dir, or delete it")
-    return Outcome(**{**found, "losses": tuple(found["losses"])})
+    losses = tuple(math.nan if loss is None else loss for loss in found["losses"])  # of steps that were skipped
+    return Outcome(**{**found, "losses": losses})
+
+
+@contextmanager
+def alone(home: Path) -> Iterator[None]:
+    """Keep a folder from other studies while this one trains in it: each would delete what the other is training."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another study is training in {home}; wait for it, or give another --dir") from None
+        yield
 
 
 def train_all(
@@ -96,7 +114,10 @@ def train_all(
         return found
     # Before the workers are started, so that torch finds it there.
     os.environ["OMP_NUM_THREADS"] = "1"
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=12)
+    # A worker whose study was killed must not train on: it would write into what the same command then makes anew.
+    pool = ProcessPoolExecutor(
+        jobs, get_context("spawn"), parent_watch.follow, (os.getpid(), signal.SIGKILL), max_tasks_per_child=12
+    )
     running: dict[Any, Unit] = {}
     try:
         while waiting or running:
@@ -125,8 +146,15 @@ def train_all(
 
 
 def _next(waiting: Sequence[Unit]) -> Unit | None:
-    """The first unit whose checkpoint is there, or that begins without one; None where all wait for those that run."""
-    return next((unit for unit in waiting if all(path.exists() for path in _needs(unit.cfg))), None)
+    """The first unit whose checkpoint is there, or that begins without one; None where all wait for those that run.
+
+    A checkpoint is there once the unit that it is of is done: one that was cut off is trained from its beginning.
+    """
+
+    def there(path: Path) -> bool:  # UNIT/run/milestones/step_N
+        return path.exists() and (path.parents[2] / DONE).is_file()
+
+    return next((unit for unit in waiting if all(map(there, _needs(unit.cfg)))), None)
 
 
 def _needs(cfg: Config) -> list[Path]:

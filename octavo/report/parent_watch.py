@@ -14,8 +14,8 @@ import time
 LOOK = 1.0  # seconds between looks at the parent
 
 
-def follow(parent: int) -> None:
-    """Send this process SIGTERM once ``parent`` (a process id) is its parent no longer; a training run then saves.
+def follow(parent: int, send: int = signal.SIGTERM) -> None:
+    """Send this process a signal once ``parent`` (a process id) is its parent no longer; a run saves at SIGTERM.
 
     Watches from a daemon thread: unlike Linux's parent-death signal that works on every POSIX system, and does not take
     the end of the thread that started the process for the end of the trial.
@@ -24,6 +24,6 @@ def follow(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), send)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
