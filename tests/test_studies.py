@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ def test_a_row_says_what_its_interval_allows() -> None:
     assert row("d", "w", [0.01, -0.004, 0.006], 0.0025)["needed"] is None  # the estimate is beyond the bar
     assert row("d", "w", [0.001], 0.0015)["status"] == "undecided"
     assert row("d", "w", [0.001, 0.0011], 0.0015, ["seed 3 diverged"])["status"] == "fail"
+    assert row("d", "w", [0.001, math.inf], 0.0015)["failed"] == ["1 of 2 gaps are not finite"]
     tables = _module("tables")
     assert tables.verdict(wide).startswith("undecided: ") and "to" in tables.interval(wide)
     assert tables.interval(row("d", "w", [], 0.1, ["seed 3 diverged"])) == "seed 3 diverged"
@@ -51,6 +53,29 @@ def test_gaps_of_forks_are_of_the_same_steps() -> None:
     assert study.gap(fork, high, 3, 4) == pytest.approx(3.2 / 3 - 1)
     assert study.held(fork, high) == pytest.approx(0.05)
     assert study.gap(fork, high, 1, 4) != study.gap(fork, high, 1, 4)  # NaN: the fork has no steps 1 and 2
+
+
+def test_units_without_another_side_or_of_one_seed_are_no_more_gaps() -> None:
+    study, outcome = _module("study"), _module("units").Outcome
+    one, two = {"own": 2.2, "high": 2.0}, {"own": 2.0, "high": 2.0}
+    ours = [outcome("a-seed-0", 0, (), one), outcome("b-seed-0", 0, (), two), outcome("a-seed-1", 0, (), one)]
+    assert study.same_weights(ours) == pytest.approx([0.05, 0.1])
+    there = {of.name: of for of in ours} | {"high-seed-1": outcome("high-seed-1", 0, (), two)}
+    assert study.pooled(there, ["a-seed-0", "a-seed-1"], study.beside_high) == ([ours[2]], [])
+    there["high-seed-1"] = replace(there["high-seed-1"], failure="diverged")
+    assert study.pooled(there, ["a-seed-0", "a-seed-1"], study.beside_high) == ([], [])
+
+
+def test_a_folder_is_one_studys_and_a_checkpoint_a_done_units(tmp_path: Path) -> None:
+    units = _module("units")
+    with units.alone(tmp_path / "new"), pytest.raises(SystemExit, match="another study"), units.alone(tmp_path / "new"):
+        pass
+    begin = tmp_path / "units/high-seed-0/run/milestones/step_8"
+    begin.mkdir(parents=True)
+    fork = SimpleNamespace(cfg=SimpleNamespace(run=SimpleNamespace(fork=str(begin), start_from=None)))
+    assert units._next([fork]) is None  # high precision was cut off after its checkpoint, and begins anew
+    (tmp_path / "units/high-seed-0/unit.json").write_text("{}")
+    assert units._next([fork]) is fork
 
 
 def test_effects_of_a_planted_table() -> None:

@@ -2,7 +2,8 @@
 
 The three designs of the pretraining study, and its trainings in high precision (fp32) as the other side:
 
-    same weights    judged as they computed (BF16 and FP8) and in high precision of the same BF16 weights
+    same weights    judged as they computed (BF16 and FP8) and in high precision of the same BF16 weights: the mean of
+                    each seed
     forks           from high precision's weights after step 400, 200 steps with an optimizer of their own, which all
                     sides begin anew: fp32; BF16 computing with fp32 weights, which tells how much of the gap is
                     BF16's; and everything
@@ -17,7 +18,7 @@ from typing import Any
 import pretraining
 import texts
 from pretraining import FORK, FORK_SEEDS, SAME, STEPS, WHOLE
-from study import Design, Outcomes, Study, gap, held, pooled, row
+from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
 from units import Unit, bare
 
 from octavo.config import Config
@@ -52,23 +53,25 @@ def _loaded(cfg: Config) -> Config:
 
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
-    forks, lost = pooled(outcomes, [f"anew-everything-seed-{seed}" for seed in range(FORK_SEEDS)])
-    mids, wrong = pooled(outcomes, [f"anew-bf16-seed-{seed}" for seed in range(FORK_SEEDS)])
-    wholes, failed = pooled(outcomes, [f"whole-everything-seed-{seed}" for seed in range(PAIRS)])
     rows = []
-    for what, ours, theirs, gone in (
-        ("everything against fp32", forks, "fp32", lost),
-        ("everything against BF16", forks, "bf16", lost),
-        ("BF16 against fp32", mids, "fp32", wrong),
+    for what, ours, theirs in (
+        ("everything against fp32", "everything", "fp32"),
+        ("everything against BF16", "everything", "bf16"),
+        ("BF16 against fp32", "bf16", "fp32"),
     ):
-        sides = [(one, outcomes[f"anew-{theirs}-seed-{_seed(one.name)}"]) for one in ours]
+        beside = {f"anew-{ours}-seed-{number}": f"anew-{theirs}-seed-{number}" for number in range(FORK_SEEDS)}
+        there, gone = pooled(outcomes, list(beside), beside.__getitem__)
+        sides = [(one, outcomes[beside[one.name]]) for one in there]
         gaps = [gap(one, other, LENGTH // 2 + 1, LENGTH) for one, other in sides]
         rows.append(row(f"forks after step {DEPTH}", what, gaps, FORK, gone))
         ends = [held(one, other) for one, other in sides]
         rows.append(row(f"forks after step {DEPTH}, held-out at the end", what, ends, FORK, gone))
-    same = [one.held["own"] / one.held["high"] - 1 for one in [*forks, *wholes]]
-    rows.append(row("same weights", "everything", same, SAME, lost + failed))
-    pairs = [(one, outcomes[f"high-seed-{_seed(one.name)}"]) for one in wholes]
+    forks, lost = pooled(outcomes, [f"anew-everything-seed-{number}" for number in range(FORK_SEEDS)])
+    names = [f"whole-everything-seed-{number}" for number in range(PAIRS)]
+    trained, failed = pooled(outcomes, names)
+    rows.append(row("same weights", "everything", same_weights([*forks, *trained]), SAME, lost + failed))
+    wholes, failed = pooled(outcomes, names, beside_high)
+    pairs = [(one, outcomes[beside_high(one.name)]) for one in wholes]
     whole = [held(one, other) for one, other in pairs]
     mean = [held(one, other, "averaged_own", "averaged_own") for one, other in pairs]
     rows.append(row("trajectories", "everything against fp32", whole, WHOLE, failed))
@@ -76,16 +79,12 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _seed(name: str) -> str:
-    return name.rpartition("-")[2]
-
-
 ASSUMED = "assumed: three times that of forks without savings, since weights are rounded at random"
 STUDY = Study(
     "everything",
     "What do FP8 activations, FP8 states, bf16+sr and FP8 parameters cost together, in pretraining?",
     (
-        Design("same weights", FORK_SEEDS + PAIRS, 0.0003, ASSUMED, SAME),
+        Design("same weights", FORK_SEEDS, 0.0003, ASSUMED, SAME),
         Design("forks", FORK_SEEDS, 0.00048, ASSUMED, FORK),
         Design("trajectories", PAIRS, 0.011, pretraining.TRIED, WHOLE),
     ),

@@ -15,11 +15,13 @@ from them, beside high precision from the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pretraining
 import texts
 from matplotlib.figure import Figure
@@ -78,11 +80,15 @@ def plant(run: Any, kind: str, times: float) -> None:
 
 
 def sweep(run: Any) -> dict[str, Any]:
-    """Held-out loss in FP8 and in high precision by kind and magnitude: {kind: {times: [own, high]}}."""
+    """Held-out loss in FP8 and in high precision by kind and magnitude: {kind: {times: [own, high]}}; infinite where
+    there is none, which is a finding about that magnitude alone."""
     from octavo import fp8, train
 
     def judged() -> float:
-        return train.evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)["loss"]
+        try:
+            return train.evaluate(run.model, run.job.evalset, run.job.stepper.forward, run.world)["loss"]
+        except train.TrainError:
+            return math.inf
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -112,9 +118,10 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
             rows += lines
         for times in TRAINED:
             for recipe in RECIPES:
-                names = [f"train-{kind}-{times}-{recipe}-seed-{seed}" for seed in range(SEEDS)]
-                there, lost = pooled(outcomes, names)
-                sides = [(one, outcomes[one.name.replace(f"-{recipe}-", "-off-")]) for one in there]
+                named = f"train-{kind}-{times}"
+                beside = {f"{named}-{recipe}-seed-{seed}": f"{named}-off-seed-{seed}" for seed in range(SEEDS)}
+                there, lost = pooled(outcomes, list(beside), beside.__getitem__)
+                sides = [(one, outcomes[beside[one.name]]) for one in there]
                 gaps = [gap(one, other, LENGTH // 2 + 1, LENGTH) for one, other in sides]
                 rows.append(row(f"trained {LENGTH} steps, {kind}", f"{recipe}, {times} times", gaps, MARGIN, lost))
     return {"rows": rows, "sweep": curves}
@@ -126,7 +133,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         for axes, (kind, curves) in zip(figure.subplots(1, 2, sharey=True), found["sweep"].items(), strict=True):
             for number, (recipe, curve) in enumerate(curves.items()):
-                known = {int(times): gaps for times, gaps in curve.items() if gaps}
+                known = {int(times): gaps for times, gaps in curve.items() if gaps and np.isfinite(gaps).all()}
                 means = [100 * max(sum(gaps) / len(gaps), 1e-5) for gaps in known.values()]
                 axes.plot(list(known), means, color=PALETTE[f"fp8-{number}"], marker="o", markersize=3, label=recipe)
             axes.axhline(100 * MARGIN, color=PALETTE["soft"], linestyle="--", linewidth=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import texts
-from study import Design, Outcomes, Study, gap, held, pooled, row
+from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
 from units import TRAINED, UNITS, Unit, bare
 
 STEPS, DEPTH, SEEDS = 300, 200, 4
@@ -96,13 +96,12 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     high, _ = pooled(outcomes, names)
     routed = [_routed("BF16, same weights", [one.more for one in high])]
     for recipe in RECIPES:
-        forks, lost = pooled(outcomes, [f"fork-{recipe}-seed-{seed}" for seed in range(SEEDS)])
-        sides = [(one, outcomes[f"high-seed-{one.name.rpartition('-')[2]}"]) for one in forks]
+        forks, lost = pooled(outcomes, [f"fork-{recipe}-seed-{seed}" for seed in range(SEEDS)], beside_high)
+        sides = [(one, outcomes[beside_high(one.name)]) for one in forks]
         middle = (DEPTH + STEPS) // 2
         rows.append(row("forks", recipe, [gap(one, other, middle + 1, STEPS) for one, other in sides], FORK, lost))
         rows.append(row("forks, held-out at the end", recipe, [held(one, other) for one, other in sides], FORK, lost))
-        same = [one.held["own"] / one.held["high"] - 1 for one in forks]
-        rows.append(row("same weights", recipe, same, SAME, lost))
+        rows.append(row("same weights", recipe, same_weights(forks), SAME, lost))
         routed.append(_routed(f"{recipe}, same weights", [one.more for one in forks]))
     return {"rows": rows, "routing": routed}
 

@@ -3,7 +3,7 @@
 Three designs, each with its own interval. For every seed high precision trains once (600 steps), and keeps the
 checkpoints after 200 and 400:
 
-    same weights    what FP8 trained, judged in FP8 and in high precision on held-out text
+    same weights    what FP8 trained, judged in FP8 and in high precision on held-out text: the mean of each seed
     forks           from high precision's checkpoints FP8 goes on with the same data to the end; high precision itself
                     is the other side. A third of the training long: steps 1 to 200 of both depths, of which the
                     second half counts; and from step 200 on, how the gap grows over 400 steps
@@ -21,7 +21,7 @@ import matplotlib
 import numpy as np
 import texts
 from matplotlib.figure import Figure
-from study import Design, Outcomes, Study, gap, held, pooled, row
+from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
 from units import TRAINED, UNITS, Unit, bare
 
 from octavo.config import Config
@@ -72,19 +72,19 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     rows, curves = [], {}
     for recipe in RECIPES:
         forks = {
-            depth: pooled(outcomes, [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)])
+            depth: pooled(outcomes, [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)], beside_high)
             for depth in DEPTHS
         }
-        wholes, failed = pooled(outcomes, [f"whole-{recipe}-seed-{seed}" for seed in range(PAIRS[recipe])])
-        plain = {one.name: outcomes[f"high-seed-{one.name.rpartition('-')[2]}"] for one in wholes}
+        names = [f"whole-{recipe}-seed-{seed}" for seed in range(PAIRS[recipe])]
+        wholes, failed = pooled(outcomes, names, beside_high)
+        plain = {one.name: outcomes[beside_high(one.name)] for one in wholes}
         for depth, (there, lost) in forks.items():
-            plain |= {one.name: outcomes[f"high-seed-{one.name.rpartition('-')[2]}"] for one in there}
+            plain |= {one.name: outcomes[beside_high(one.name)] for one in there}
             gaps = [gap(one, plain[one.name], depth + THIRD // 2 + 1, depth + THIRD) for one in there]
             rows.append(row(f"forks after step {depth}", recipe, gaps, FORK, lost))
             ends = [held(one, plain[one.name]) for one in there]
             rows.append(row(f"forks after step {depth}, held-out at step {STEPS}", recipe, ends, FORK, lost))
-        same = [one.held["own"] / one.held["high"] - 1 for there, _ in forks.values() for one in there]
-        same += [one.held["own"] / one.held["high"] - 1 for one in wholes]
+        same = same_weights([*(one for there, _ in forks.values() for one in there), *wholes])
         lost = [text for _, texts_ in forks.values() for text in texts_]
         rows.append(row("same weights", recipe, same, SAME, lost + failed))
         rows.append(row("trajectories", recipe, [held(one, plain[one.name]) for one in wholes], WHOLE, failed))
@@ -128,7 +128,7 @@ STUDY = Study(
     "pretraining",
     "Does a decoder of 1.09 M parameters learn text in FP8 as it does in high precision, by recipe?",
     (
-        Design("same weights", FORK_SEEDS * (len(DEPTHS) + 1), 0.0001, TRIED, SAME),
+        Design("same weights", FORK_SEEDS, 0.0001, TRIED, SAME),
         Design("forks, by recipe and depth", FORK_SEEDS, 0.00016, TRIED, FORK),
         Design("trajectories, blockwise", PAIRS["blockwise"], 0.011, TRIED, WHOLE),
         Design("trajectories, the other recipes", FORK_SEEDS, 0.011, TRIED, WHOLE),

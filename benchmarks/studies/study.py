@@ -52,8 +52,11 @@ class Study:
 
 def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Sequence[str] = ()) -> dict[str, Any]:
     """A line of a study's table: the mean of independent gaps (shares; positive: FP8 is worse) with Student's 95 %
-    interval, held against the margin; where undecided, how many units would decide if estimate and spread stayed."""
+    interval, held against the margin; where undecided, how many units would decide if estimate and spread stayed.
+    A gap that is not finite is a failure too."""
     found = claims.mean_gap(gaps)
+    wild = sum(not math.isfinite(gap) for gap in gaps)
+    failed = [*failed, *([f"{wild} of {len(gaps)} gaps are not finite"] if wild else [])]
     line: dict[str, Any] = {"design": design, "what": what, "margin": margin, "units": len(gaps), "gaps": list(gaps)}
     if failed:
         return {**line, "status": "fail", "failed": list(failed)}
@@ -81,7 +84,30 @@ def held(ours: Outcome, theirs: Outcome, word: str = "own", other: str = "own") 
     return ours.held[word] / theirs.held[other] - 1
 
 
-def pooled(outcomes: Outcomes, names: Sequence[str]) -> tuple[list[Outcome], list[str]]:
-    """Those of the named units that are trained and did not fail, and the sentences of those that did."""
+def same_weights(ours: Sequence[Outcome]) -> list[float]:
+    """Held-out loss in FP8 over that of the same weights in high precision, less 1: the mean of each seed. What a seed
+    trained from one beginning hangs together, so that its units are one gap and not several."""
+    gaps: dict[str, list[float]] = {}
+    for one in ours:
+        gaps.setdefault(seed(one.name), []).append(one.held["own"] / one.held["high"] - 1)
+    return [float(np.mean(of_seed)) for of_seed in gaps.values()]
+
+
+def pooled(
+    outcomes: Outcomes, names: Sequence[str], beside: Callable[[str], str] | None = None
+) -> tuple[list[Outcome], list[str]]:
+    """Those of the named units that are trained and did not fail, and the sentences of those that did. ``beside`` names
+    the unit that one is held against: without that one, or where it failed, there is no gap to take."""
     there = [outcomes[name] for name in names if name in outcomes]
+    if beside is not None:
+        there = [one for one in there if (other := outcomes.get(beside(one.name))) is not None and not other.failure]
     return [one for one in there if not one.failure], [f"{one.name}: {one.failure}" for one in there if one.failure]
+
+
+def seed(name: str) -> str:
+    return name.rpartition("-")[2]
+
+
+def beside_high(name: str) -> str:
+    """High precision's whole training of the same seed."""
+    return f"high-seed-{seed(name)}"

@@ -24,7 +24,10 @@ def written(page: str, results: Path = RESULTS) -> str:
 
     def fill(place: re.Match[str]) -> str:
         name, _, word = place[2].partition(" ")
-        found = json.loads((results / f"study_{name}.json").read_text(encoding="utf-8"))
+        file = results / f"study_{name}.json"
+        if not file.is_file() or word not in MORE:
+            raise SystemExit(f"the place of {place[2]!r}: there is no {file if word in MORE else f'table {word!r}'}")
+        found = json.loads(file.read_text(encoding="utf-8"))
         return f"{place[1]}{MORE[word](found)}\n{place[3]}"
 
     return PLACE.sub(fill, page)
@@ -88,8 +91,11 @@ def routing(found: Mapping[str, Any]) -> str:
     lines = ["| between | experts of a token that are others | choices that moved | busiest expert, over the mean |",
              "|---|---|---|---|"]  # fmt: skip
     for one in found["routing"]:
-        shown = (f"{100 * a:.2f} % ({100 * b:.2f} to {100 * c:.2f})" for a, b, c in (one["flips"], one["load_moved"]))
-        busiest = " and ".join(f"{value:.3f}" for value in one["busiest"])
+        found_of = (one["flips"], one["load_moved"])
+        shown = (
+            "none" if of is None else "{:.2f} % ({:.2f} to {:.2f})".format(*(100 * x for x in of)) for of in found_of
+        )
+        busiest = " and ".join(f"{value:.3f}" for value in one.get("busiest", ())) or "none"
         lines.append(f"| {one['what']} | {' | '.join(shown)} | {busiest} |")
     return "\n".join(lines)
 
@@ -100,5 +106,7 @@ MORE: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def main() -> None:
+    if not PAGE.is_file():
+        raise SystemExit(f"there is no {PAGE}, whose tables these are")
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote the tables of {PAGE.relative_to(ROOT)}")
