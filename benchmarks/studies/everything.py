@@ -20,9 +20,7 @@ from pretraining import FORK, FORK_SEEDS, SAME, STEPS, WHOLE
 from study import Design, Outcomes, Study, gap, held, pooled, row
 from units import Unit, bare
 
-from octavo.config import Config
-
-DEPTH, LENGTH, PAIRS = 400, 200, 4
+DEPTH, LENGTH, PAIRS = 400, 200, 3
 EVERYTHING = (
     "fp8.recipe=blockwise", "fp8.activations=fp8", "fp8.param=true", "optimizer.states=fp8", "optimizer.master=bf16+sr",
 )  # fmt: skip
@@ -38,17 +36,11 @@ def units(home: Path) -> list[Unit]:
         begin = f"run.start_from={pretraining.checkpoint(home, seed, DEPTH)}"
         for side, words in SIDES.items():
             name = f"anew-{side}-seed-{seed}"
-            own = bare(_loaded(cfg), home, name, seed, *SHORT, *words, begin)
-            found.append(Unit(name, own))
+            found.append(Unit(name, bare(cfg, home, name, seed, *SHORT, *words, begin)))
     wholes = [f"whole-everything-seed-{seed}" for seed in range(PAIRS)]
     return found + [
         Unit(name, bare(cfg, home, name, seed, *EVERYTHING), average=True) for seed, name in enumerate(wholes)
     ]
-
-
-def _loaded(cfg: Config) -> Config:
-    """The weights are the checkpoint's; what the model's folder says of random ones is not asked."""
-    return cfg
 
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
@@ -66,7 +58,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         rows.append(row(f"forks after step {DEPTH}", what, gaps, FORK, gone))
         ends = [held(one, other) for one, other in sides]
         rows.append(row(f"forks after step {DEPTH}, held-out at the end", what, ends, FORK, gone))
-    same = [one.held["own"] / one.held["high"] - 1 for one in [*forks, *wholes]]
+    same = [held(one, one, "own", "high") for one in [*forks, *wholes]]
     rows.append(row("same weights", "everything", same, SAME, lost + failed))
     pairs = [(one, outcomes[f"high-seed-{_seed(one.name)}"]) for one in wholes]
     whole = [held(one, other) for one, other in pairs]

@@ -101,7 +101,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         middle = (DEPTH + STEPS) // 2
         rows.append(row("forks", recipe, [gap(one, other, middle + 1, STEPS) for one, other in sides], FORK, lost))
         rows.append(row("forks, held-out at the end", recipe, [held(one, other) for one, other in sides], FORK, lost))
-        same = [one.held["own"] / one.held["high"] - 1 for one in forks]
+        same = [held(one, one, "own", "high") for one in forks]
         rows.append(row("same weights", recipe, same, SAME, lost))
         routed.append(_routed(f"{recipe}, same weights", [one.more for one in forks]))
     return {"rows": rows, "routing": routed}
