@@ -7,8 +7,8 @@ checkpoints after 200 and 400:
     forks           from high precision's checkpoints FP8 goes on with the same data to the end; high precision itself
                     is the other side. A third of the training long: steps 1 to 200 of both depths, of which the
                     second half counts; and from step 200 on, how the gap grows over 400 steps
-    trajectories    in blockwise, whole trainings from the same weights with the same data, judged by held-out loss; also
-                    by the mean of the weights over the last tenth, which moves less from seed to seed
+    trajectories    in blockwise, whole trainings from the same weights with the same data, judged by held-out loss;
+                    also by the mean of the weights over the last tenth, which moves less from seed to seed
 """
 
 from __future__ import annotations
