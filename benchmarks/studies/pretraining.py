@@ -71,6 +71,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     pairs = [(one, outcomes[f"high-seed-{one.name.rpartition('-')[2]}"]) for one in wholes]
     for recipe in RECIPES:
         same, gone = [], []
+        by_seed: dict[str, list[float]] = {}
         for depth in DEPTHS:
             there, lost = pooled(outcomes, [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)])
             sides = [(one, outcomes[f"high-seed-{one.name.rpartition('-')[2]}"]) for one in there]
@@ -80,10 +81,14 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
             rows.append(row(f"forks after step {depth}, held-out at step {STEPS}", recipe, ends, FORK, lost))
             same += there
             gone += lost
+            for one, found in zip(there, gaps, strict=True):
+                by_seed.setdefault(one.name.rpartition("-")[2], []).append(found)
             if depth == DEPTHS[0]:
                 at = range(depth, STEPS, WINDOW)
                 grown = [[gap(one, other, n + 1, n + WINDOW) for one, other in sides] for n in at]
                 curves[recipe] = {"steps": [n + WINDOW - depth for n in at], "gaps": grown}
+        both = [sum(found) / len(DEPTHS) for found in by_seed.values() if len(found) == len(DEPTHS)]
+        rows.append(row("forks, mean of both depths", recipe, both, FORK, gone))
         same += wholes if recipe == WHOLE_RECIPE else []
         judged = [held(one, one, "own", "high") for one in same]
         rows.append(row("same weights", recipe, judged, SAME, gone + (failed if recipe == WHOLE_RECIPE else [])))
