@@ -116,7 +116,7 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     monkeypatch.setattr(texts, "CONFIG", texts.CONFIG.replace("warmup: 20", "warmup: 0"))
     for name, value in {
         "STEPS": 20, "DEPTHS": (8, 16), "THIRD": 4, "WINDOW": 4, "FORK_SEEDS": 2,
-        "PAIRS": {"blockwise": 2}, "RECIPES": ("blockwise",),
+        "PAIRS": 2, "RECIPES": ("blockwise",),
     }.items():  # fmt: skip
         monkeypatch.setattr(pretraining, name, value)
     planned = pretraining.units(tmp_path)

@@ -46,11 +46,12 @@ def main() -> int:
     if asked.power:
         return 0
     home = (asked.dir / (study.home or asked.study)).resolve()
-    written = _written(home / f"power_{asked.study}.json", estimates)
     import units
 
     with units.alone(home):
         planned = study.units(home)
+        there = sum(units.read(home, unit) is not None for unit in planned)
+        written = _written(home / f"power_{asked.study}.json", estimates, there)
         print(f"{len(planned)} units in {home}", flush=True)
         found = units.train_all(home, planned, asked.jobs, asked.hours, lambda text: print(text, flush=True))
     _save(asked.study, study, home, planned, found, written)
@@ -68,15 +69,18 @@ def told(estimate: dict[str, Any]) -> str:
     )
 
 
-def _written(file: Path, estimates: list[dict[str, Any]]) -> dict[str, Any]:
-    """The estimate as it stood before the first unit ran: written once, never again."""
+def _written(file: Path, estimates: list[dict[str, Any]], trained: int) -> list[dict[str, Any]]:
+    """The estimates as they were written, each with how many units were trained by then: the first before any was. A
+    design that was changed later has another one, and the page can tell."""
     from octavo import atomic
 
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    if not found or found[-1]["designs"] != estimates:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        atomic.write_text(file, json.dumps({"written": now, "designs": estimates}, indent=1) + "\n")
-    return json.loads(file.read_text(encoding="utf-8"))
+        found.append({"written": now, "trained": trained, "designs": estimates})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(file, json.dumps(found, indent=1) + "\n")
+    return found
 
 
 def _save(name: str, study: Any, home: Path, planned: list[Any], found: dict[str, Any], written: Any) -> None:

@@ -21,9 +21,7 @@ from pretraining import FORK, FORK_SEEDS, SAME, STEPS, WHOLE
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
 from units import Unit, bare
 
-from octavo.config import Config
-
-DEPTH, LENGTH, PAIRS = 400, 200, 4
+DEPTH, LENGTH, PAIRS = 400, 200, 3
 EVERYTHING = (
     "fp8.recipe=blockwise", "fp8.activations=fp8", "fp8.param=true", "optimizer.states=fp8", "optimizer.master=bf16+sr",
 )  # fmt: skip
@@ -39,17 +37,11 @@ def units(home: Path) -> list[Unit]:
         begin = f"run.start_from={pretraining.checkpoint(home, seed, DEPTH)}"
         for side, words in SIDES.items():
             name = f"anew-{side}-seed-{seed}"
-            own = bare(_loaded(cfg), home, name, seed, *SHORT, *words, begin)
-            found.append(Unit(name, own))
+            found.append(Unit(name, bare(cfg, home, name, seed, *SHORT, *words, begin)))
     wholes = [f"whole-everything-seed-{seed}" for seed in range(PAIRS)]
     return found + [
         Unit(name, bare(cfg, home, name, seed, *EVERYTHING), average=True) for seed, name in enumerate(wholes)
     ]
-
-
-def _loaded(cfg: Config) -> Config:
-    """The weights are the checkpoint's; what the model's folder says of random ones is not asked."""
-    return cfg
 
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:

@@ -7,8 +7,8 @@ checkpoints after 200 and 400:
     forks           from high precision's checkpoints FP8 goes on with the same data to the end; high precision itself
                     is the other side. A third of the training long: steps 1 to 200 of both depths, of which the
                     second half counts; and from step 200 on, how the gap grows over 400 steps
-    trajectories    whole trainings from the same weights with the same data, judged by held-out loss; also by the mean
-                    of the weights over the last tenth, which moves less from seed to seed
+    trajectories    in blockwise, whole trainings from the same weights with the same data, judged by held-out loss;
+                    also by the mean of the weights over the last tenth, which moves less from seed to seed
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ import matplotlib
 import numpy as np
 import texts
 from matplotlib.figure import Figure
-from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
+from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights, seed_of
 from units import TRAINED, UNITS, Unit, bare
 
 from octavo.config import Config
 from octavo.report.figures import PALETTE, STYLE
 
 STEPS, DEPTHS, THIRD = 600, (200, 400), 200
-FORK_SEEDS, PAIRS = 4, {"blockwise": 8, "rowwise": 4, "tensorwise": 4, "mxfp8": 4}
-RECIPES = tuple(PAIRS)
+FORK_SEEDS, PAIRS = 4, 6
+RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
 SAME, FORK, WHOLE = 0.001, 0.0015, 0.0025  # the bars, as shares of the loss
 WINDOW = 50
+WHOLE_RECIPE = "blockwise"
 TRIED = "a trial of 300 steps, 1.1 M parameters: six forks, four pairs of seeds"
 
 
 def units(home: Path) -> list[Unit]:
-    """Forks first, seed by seed; then pairs of whole trainings, those of blockwise before the others'."""
+    """Forks first, seed by seed; then pairs of whole trainings."""
     cfg = texts.prepare(home, STEPS)
     forks, wholes = [], []
-    for seed in range(max(PAIRS.values())):
+    for seed in range(max(PAIRS, FORK_SEEDS)):
         forked = seed < FORK_SEEDS
         (forks if forked else wholes).append(high(cfg, home, seed))
         for depth in DEPTHS if forked else ():
@@ -47,9 +48,10 @@ def units(home: Path) -> list[Unit]:
             for recipe in RECIPES:
                 own = f"fork-{depth}-{recipe}-seed-{seed}"
                 forks.append(Unit(own, bare(cfg, home, own, seed, f"fp8.recipe={recipe}", begin), depth))
-        wholes += [_whole(cfg, home, "blockwise", seed)] if seed < PAIRS["blockwise"] else []
-    others = [_whole(cfg, home, r, seed) for seed in range(FORK_SEEDS) for r in RECIPES[1:] if seed < PAIRS[r]]
-    return forks + wholes + others
+        if seed < PAIRS:
+            own = f"whole-{WHOLE_RECIPE}-seed-{seed}"
+            wholes.append(Unit(own, bare(cfg, home, own, seed, f"fp8.recipe={WHOLE_RECIPE}"), average=True))
+    return forks + wholes
 
 
 def high(cfg: Config, home: Path, seed: int) -> Unit:
@@ -63,39 +65,40 @@ def checkpoint(home: Path, seed: int, step: int) -> Path:
     return home / UNITS / f"high-seed-{seed}" / TRAINED / "milestones" / f"step_{step}"
 
 
-def _whole(cfg: Config, home: Path, recipe: str, seed: int) -> Unit:
-    name = f"whole-{recipe}-seed-{seed}"
-    return Unit(name, bare(cfg, home, name, seed, f"fp8.recipe={recipe}"), average=True)
-
-
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     rows, curves = [], {}
+    wholes, failed = pooled(outcomes, [f"whole-{WHOLE_RECIPE}-seed-{seed}" for seed in range(PAIRS)])
+    beside, _ = pooled(outcomes, [one.name for one in wholes], beside_high)
+    pairs = [(one, outcomes[beside_high(one.name)]) for one in beside]
     for recipe in RECIPES:
-        forks = {
-            depth: pooled(outcomes, [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)], beside_high)
-            for depth in DEPTHS
-        }
-        names = [f"whole-{recipe}-seed-{seed}" for seed in range(PAIRS[recipe])]
-        wholes, failed = pooled(outcomes, names, beside_high)
-        plain = {one.name: outcomes[beside_high(one.name)] for one in wholes}
-        for depth, (there, lost) in forks.items():
-            plain |= {one.name: outcomes[beside_high(one.name)] for one in there}
-            gaps = [gap(one, plain[one.name], depth + THIRD // 2 + 1, depth + THIRD) for one in there]
+        same, gone = [], []
+        by_seed: dict[str, list[float]] = {}
+        for depth in DEPTHS:
+            names = [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)]
+            there, lost = pooled(outcomes, names, beside_high)
+            sides = [(one, outcomes[beside_high(one.name)]) for one in there]
+            gaps = [gap(one, other, depth + THIRD // 2 + 1, depth + THIRD) for one, other in sides]
             rows.append(row(f"forks after step {depth}", recipe, gaps, FORK, lost))
-            ends = [held(one, plain[one.name]) for one in there]
+            ends = [held(one, other) for one, other in sides]
             rows.append(row(f"forks after step {depth}, held-out at step {STEPS}", recipe, ends, FORK, lost))
-        same = same_weights([*(one for there, _ in forks.values() for one in there), *wholes])
-        lost = [text for _, texts_ in forks.values() for text in texts_]
-        rows.append(row("same weights", recipe, same, SAME, lost + failed))
-        rows.append(row("trajectories", recipe, [held(one, plain[one.name]) for one in wholes], WHOLE, failed))
-        mean = [held(one, plain[one.name], "averaged_own", "averaged_own") for one in wholes]
-        rows.append(row("trajectories, weights averaged", recipe, mean, WHOLE, failed))
-        first = DEPTHS[0]
-        grown = [
-            [gap(one, plain[one.name], at + 1, at + WINDOW) for one in forks[first][0]]
-            for at in range(first, STEPS, WINDOW)
-        ]
-        curves[recipe] = {"steps": [at + WINDOW - first for at in range(first, STEPS, WINDOW)], "gaps": grown}
+            same += there
+            gone += lost
+            for one, found in zip(there, gaps, strict=True):
+                by_seed.setdefault(seed_of(one.name), []).append(found)
+            if depth == DEPTHS[0]:
+                at = range(depth, STEPS, WINDOW)
+                grown = [[gap(one, other, n + 1, n + WINDOW) for one, other in sides] for n in at]
+                curves[recipe] = {"steps": [n + WINDOW - depth for n in at], "gaps": grown}
+        both = [sum(found) / len(DEPTHS) for found in by_seed.values() if len(found) == len(DEPTHS)]
+        rows.append(row("forks, mean of both depths", recipe, both, FORK, gone))
+        same += wholes if recipe == WHOLE_RECIPE else []
+        rows.append(
+            row("same weights", recipe, same_weights(same), SAME, gone + (failed if recipe == WHOLE_RECIPE else []))
+        )
+    whole = [held(one, other) for one, other in pairs]
+    rows.append(row("trajectories", WHOLE_RECIPE, whole, WHOLE, failed))
+    mean = [held(one, other, "averaged_own", "averaged_own") for one, other in pairs]
+    rows.append(row("trajectories, weights averaged", WHOLE_RECIPE, mean, WHOLE, failed))
     return {"rows": rows, "growth": curves}
 
 
@@ -128,10 +131,9 @@ STUDY = Study(
     "pretraining",
     "Does a decoder of 1.09 M parameters learn text in FP8 as it does in high precision, by recipe?",
     (
-        Design("same weights", FORK_SEEDS, 0.0001, TRIED, SAME),
+        Design("same weights, by recipe", FORK_SEEDS, 0.0001, TRIED, SAME),
         Design("forks, by recipe and depth", FORK_SEEDS, 0.00016, TRIED, FORK),
-        Design("trajectories, blockwise", PAIRS["blockwise"], 0.011, TRIED, WHOLE),
-        Design("trajectories, the other recipes", FORK_SEEDS, 0.011, TRIED, WHOLE),
+        Design("trajectories, blockwise", PAIRS, 0.011, TRIED, WHOLE),
     ),
     units, judge, draw,
 )  # fmt: skip

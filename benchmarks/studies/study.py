@@ -89,7 +89,7 @@ def same_weights(ours: Sequence[Outcome]) -> list[float]:
     trained from one beginning hangs together, so that its units are one gap and not several."""
     gaps: dict[str, list[float]] = {}
     for one in ours:
-        gaps.setdefault(seed(one.name), []).append(one.held["own"] / one.held["high"] - 1)
+        gaps.setdefault(seed_of(one.name), []).append(held(one, one, "own", "high"))
     return [float(np.mean(of_seed)) for of_seed in gaps.values()]
 
 
@@ -104,10 +104,10 @@ def pooled(
     return [one for one in there if not one.failure], [f"{one.name}: {one.failure}" for one in there if one.failure]
 
 
-def seed(name: str) -> str:
+def seed_of(name: str) -> str:
     return name.rpartition("-")[2]
 
 
 def beside_high(name: str) -> str:
     """High precision's whole training of the same seed."""
-    return f"high-seed-{seed(name)}"
+    return f"high-seed-{seed_of(name)}"

@@ -65,7 +65,7 @@ def percent(share: float, sign: bool = True) -> str:
 def power(found: Mapping[str, Any]) -> str:
     lines = ["| design | units | assumed to scatter by | expected interval | chance to pass | units for 80 % |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    for one in found["power"]["designs"]:
+    for one in found["power"][-1]["designs"]:
         needed = "more than 100,000" if one["units_for_80"] is None else f"{one['units_for_80']:,}"
         cells = (
             one["design"], str(one["units"]), f"{100 * one['spread']:g} % ({one['source']})",

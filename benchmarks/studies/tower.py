@@ -21,7 +21,7 @@ from octavo.config import Config, load_config_text
 from octavo.report.factorial import contrast
 from octavo.report.figures import PALETTE, STYLE
 
-SEEDS, STEPS = 10, 400
+SEEDS, STEPS = 8, 400
 ACCURACY, LOSS = 0.01, 0.05
 PARTS = {"tower": ("image_encoder", "image_projector"), "decoder": ("foundation",)}
 CELLS = ("neither", "tower", "decoder", "both")
