@@ -51,7 +51,7 @@ def verdict(one: Mapping[str, Any]) -> str:
     if one["status"] != "undecided" or "estimate" not in one:
         return str(one["status"])
     needed = one["needed"]
-    return "undecided" + (": at or beyond the bar" if needed is None else f": {needed} units would decide")
+    return "undecided" + (": at or beyond the bar" if needed is None else f": {needed:,} units would decide")
 
 
 def percent(share: float, sign: bool = True) -> str:
