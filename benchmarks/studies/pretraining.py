@@ -97,6 +97,8 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         )
     whole = [held(one, other) for one, other in pairs]
     rows.append(row("trajectories", WHOLE_RECIPE, whole, WHOLE, failed))
+    course = [gap(one, other, 1, STEPS) for one, other in pairs]
+    rows.append(row("trajectories, training loss of all steps", WHOLE_RECIPE, course, WHOLE, failed))
     mean = [held(one, other, "averaged_own", "averaged_own") for one, other in pairs]
     rows.append(row("trajectories, weights averaged", WHOLE_RECIPE, mean, WHOLE, failed))
     return {"rows": rows, "growth": curves}
