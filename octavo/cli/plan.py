@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
             Card.parse(size)
     cluster = plan_cost.cluster_of(args)
     cfg = cfg if args.shape is not None else base.settled(cfg)
-    if args.shape is None and any(rule.last is not None for rule in cfg.fp8.rules):
+    if args.shape is None and any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules):
         cfg = base.counted(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None

@@ -230,7 +230,7 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
     if kind == "tuple_type":
         fixed = _default(path)
         return "write `- ` before it" if isinstance(value, dict) else f"write {_in_yaml(fixed or [value])}"
-    if kind == "model_type" and isinstance(value, (str, bool)):
+    if kind == "model_type" and isinstance(value, (str, int)):
         return _short_form(path, "off" if value is False else str(value))
     return ""
 
@@ -249,6 +249,7 @@ def _short_form(path: Path, value: str) -> str:
         + "use rowwise, blockwise or tensorwise, or a mapping such as {foundation: blockwise}",
         "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
         "path": f"write {{path: {value}}}",
+        "every": "use true, false, or a mapping such as {every: 25}",
         "match": f'write {{match: "{value}", recipe: off}}',
         "image_encoder": (f"did you mean {close}? " if close else "")
         + "use none, selective or full, or a mapping such as {foundation: full}",

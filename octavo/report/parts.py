@@ -104,12 +104,17 @@ def counted(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recipe_text(recipe: Any) -> str | None:
-    """A plan row's recipe in words, GEMMs that stay in high precision named; None for high precision altogether."""
+    """A plan row's recipe in words, GEMMs in another recipe or in high precision named; None for high precision
+    altogether."""
     if not isinstance(recipe, Mapping):
         return recipe
-    kept = [gemm for gemm in ("fwd", "dgrad", "wgrad") if recipe.get(gemm, "fp8") != "fp8"]
+    found: dict[str, list[str]] = {}
+    for gemm in ("fwd", "dgrad", "wgrad"):
+        if (word := recipe.get(gemm, "fp8")) != "fp8":
+            found.setdefault("in high precision" if word == "bf16" else word, []).append(gemm)
     name = f"{recipe['name']} {recipe.get('format') or ''}".strip()
-    return f"{name} ({', '.join(kept)} in high precision)" if kept else name
+    told = "; ".join(f"{', '.join(gemms)} {word}" for word, gemms in found.items())
+    return f"{name} ({told})" if told else name
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ class Course:
     adapt: AdaptSection | None = None
     places: dict[_Key, Place] = field(default_factory=dict)
     _ladders: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
-    _newest: tuple[fp8.Plan, dict[_Key, tuple[int, int]], fp8.Plan] | None = None  # plan, moves, the plan with them
+    _newest: tuple[fp8.Plan, dict[_Key, tuple[str, int]], fp8.Plan] | None = None  # plan, moves, the plan with them
 
     @classmethod
     def of(cls, cfg: Config, schedule: fp8.Schedule, counters: Mapping[str, Any]) -> Course:
@@ -48,7 +48,7 @@ class Course:
     def at(self, step: int) -> fp8.Plan:
         """The plan of a step; the very same object as long as nothing in it changes."""
         planned = self.schedule.at(step)
-        moves = {key: (place.rung, place.step) for key, place in self.places.items() if place.rung}
+        moves = {key: (place.word, place.step) for key, place in self.places.items() if place.word}
         if not moves:
             return planned
         if self._newest is None or self._newest[0] is not planned or self._newest[1] != moves:

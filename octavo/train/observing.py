@@ -29,7 +29,13 @@ class Proof(Callback):
         self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
         before = rundir.read_json(run.directory / rundir.PROOF) or {} if course.varies and run.step else {}
         reading.check_form(before, {"spans": [{"steps!": [reading.COUNT]}]}, run.directory / rundir.PROOF, TrainError)
-        self.before = [span for span in before.get("spans", ()) if span["steps"][0] < run.first]
+        # The span that the checkpoint lies in ends with it: what holds from here on is proven anew.
+        self.before = [
+            {**span, "steps": [first, min(last or run.step, run.step)]}
+            for span in before.get("spans", ())
+            for first, last in (span["steps"],)
+            if first < run.first
+        ]
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         if run.job.plan is not self.proof.plan:
@@ -58,7 +64,7 @@ class Proof(Callback):
         if run.world.is_main:
             found = self.proof.report()
             if self.before or "spans" in found:
-                found["spans"] = [*self.before, *found.get("spans", ())]
+                found["spans"] = [*self.before, *self.proof.spans]
             rundir.write_json(run.directory / rundir.PROOF, reading.finite({**found, **self.more}))
 
 

@@ -68,15 +68,15 @@ def policy_from(cfg: Config) -> fp8.Policy:
 
 def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
     """The first and the last step in which a rule holds, in a run of so many; None: in all of them."""
-    if rule.first is not None:
-        return 1, rule.first
-    if rule.last is None:
+    if rule.first is None and rule.last is None:
         return None
     if steps is None:
         raise TrainError(
-            f"the rule {rule.match!r} holds in the last {100 * rule.last:g} % of the steps, and those of train.epochs "
-            "are not counted yet (they are made of the rows of data.train). Give train.steps"
+            f"the rule {rule.match!r} holds in some of the steps, and those of train.epochs are not counted yet (they "
+            "are made of the rows of data.train). Give train.steps"
         )
+    if rule.last is None:
+        return 1, rule.first or 0
     return steps + 1 - max(1, math.ceil(round(rule.last * steps, 9))), steps
 
 

@@ -44,7 +44,7 @@ _COUNTERS = {
     "loss_scale": {"value!": reading.FINITE, "good!": reading.COUNT},
     "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
     "adapt": [{
-        **dict.fromkeys(("layer!", "gemm!", "why"), reading.TEXT),
+        **dict.fromkeys(("layer!", "gemm!", "word!", "why"), reading.TEXT),
         **dict.fromkeys(("rung!", "healthy", "step"), reading.COUNT),
     }],
 }  # fmt: skip

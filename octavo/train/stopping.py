@@ -65,7 +65,8 @@ def _about_scale(run: Run) -> str:
         return ""
     if not scale.moves and scale.value > 1:
         return f"Losses are multiplied by {scale.value:g} (train.loss_scale); lower it, or use dynamic. "
-    return "FP16 holds nothing beyond 65504, and the loss is not scaled up any more: use train.precision: bf16. "
+    why = "the loss is not scaled up any more" if scale.value == 1 else "no loss scale changes what a forward computes"
+    return f"FP16 holds nothing beyond 65504, and {why}: use train.precision: bf16. "
 
 
 class NothingToLearn(Callback):

@@ -243,6 +243,9 @@ def test_plan_groups_count_layers_that_differ_in_their_number() -> None:
     assert groups[0]["pattern"] == "model.visual.blocks.*.attn.qkv" and groups[0]["recipe"] == "blockwise e4m3"
     assert groups[0]["share"] == pytest.approx(0.18)
     assert plan_groups({}) == []
+    mixed = {"name": "up", "recipe": {"name": "tensorwise", "fwd": "rowwise", "dgrad": "bf16", "wgrad": "bf16"}}
+    (group,) = plan_groups({"rows": [mixed]})
+    assert group["recipe"] == "tensorwise (fwd rowwise; dgrad, wgrad in high precision)"
 
 
 def test_bytes_for_people() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from octavo import fp8, train
 from octavo.cli.main import main
-from octavo.config import Config, ConfigError, load_config_text, to_yaml
+from octavo.config import Config, ConfigError, load_config_text, override, to_yaml
 from octavo.config.adapting import AdaptSection
 from octavo.fp8.adapting import Limits
 from octavo.models import tiny
@@ -203,6 +203,9 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     again = make(rules, "fp8.adapt=false", "train.steps=10", f"run.resume={cfg.run.dir}/checkpoints/step_6", dir="on")
     train.run(again)
     assert losses(again) == losses(cfg)[6:]  # by the plan.json of the run, whose lines have steps
+    train.run(override(cfg, [f"run.resume={cfg.run.dir}/checkpoints/step_8"]))
+    proof = json.loads((Path(cfg.run.dir) / "proof.json").read_text())
+    assert [s["steps"] for s in proof["spans"]] == [[1, 4], [5, 7], [8, 8], [9, None]]
     model = finished.look(cfg.run.dir).open().model
     assert type(model.get_submodule(LAYER)).__name__ == "Linear" and not isinstance(
         model.get_submodule(LAYER), fp8.Linear
@@ -219,6 +222,8 @@ def test_the_plan_on_paper_tells_the_spans_and_keeps_them_in_a_file(make, tmp_pa
     assert "note: fp8.adapt: GEMMs are judged every 25 steps" in told
     saved = json.loads((tmp_path / "plan.json").read_text())
     assert any(line.get("steps") == [1, 10] and line["recipe"] == "off" for line in saved["layers"])
+    assert main(["plan", str(file), "train.steps=null", "train.epochs=9"]) == 0  # steps that are counted first
+    assert "steps 1 to 10: 0 of 15 linear layers in FP8" in capsys.readouterr().out
 
 
 def test_the_steps_of_rules_are_counted_from_both_ends(make):
@@ -228,9 +233,10 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
 
     assert steps("first: 7") == (1, 7) and steps("last: 0.1") == (55, 60) and steps("last: 0.001") == (60, 60)
     assert steps("last: 0.1", 10) == (10, 10) and steps("last: 0.3", 10) == (8, 10)
-    cfg = make("fp8.rules=[{match: '**', recipe: off, last: 0.1}]", "train.steps=null", "train.epochs=1")
-    with pytest.raises(train.TrainError, match=r"last 10 % of the steps.*Give train.steps"):
-        planning.policy_from(cfg)
+    for span in ("first: 7", "last: 0.1"):
+        cfg = make(f"fp8.rules=[{{match: '**', recipe: off, {span}}}]", "train.steps=null", "train.epochs=1")
+        with pytest.raises(train.TrainError, match=r"some of the steps.*Give train.steps"):
+            planning.policy_from(cfg)
 
 
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():

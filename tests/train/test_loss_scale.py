@@ -328,11 +328,11 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
     begin = train.loop._in_order
 
     def plant(rank: int) -> None:
-        def with_it(users: Any) -> Any:
+        def with_it(*given: Any) -> Any:
             planted = Overflows(3)
             if rank == 1:
                 monkeypatch.setattr(step.Stepper, "run", _with(planted, step.Stepper.run))
-            return begin(users)
+            return begin(*given)
 
         train.loop._in_order = with_it  # in a process of its own
 

@@ -69,10 +69,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a GEMM stands: ``rung`` 0 is the recipe of the plan. ``healthy``: checks in a row in which the rung below
-    would do; ``refused``: it wanted high precision and the budget was spent. ``step`` and ``why``: its last move."""
+    """Where a GEMM stands: ``rung`` 0 is the recipe of the plan, ``word`` what it moved to ("": nothing), by which it
+    is found again on the ladder of other steps. ``healthy``: checks in a row in which the rung below would do;
+    ``refused``: it wanted high precision and the budget was spent. ``step`` and ``why``: its last move."""
 
     rung: int = 0
+    word: str = ""
     healthy: int = 0
     refused: bool = False
     step: int = 0
@@ -185,8 +187,8 @@ def decide(
 
 
 def standing(place: Place, ladder: Sequence[str]) -> Place:
-    """A place on a ladder: in steps whose rules begin with a finer recipe it has fewer rungs."""
-    return place if place.rung < len(ladder) else replace(place, rung=len(ladder) - 1)
+    """A place on a ladder, which rules may make another one: on the rung of its word, or the first without such."""
+    return replace(place, rung=ladder.index(place.word) if place.word in ladder else 0)
 
 
 @dataclass
@@ -282,7 +284,7 @@ class _Check:
     def move(self, key: Key, rung: int, kind: str, found: _Worst) -> None:
         made = self.decision(key, rung, kind, found)
         self.decisions.append(made)
-        self.places[key] = Place(rung, step=self.step, why=made.cause) if rung else Place()
+        self.places[key] = Place(rung, made.after, step=self.step, why=made.cause) if rung else Place()
 
     def decision(self, key: Key, rung: int, kind: str, found: _Worst) -> Decision:
         ladder = self.ladders[key]

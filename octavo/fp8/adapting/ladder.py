@@ -99,17 +99,17 @@ def work_of(plan: Plan) -> dict[Key, Work]:
 
 def climbed(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
     """The plan with its GEMMs where they stand; rows without a move are the very same."""
-    moved = {key: place for key, place in places.items() if place.rung and key in ladder}
+    stands = {key: standing(place, ladder[key]) for key, place in places.items() if key in ladder}
+    moved = {key: place for key, place in stands.items() if place.rung}
     layers = {layer for layer, _ in moved}
-    rows = tuple(_climbed(plan, row, ladder, moved) if row.name in layers else row for row in plan.rows)
+    rows = tuple(_climbed(plan, row, moved) if row.name in layers else row for row in plan.rows)
     return plan if not layers else replace(plan, rows=rows)
 
 
-def _climbed(plan: Plan, row: PlanRow, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> PlanRow:
+def _climbed(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
     assert row.recipe is not None
     moves = {gemm: places[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in places}
-    rungs = {gemm: ladder[row.name, gemm] for gemm in moves}
-    words = {gemm: rungs[gemm][standing(place, rungs[gemm]).rung] for gemm, place in moves.items()}
+    words = {gemm: place.word for gemm, place in moves.items()}
     changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
     mixed = replace(row.recipe, **changed)
     told = [

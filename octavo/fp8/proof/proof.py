@@ -160,8 +160,13 @@ class Proof:
             "pending": sorted(self.pending),
             "missing": list(self.missing),
             "unused": list(self.unused),
-            **({"spans": [dict(span) for span in self._spans]} if len(self._spans) > 1 else {}),
+            **({"spans": self.spans} if len(self._spans) > 1 else {}),
         }
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """The plans that followed each other, as of the newest report; a single one too."""
+        return [dict(span) for span in self._spans]
 
 
 def _calls(ran: _Ran, gemm: str) -> int:

@@ -139,14 +139,18 @@ def test_operands_of_wgrad_may_lose_more() -> None:
 
 
 def test_a_gemm_without_figures_stays_where_it_is() -> None:
-    places = {KEY: Place(1, healthy=2, step=10, why="so")}
+    places = {KEY: Place(1, "blockwise", healthy=2, step=10, why="so")}
     assert decide(20, places, {}, {KEY: LADDER}, {KEY: Work(0.1)}, Limits()) == (places, [])
 
 
-def test_where_rules_begin_with_a_finer_recipe_the_ladder_is_shorter() -> None:
-    places = {KEY: Place(2, step=10)}
-    found, said = decide(20, places, {KEY: {0: sqnr(10.0)}}, {KEY: ("blockwise", "bf16")}, {KEY: Work(0.1)}, Limits())
-    assert said == [] and found[KEY].rung == 1
+@pytest.mark.parametrize(("word", "level"), [("bf16", 10.0), ("rowwise", 30.0)])
+def test_where_rules_begin_with_a_finer_recipe_no_gemm_takes_the_rung_of_another(word, level) -> None:
+    whole, shorter = (*("tensorwise", "rowwise"), *LADDER[1:]), LADDER[1:]
+    places = {KEY: Place(whole.index(word), word, step=10)}
+    found, said = decide(20, places, {KEY: {0: sqnr(level)}}, {KEY: shorter}, {KEY: Work(0.1)}, Limits())
+    assert said == [] and found[KEY].rung == (word == "bf16")  # and nothing into high precision without a decision
+    again, said = decide(30, found, {}, {KEY: whole}, {KEY: Work(0.1)}, Limits())
+    assert said == [] and again == places
 
 
 LEVELS = st.lists(st.lists(st.floats(0, 50), min_size=6, max_size=6), min_size=1, max_size=25)

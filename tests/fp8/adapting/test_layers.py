@@ -79,7 +79,8 @@ def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
 
 def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
     plan = fp8.plan(Net(), "tensorwise")
-    places = {("up", "fwd"): Place(2, step=30, why="sqnr of x 9.0 dB, at least 25.0 dB"), ("up", "wgrad"): Place(3)}
+    why = "sqnr of x 9.0 dB, at least 25.0 dB"
+    places = {("up", "fwd"): Place(2, "blockwise", step=30, why=why), ("up", "wgrad"): Place(3, "bf16")}
     moved = climbed(plan, ladders(plan), places)
     up, down = moved.rows[0], moved.rows[1]
     assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
@@ -88,7 +89,7 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
         "dgrad",
     }
     assert down is plan.rows[1] and moved.share == pytest.approx(1 - 1 / 6)
-    high = climbed(plan, ladders(plan), {("up", gemm): Place(3) for gemm in ("fwd", "dgrad", "wgrad")})
+    high = climbed(plan, ladders(plan), {("up", gemm): Place(3, "bf16") for gemm in ("fwd", "dgrad", "wgrad")})
     assert high.rows[0].recipe is None and high.share == pytest.approx(0.5)
     assert climbed(plan, ladders(plan), {}) is plan
 
@@ -96,9 +97,8 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
 def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path) -> None:
     model, plan = ready()
     before, parameters = step(model, batch()), list(model.parameters())
-    moved = climbed(
-        plan, ladders(plan), {("up", "fwd"): Place(2), ("up", "wgrad"): Place(3), ("down", "dgrad"): Place(1)}
-    )
+    words = {("up", "fwd"): "blockwise", ("up", "wgrad"): "bf16", ("down", "dgrad"): "rowwise"}
+    moved = climbed(plan, ladders(plan), {key: Place(ladders(plan)[key].index(w), w) for key, w in words.items()})
     assert fp8.turn(model, plan, moved) == ("up", "down")
     file = fp8.save_plan(moved, tmp_path / "moved.json")  # a plan file has the words of mixed recipes
     fresh = Net()
@@ -229,7 +229,7 @@ def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
 def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_it_does() -> None:
     model, plan = ready()
     ladder = ladders(plan)
-    places = {key: Place(len(ladder[key]) - 1, step=1) for key in ladder}
+    places = {key: Place(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
     fp8.turn(model, plan, climbed(plan, ladder, places))
     stock, x = Net(), batch(1e6)
     judge = Judge(wanted(plan, ladder, places))
