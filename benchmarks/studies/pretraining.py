@@ -28,7 +28,7 @@ from octavo.config import Config
 from octavo.report.figures import PALETTE, STYLE
 
 STEPS, DEPTHS, THIRD = 600, (200, 400), 200
-FORK_SEEDS, PAIRS = 4, 6
+FORK_SEEDS, PAIRS = 4, 4
 RECIPES = ("blockwise", "rowwise", "tensorwise", "mxfp8")
 SAME, FORK, WHOLE = 0.001, 0.0015, 0.0025  # the bars, as shares of the loss
 WINDOW = 50
