@@ -26,12 +26,12 @@ from octavo.report.training import ACCURACY, FORKS, NO_DATA, SEEDS, TITLES, WEIG
 from octavo.report.trial import Run
 
 # What spreads are assumed to be where no earlier run shows them, as shares; docs/trials.md has them with their sources.
-PAIR_SPREAD = 0.011  # mean losses of FP8 and high precision, pairs of seeds: a decoder of 1.1 M, 300 steps
-FORK_SPREAD = 0.00016  # of forks about their mean: the same
+PAIR_SPREAD = 0.0017  # mean losses of FP8 and high precision, pairs of seeds: docs/studies.md, pretraining, four pairs
+FORK_SPREAD = 0.00013  # of forks after two thirds about their mean: the same study, four of each recipe
 ANSWER_SPREAD = 0.132  # accuracy, by source of questions: the demo, from its interval over 355 sources
 WEIGHTS_SPREAD = 0.139  # loss of the same weights, by source: the demo, whose loss is near 0, so rather too much
 SEED_SPREAD = 0.0107  # accuracy, pairs of seeds: digits in phase rl, two trials of three pairs
-DECODER = "assumed, as of a 1.1 M decoder (docs/trials.md)"
+DECODER = "assumed, as in docs/studies.md"
 DEMO = "assumed, as in the demo (docs/trials.md)"
 
 Records = list[tuple[Run, RunRecord]]
