@@ -113,8 +113,8 @@ def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
     for name, grad in found.items():
         if grad is None or own[name] is None:
             assert grad is own[name], name
-        else:
-            assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
+        else:  # sums in another order, which one CPU rounds twice as far apart as another where they cancel
+            assert float((grad - own[name]).abs().max()) <= 1e-4 * max(1e-3, float(grad.abs().max())), name
 
 
 def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):

@@ -137,7 +137,8 @@ def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], s
             if family == FP8 and not exact:
                 continue  # a code flips where a sum is rounded otherwise
             assert max(found["gaps"]) <= (0 if exact else 3e-6), (family, found)
-            assert found["grad"] < (1e-3 if family == FP8 else 2e-6), (family, found)
+            # fp32 sums in another order: 1e-6 of the largest on one CPU, 3e-6 on another
+            assert found["grad"] < (1e-3 if family == FP8 else 5e-6), (family, found)
     first, *others = (answer["qwen3_vl"]["sees"] for answer in answers)
     assert first == [True, True] and all(sees == [True, False] for sees in others)
 
