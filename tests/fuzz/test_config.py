@@ -238,7 +238,7 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
 @pytest.mark.long
 def test_whatever_is_damaged_is_read_or_refused():
     told: Counter[str] = Counter()
-    assert run(13, 200, told=told) == []
+    assert run(13, 400, told=told) == []
     assert {f"{kind}, {what}" for kind in ("text", "override") for what in ("read", "refused")} <= set(told)
     assert all(told[f"{kind}, refused"] for kind in READERS)
 
