@@ -3,7 +3,7 @@
     python -m benchmarks.studies tables
 
 A place begins with `<!-- table: NAME -->` and ends with `<!-- end -->`: NAME is a study (its rows), or a study and a
-word: `NAME power` (the estimate as it stood before the first unit ran), `NAME cost`, or what else :data:`MORE` knows.
+word: `NAME power` (the estimate of the last design), `NAME cost`, or what else :data:`MORE` knows.
 """
 
 from __future__ import annotations
