@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import copy
 import numpy as np
 import pytest
 import torch
@@ -95,6 +96,8 @@ def gradients(model, batches):
     total = 0.0
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "meta")}
+        wide = next(model.parameters()).dtype
+        inputs = {name: value.to(wide) if value.is_floating_point() else value for name, value in inputs.items()}
         found = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = F.cross_entropy(found, batch["labels"][:, 1:].flatten(), reduction="sum")
         loss.backward()
@@ -104,8 +107,11 @@ def gradients(model, batches):
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
-    """Rows with one image, three, none, and a wide one."""
+    """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
+    is the CPU's."""
     model, processor = loaded(family)
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")  # grouped products know no float64
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
     loss, own = gradients(model, [collate([sample], 0) for sample in samples])
     together, found = gradients(model, [collate(samples, 0)])
@@ -113,8 +119,8 @@ def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
     for name, grad in found.items():
         if grad is None or own[name] is None:
             assert grad is own[name], name
-        else:  # sums in another order, which one CPU rounds twice as far apart as another where they cancel
-            assert float((grad - own[name]).abs().max()) <= 1e-4 * max(1e-3, float(grad.abs().max())), name
+        else:
+            assert float((grad - own[name]).abs().max()) <= 5e-5 * max(1e-3, float(grad.abs().max())), name
 
 
 def test_an_image_of_one_feature_alone_is_what_it_is_beside_others(loaded, folder):
