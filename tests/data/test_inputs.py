@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import copy
 import numpy as np
 import pytest
 import torch
