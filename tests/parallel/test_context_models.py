@@ -78,10 +78,18 @@ def packs(config: Any, size: int) -> list[dict[str, Any]]:
     return made
 
 
+def _wide(model: Any, path: str) -> Any:
+    """In float64, but for FP8: how far fp32 sums in another order lie apart is the CPU's. Grouped experts know none."""
+    if Path(path).name == FP8:
+        return model
+    model.set_experts_implementation("eager")
+    return model.double()
+
+
 def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
     answer = {}
     for path in paths:
-        one, ours = (models.load(path).train() for _ in range(2))
+        one, ours = (_wide(models.load(path).train(), path) for _ in range(2))
         family = models.describe(ours)
         if path.endswith(FP8):
             for model in (one, ours):
@@ -137,8 +145,7 @@ def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], s
             if family == FP8 and not exact:
                 continue  # a code flips where a sum is rounded otherwise
             assert max(found["gaps"]) <= (0 if exact else 3e-6), (family, found)
-            # fp32 sums in another order: 1e-6 of the largest on one CPU, 3e-6 on another
-            assert found["grad"] < (1e-3 if family == FP8 else 5e-6), (family, found)
+            assert found["grad"] < (1e-3 if family == FP8 else 2e-6), (family, found)
     first, *others = (answer["qwen3_vl"]["sees"] for answer in answers)
     assert first == [True, True] and all(sees == [True, False] for sees in others)
 
