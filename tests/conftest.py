@@ -1,6 +1,7 @@
 """Shared by all tests: one thread, waits asleep, no network or colours, the same hypothesis examples at every run."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 torch.set_num_threads(1)
+logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
 # A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
 for number in (signal.SIGINT, signal.SIGHUP):

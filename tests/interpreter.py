@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ def make_quicker() -> None:
     _look_once_for_builtins(interpreter)
     _replace_once_a_launch(interpreter)
     _know_dtypes(interpreter)
+    _know_shapes(interpreter)
     if not interpreter.interpreter_builder.options.debug:  # else it says which integers overflow, which ours may
         interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = lambda *operation: None
 
@@ -78,3 +80,37 @@ def _know_dtypes(interpreter: Any) -> None:
         return known[scalar.name]
 
     interpreter._get_np_dtype = dtype_of
+
+
+def _know_shapes(interpreter: Any) -> None:
+    """A tensor has a type with a name and a size of its own, and a shape of constants, which have types, too. They are
+    made once a shape, or once a dtype and shape; nobody changes them. Two of one shape need no broadcast."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    make_block, broadcast = core.block_type.__init__, semantic.broadcast_impl_value
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+    @cache
+    def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(size) for size in shape])
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not core.dtype:  # a pointer, which has more than a name
+            make_block(self, element_ty, shape)
+            return
+        sizes = tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if (element_ty.name, sizes) not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[element_ty.name, sizes] = dict(self.__dict__)
+        self.__dict__.update(blocks[element_ty.name, sizes])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = constants(tuple(type.shape) if type.is_block() else ())
+
+    def broadcast_unless_alike(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    semantic.broadcast_impl_value = broadcast_unless_alike

@@ -16,6 +16,7 @@ import pytest
 from octavo.cli import launch
 from octavo.cli.main import main
 from octavo.report import side_by_side
+from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +102,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path):
+def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path, monkeypatch):
     """The words of the command line reach every rank; SIGTERM saves; the same command continues."""
     from octavo.data import digits
     from octavo.models import tiny
@@ -115,24 +116,9 @@ def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
-    def start(*words: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "octavo",
-            "train",
-            "run.yaml",
-            "--fp8-recipe",
-            "rowwise",
-            "--nproc",
-            "2",
-            *words,
-        ]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    stopped = start("run.dir=stopped")
+    command = ["train", "run.yaml", "--fp8-recipe", "rowwise", "run.dir=stopped"]
+    words = [sys.executable, "-m", "octavo", *command, "--nproc", "2"]
+    stopped = subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, patience = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < patience:
         time.sleep(0.1)
@@ -140,7 +126,7 @@ def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path):
     out, err = stopped.communicate(timeout=120)
     assert stopped.returncode == 143, err
     assert "next: octavo train run.yaml run.dir=stopped fp8.recipe=rowwise run.resume=auto --nproc 2" in out
-    again = start("run.dir=stopped", "run.resume=auto")
-    out, err = again.communicate(timeout=180)
-    assert again.returncode == 0 and out.count("finished after step 30") == 1, err
+    monkeypatch.chdir(tmp_path)  # forks go on, which import nothing
+    codes, out, err = ranks.commands([*command, "run.resume=auto"], 2)
+    assert codes == [0, 0] and out.count("finished after step 30") == 1, err
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, 31)]

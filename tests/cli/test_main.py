@@ -291,8 +291,7 @@ def torchs(model):
     "argv",
     [
         ["doctor"],
-        ["plan", "run.yaml"],
-        ["plan", "run.yaml", "--card", "8GB"],
+        ["plan", "run.yaml", "--card", "8GB"],  # all that it does without a card, and more
         ["generate", "tiny", "--prompt", "hello"],
     ],
     ids=" ".join,

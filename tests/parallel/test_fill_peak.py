@@ -17,7 +17,7 @@ from octavo.parallel import World, fill, shard
 from tests import ranks
 from tests.models.test_load_peak import written
 
-KINDS: dict[str, dict[str, Any]] = {"values": {}, "rows": {"load_in_fp8": "row"}, "blocks": {"load_in_fp8": "block"}}
+KINDS: dict[str, dict[str, Any]] = {"values": {}, "blocks": {"load_in_fp8": "block"}}
 
 
 def _filled(folder: str, how: dict[str, Any], world: World) -> tuple[nn.Module, int, int]:

@@ -179,7 +179,7 @@ def test_held_out_preferences_are_judged_beside_answers(
     cfg = preferring(*over, f"preference={{loss: {loss}}}", held, "run.eval_every=1", f"data.train=[{{path: {data}}}]")
     result = rl.run(cfg)
     first, *_, last = [row["eval"] for row in rows_of(cfg)]
-    assert first["questions"] == 32 + (3 if loss == "kto" else 5) and first["preferences"] == 5
+    assert first["questions"] == 16 + (3 if loss == "kto" else 5) and first["preferences"] == 5
     assert last["preference_loss"] != first["preference_loss"] and last["logps/chosen"] != first["logps/chosen"]
     assert ("rewards/accuracies" in last) == (loss != "kto") and last["rewards/margins"] != 0
     again = train.evaluate_run(result.dir)

@@ -40,14 +40,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     tiny.write("qwen3_vl", folder / "tiny", size="mini")
     tiny.write("qwen3", folder / "text", size="mini")
-    digits.write(folder / "digits", train=48, test=8)
+    digits.write(folder / "digits", train=48, test=4)
     return folder
 
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step counts no saved bytes, which costs more than the step: for files whose runs are about other
-    things, and forward as those of test_run.py and test_memory.py do, which count."""
+    """For files whose runs are about other things. The first step counts no saved bytes, which costs more than the
+    step: these forward as those of test_run.py and test_memory.py do, which count. And `make` gives steps of the same
+    four rows in one micro-batch: several are those of test_run.py and test_step.py."""
     monkeypatch.setattr(Memory, "forward", lambda self: nullcontext())
 
 
@@ -55,8 +56,9 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture
-def make(place: Path, tmp_path: Path) -> Make:
+def make(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Make:
     """make("train.lr=1e-2", ..., dir="a") -> a configuration of six short steps in tmp_path/a."""
+    micro = 4 if "uncounted" in request.fixturenames else 2
 
     def build(*overrides: str, dir: str = "run") -> Config:
         text = f"""
@@ -65,7 +67,7 @@ fp8: {{recipe: blockwise}}
 data:
   train: [{{path: {place / "digits/train.json"}}}]
   eval: [{{path: {place / "digits/test.json"}}}]
-train: {{steps: {STEPS}, seq_length: 128, micro_batch: 2, global_batch: 4, lr: 2e-3, warmup: 2}}
+train: {{steps: {STEPS}, seq_length: 128, micro_batch: {micro}, global_batch: 4, lr: 2e-3, warmup: 2}}
 run: {{dir: {tmp_path / dir}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
 """
         return load_config_text(text, overrides)

@@ -54,7 +54,7 @@ class Diary(train.Callback):
 
 
 def test_it_is_called_for_everything_in_order_also_over_a_stop(make):
-    over = ("train.steps=4", "run.log_every=4", "run.save_every=2", "run.eval_every=3")
+    over = ("train.steps=4", "run.log_every=4", "run.save_every=2", "run.eval_every=3", "train.micro_batch=2")
     cfg, diary = make(*over), Diary()
     train.run(cfg, callbacks=[diary, at(2, signal.SIGTERM)])
     first = [
@@ -147,7 +147,7 @@ WRONG = {
 @pytest.mark.parametrize("event", ["before_step", "after_step", "evaluated", "end_step"])
 def test_what_a_callback_may_not_do_is_refused_with_its_name_and_the_step(make, event: str):
     for i, (what, (_, method, message)) in enumerate((k, v) for k, v in WRONG.items() if v[0] == event):
-        over = ("train.steps=1", "train.warmup=0", "train.global_batch=2")
+        over = ("train.steps=1", "train.warmup=0", "train.micro_batch=2", "train.global_batch=2")
         over += () if event == "evaluated" else ("data.eval=[]",)
         with pytest.raises(train.TrainError) as caught:
             train.run(make(*over, dir=str(i)), callbacks=[mine(**{event: method})])

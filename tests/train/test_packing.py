@@ -153,7 +153,7 @@ def test_a_run_in_fp8_proves_itself_tells_its_padding_and_goes_on_to_the_bit(mix
     assert all(0 < row["padding"] < 1 for row in rows)
     assert rows[-1]["loss"] < rows[0]["loss"]
     proof = json.loads((whole.dir / "proof.json").read_text())
-    assert not proof["pending"] and not proof["missing"] and whole.eval["questions"] == 32
+    assert not proof["pending"] and not proof["missing"] and whole.eval["questions"] == 16
     # in the midst of a window, and what backward computes again told of its own pack
     cfg = mixed("train.loss=sample", dir="stopped")
     first = train.run(cfg, callbacks=[at(2, signal.SIGTERM)])

@@ -109,7 +109,7 @@ def test_the_saved_configuration_runs_again_unchanged(finished):
 def test_result_and_health_are_returned(finished):
     _, result, _, _ = finished
     assert (result.status, result.steps, result.exit_code, result.skipped) == ("finished", STEPS, 0, 0)
-    assert result.eval["questions"] == 32
+    assert result.eval["questions"] == 16
     assert result.health["x_sqnr_median"] > 25
     assert json.loads((result.dir / "result.json").read_text())["eval"] == result.eval
 
