@@ -237,6 +237,20 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
+def device_words(device: Any) -> str:
+    """A torch device by what tells it from all others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; of a CPU its model.
+    What the driver does not say is left out."""
+    if device.type != "cuda":
+        return f"{device.type} ({_cpu()['model']})"
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    uuid, bus = getattr(found, "uuid", None), getattr(found, "pci_bus_id", None)
+    place = None if bus is None else f"{getattr(found, 'pci_domain_id', 0):04x}:{bus:02x}:{found.pci_device_id:02x}"
+    told = (found.name, uuid and f"UUID {uuid}", place and f"PCI {place}")
+    return f"{device} ({', '.join(str(one) for one in told if one)})"
+
+
 def _driver() -> str | None:
     """NVIDIA's driver version; None on a machine without one."""
     proc = Path("/proc/driver/nvidia/version")

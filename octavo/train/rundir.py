@@ -10,6 +10,7 @@ answers.jsonl      the first ones of each evaluation   page.html       and page.
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
+checks.jsonl       steps computed again, if asked; it only grows, whatever steps run again
 .lock              held while a process trains here
 """
 
@@ -34,6 +35,7 @@ from octavo.train.lock import LOCK, RunLock
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 MILESTONES = "milestones"
 PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
+CHECKS = "checks.jsonl"
 
 
 # What a run notes in its checkpoints and takes from there without asking.
@@ -138,6 +140,7 @@ def settings(cfg: Config) -> dict[str, Any]:
     found.pop("parallel")
     for entry in (*found["data"]["train"], *found["data"]["eval"]):
         entry.pop("fetch_gb")
+    found["train"].pop("gc")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
         found["train"].pop(key)
     for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
