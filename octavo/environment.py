@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo import switches
 
 #: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
@@ -62,7 +63,8 @@ class Problem:
 
 
 def describe() -> dict[str, Any]:
-    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages.
+    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages; the variables and
+    settings of :mod:`octavo.switches`.
 
     Memory is in bytes. Reads in a fraction of a second once torch is imported. Never raises; ``unread`` maps what could
     not be read to its cause.
@@ -86,7 +88,8 @@ def describe() -> dict[str, Any]:
         "gpus": read("gpus", _gpus) or [],
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": switches.variables(),
+        "settings": {name: read(name, reader) for name, reader in switches.SETTINGS.items()},
         "unread": unread,
     }
     return record
@@ -96,13 +99,6 @@ def describe() -> dict[str, Any]:
 def _once(reader: Callable[[], Any]) -> Any:
     """What a process cannot change once it has begun: the code that it imports, and the packages beside it."""
     return reader()
-
-
-#: environment variables that change what is computed or how fast
-_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-)  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -7,8 +7,9 @@ runs when a rank has made enough of them, so each rank stops at a step of its ow
     absent          Python's own thresholds, untouched
     700,10,1000     other thresholds: the oldest generation a hundredth as often as by 700,10,10
     freeze          after :data:`SETTLED` steps of a session, what is there is collected and never looked at again
-    N               nothing is collected but after every N-th step, on all ranks alike; circles with tensors live until
-                    then, so N is no number of thousands
+    N               nothing is collected but after every N-th step, on all ranks alike, and what is there after the
+                    first steps is frozen too, without which each time would look through everything; circles with
+                    tensors live until then, so N is no number of thousands
 
 Whatever a run sets is as it was when it ends: `train.run` may have been called by another program.
 """
@@ -39,7 +40,8 @@ def collecting(how: Gc) -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if enabled:
             gc.enable()
-        if how == "freeze" and not frozen:  # what others froze before cannot be told from what was frozen here
+        freezes = how is not None and not isinstance(how, tuple)
+        if freezes and not frozen:  # what others froze before cannot be told from what was frozen here
             gc.unfreeze()
 
 
@@ -48,7 +50,7 @@ class Collecting(Callback):
 
     def end_step(self, run: Run, step: Step) -> None:
         how = run.cfg.train.gc
-        if how == "freeze" and step.number == run.first + SETTLED - 1:
+        if not isinstance(how, tuple) and step.number == run.first + SETTLED - 1:
             gc.collect()
             gc.freeze()
         elif isinstance(how, int) and step.number % how == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,13 @@ def test_what_each_word_does(make, uncounted, monkeypatch) -> None:
     assert plain.seen == [(True, whole, False)] * 3
     frozen, same = looked(make, "train.gc=freeze", dir="freeze")
     assert frozen.seen == [(True, whole, False)] * 2 + [(True, whole, True)] and same == losses
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     third, same = looked(make, "train.gc=700,10,1000", dir="thresholds")
+    recorded = (Path(make(dir="thresholds").run.dir) / "environment.json").read_text()
+    assert json.loads(recorded)["settings"]["gc.threshold"] == [700, 10, 1000] and "hunter2" not in recorded
     assert third.seen == [(True, (700, 10, 1000), False)] * 3 and same == losses
     often, same = looked(make, "train.gc=2", dir="often")
-    assert often.seen == [(False, whole, False)] * 3 and same == losses
+    assert often.seen == [(False, whole, False)] * 2 + [(False, whole, True)] and same == losses
 
 
 def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, monkeypatch) -> None:
