@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo import switches
 
 #: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
@@ -62,7 +63,8 @@ class Problem:
 
 
 def describe() -> dict[str, Any]:
-    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages.
+    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages; the variables and
+    settings of :mod:`octavo.switches`.
 
     Memory is in bytes. Reads in a fraction of a second once torch is imported. Never raises; ``unread`` maps what could
     not be read to its cause.
@@ -86,7 +88,8 @@ def describe() -> dict[str, Any]:
         "gpus": read("gpus", _gpus) or [],
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
-        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "variables": switches.variables(),
+        "settings": {name: read(name, reader) for name, reader in switches.SETTINGS.items()},
         "unread": unread,
     }
     return record
@@ -96,13 +99,6 @@ def describe() -> dict[str, Any]:
 def _once(reader: Callable[[], Any]) -> Any:
     """What a process cannot change once it has begun: the code that it imports, and the packages beside it."""
     return reader()
-
-
-#: environment variables that change what is computed or how fast
-_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -235,6 +231,20 @@ def _gpus() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def device_words(device: Any) -> str:
+    """A torch device by what tells it from all others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; of a CPU its model.
+    What the driver does not say is left out."""
+    if device.type != "cuda":
+        return f"{device.type} ({_cpu()['model']})"
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    uuid, bus = getattr(found, "uuid", None), getattr(found, "pci_bus_id", None)
+    place = None if bus is None else f"{getattr(found, 'pci_domain_id', 0):04x}:{bus:02x}:{found.pci_device_id:02x}"
+    told = (found.name, uuid and f"UUID {uuid}", place and f"PCI {place}")
+    return f"{device} ({', '.join(str(one) for one in told if one)})"
 
 
 def _driver() -> str | None:

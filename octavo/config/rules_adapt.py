@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
 from octavo.config.phases import BEYOND_SFT
-from octavo.config.precision import Fp8Section
-from octavo.config.rules_lora import recipe_of
+from octavo.config.rules_lora import runs_fp8
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS
 
@@ -77,14 +76,9 @@ def _adapt(config: Sections) -> Iterator[Finding]:
         yield finding(f"{ADAPT}.every", found, f"use at most {steps}", "train.steps")
     if adapt.recipes is not None and len(set(adapt.recipes)) < len(adapt.recipes):
         yield finding(f"{ADAPT}.recipes", "a recipe is named more than once", "name each once")
-    if fp8.plan is None and not _runs_fp8(fp8):
+    if fp8.plan is None and not runs_fp8(fp8):
         yield finding(ADAPT, "has no effect where nothing runs in FP8", "remove it, or set fp8.recipe", "fp8.recipe")
     parts = (fp8, *(part for name in COMPONENTS if (part := getattr(fp8, name)) is not None), *fp8.rules)
     if adapt.time is not None and not any(part.recipe == "auto" for part in parts):
         found = "needs times of layers, which recipe auto measures"
         yield finding(f"{ADAPT}.time", found, "use `recipe: auto`, or remove it and see budget", "fp8.recipe")
-
-
-def _runs_fp8(fp8: Fp8Section) -> bool:
-    ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
-    return ruled or any(recipe_of(fp8, name) != "off" for name in COMPONENTS)

@@ -27,6 +27,12 @@ def recipe_of(fp8: Fp8Section, name: str) -> str:
     return (part and part.recipe) or fp8.recipe
 
 
+def runs_fp8(fp8: Fp8Section) -> bool:
+    """Whether any layer between the embedding and the head may run in FP8."""
+    ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
+    return ruled or any(recipe_of(fp8, name) != "off" for name in COMPONENTS)
+
+
 def _loaded(config: Sections) -> Iterator[Finding]:
     """Weights that are loaded as codes: nothing trains them, and one recipe multiplies by them."""
     fp8, kinds = config.fp8, config.model.load_in_fp8.kinds

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
+from octavo.config.collecting import Gc
 from octavo.config.texts import FilePath, Text
 from octavo.config.words import FROM_LIST, Section
 
@@ -290,6 +291,12 @@ class TrainSection(Section):
     )
     z_loss: float = Field(
         default=0.0, ge=0, le=1e6, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
+    )
+    gc: Gc = Field(
+        default=None,
+        description="When Python's garbage collector runs: thresholds of its three generations (700,10,1000); freeze: "
+        "after the first steps, what is there is never looked at again; a number: after so many steps, on all ranks at "
+        "once, and never in between. Absent: as Python has it.",
     )
     compile: bool = Field(
         default=False,

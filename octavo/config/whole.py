@@ -68,6 +68,15 @@ class RunSection(Section):
     eval_every: int = Field(default=0, ge=0, le=10**9, description="Steps between evaluations; 0 = only at the end.")
     log_every: int = Field(default=1, ge=1, le=10**9, description="Steps between lines of metrics.jsonl.")
     health_every: int = Field(default=25, ge=0, le=10**9, description="Steps between FP8 health figures; 0 = none.")
+    check_every: int = Field(
+        default=0,
+        ge=0,
+        le=10**9,
+        description="Steps between checks for silent corruption: a 32nd of the FP8 GEMMs, each time others, is "
+        "computed again, casts bit for bit by the reference, products by the same kernel and, in part, by the "
+        "reference on the CPU. What differs names rank and device and stops the run; losses stay what they are; "
+        "0 = none.",
+    )
     gain_steps: int = Field(
         default=0,
         ge=0,

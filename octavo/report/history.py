@@ -207,6 +207,12 @@ class History:
         fields = {"layer", "gemm", "from", "to", "kind", "figure", "value", "threshold"}
         return [row for line in _end(file) if (row := _row(line, fields)) is not None]
 
+    def checks(self) -> list[dict[str, Any]]:
+        """What checks of `run.check_every` found, the newest of it."""
+        file = self.directory / "checks.jsonl"
+        fields = {"products", "codes", "values", "faults"}
+        return [row for line in _end(file) if (row := _row(line, fields)) is not None] if file.exists() else []
+
     def when(self) -> datetime | None:
         """When the newest row was written; None of 0.4.0, which did not say."""
         try:

@@ -142,6 +142,8 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "measured": run.measured,
         "adapts": run.cfg.fp8.adapt is not None,
         "moves": _moves(run),
+        "checks": (checks := run.checks() if run.cfg.run.check_every else None),
+        "faults": [{"step": line["step"], **fault} for line in checks or () for fault in _faults(line)],
         "most_moves": MOVES,
         "layers": layers[:LAYERS],
         "more_layers": max(0, len(layers) - LAYERS),
@@ -202,6 +204,13 @@ def _health(run: History) -> list[dict[str, Any]]:
         {"component": component, "color": color, **{name: series.last for name, series in found.items()}}
         for (component, found), color in zip(run.health.items(), run_figures.COLORS, strict=False)
     ]
+
+
+def _faults(line: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The faults of a check that say all that is told of them."""
+    told = {"rank", "host", "device", "said"}
+    found = line["faults"] if isinstance(line["faults"], list) else []
+    return [fault for fault in found if isinstance(fault, dict) and told <= fault.keys()]
 
 
 def _moves(run: History) -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ from octavo.reading import finite
 from octavo.train import base, build, planning, rundir, trackers
 from octavo.train.adapting import Adapting, Spans
 from octavo.train.callback import Callback, Run, Step
+from octavo.train.checking import Checking
+from octavo.train.collecting import Collecting, collecting
 from octavo.train.course import Course
 from octavo.train.errors import TrainError
 from octavo.train.gain import GainWindow
@@ -94,7 +96,7 @@ def _run(
             display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
-            with StopRequest(cfg.run.timeout) as request:
+            with StopRequest(cfg.run.timeout) as request, collecting(cfg.train.gc):
                 try:
                     result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
                 except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
@@ -135,18 +137,20 @@ def _begin(
         eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
         memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
         gain=rundir.read_json(start.directory / rundir.GAIN),
-        users=users, callbacks=_in_order(users, job.course),
+        users=users, callbacks=_in_order(users, job.course, cfg),
         watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
     )  # fmt: skip
 
 
-def _in_order(users: Sequence[Callback], course: Course) -> tuple[Callback, ...]:
-    """A step gets its plan; it is proven and measured, judged, heard of, refused, evaluated, saved, and compared with
-    high precision."""
+def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[Callback, ...]:
+    """A step gets its plan; it is checked, proven and measured, judged, heard of, refused, evaluated, saved, and
+    compared with high precision."""
+    checked = (Checking(),) if cfg.run.check_every else ()
+    collected = (Collecting(),) if cfg.train.gc is not None else ()
     planned = (Spans(),) if course.varies else ()
     judged = (Adapting(),) if course.adapt is not None else ()
-    listening = *planned, Proof(), Figures(), *judged, *users, NotFinite(), NothingToLearn(), Stopping()
-    return *listening, Evaluation(), Saving(), GainWindow()
+    listening = *planned, *checked, Proof(), Figures(), *judged, *users, NotFinite(), NothingToLearn(), Stopping()
+    return *listening, Evaluation(), *collected, Saving(), GainWindow()
 
 
 def _train(run: Run) -> RunResult:
@@ -241,7 +245,7 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
         # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
-    if run.job.stepper.judge is not None and run.memory:  # who keeps every x too
+    if run.memory and (run.job.stepper.judge is not None or run.job.stepper.check is not None):  # who keep x too
         observe = replace(observe, memory=False)
     return observe
 

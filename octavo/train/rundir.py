@@ -10,6 +10,7 @@ answers.jsonl      the first ones of each evaluation   page.html       and page.
 tensorboard/       event files                         hf/             safetensors for from_pretrained
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
+checks.jsonl       steps computed again, if asked; it only grows, whatever steps run again
 .lock              held while a process trains here
 """
 
@@ -34,6 +35,7 @@ from octavo.train.lock import LOCK, RunLock
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
 MILESTONES = "milestones"
 PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
+CHECKS = "checks.jsonl"
 
 
 # What a run notes in its checkpoints and takes from there without asking.
@@ -128,16 +130,17 @@ class Start:
 
 def settings(cfg: Config) -> dict[str, Any]:
     """What decides a run's numbers: everything except where it runs and how ranks share the model, what it writes, how
-    many workers read, how much is fetched at a time, and what backward computes again or moves. So a run that outgrew
-    its card goes on with less kept, to the same bits; compiled blocks are other graphs then, whose sums differ.
-    Likewise how many completions are written at a time, which moves their log-probabilities by rounding alone, and
-    which are kept to be seen."""
+    many workers read, how much is fetched at a time, when Python collects, and what backward computes again or moves.
+    So a run that outgrew its card goes on with less kept, to the same bits; compiled blocks are other graphs then,
+    whose sums differ. Likewise how many completions are written at a time, which moves their log-probabilities by
+    rounding alone, and which are kept to be seen."""
     found = cfg.model_dump(mode="json")
     found["run"] = {"seed": cfg.run.seed}
     found["data"].pop("workers")
     found.pop("parallel")
     for entry in (*found["data"]["train"], *found["data"]["eval"]):
         entry.pop("fetch_gb")
+    found["train"].pop("gc")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
         found["train"].pop(key)
     for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
@@ -359,9 +362,9 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
             shown += " (where train.epochs was given, they are made of the rows of data.train: did those change?)"
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
-            "schedule and FP8 settings (run.* may change, the seed may not; train.recompute may, where blocks are not "
-            "compiled; rl.slots, pages, show and reward_timeout may); set them back, or start a new run in another "
-            "run.dir"
+            "schedule and FP8 settings (run.* may change, the seed may not; train.gc may; train.recompute may, where "
+            "blocks are not compiled; rl.slots, pages, show and reward_timeout may); set them back, or start a new run "
+            "in another run.dir"
         )
 
 

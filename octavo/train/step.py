@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.fp8.adapting import Judge
+from octavo.fp8.proof import Check
 from octavo.parallel import World
 from octavo.train import compiled, losses
 from octavo.train.errors import TrainError
@@ -74,7 +75,8 @@ class StepResult:
 class Stepper:
     """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
     gives losses in place of logits, where the model allows that. `number` is that of the step under way; `judge`
-    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`; `doing` hears what of it is done now, where a
+    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`; `check` computes some of them again
+    (`run.check_every`); `doing` hears what of it is done now, where a
     step has parts that take time."""
 
     cfg: Config
@@ -89,6 +91,7 @@ class Stepper:
     graphs: Graphs | None = None
     number: int = 0
     judge: Judge | None = None
+    check: Check | None = None
     doing: Callable[[str], None] = lambda what: None
 
     @property
@@ -109,6 +112,7 @@ class Stepper:
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
             self.judge.attached() if self.judge else nullcontext(),
+            self.check.attached() if self.check else nullcontext(),
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import environment
+from octavo import environment, switches
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +22,38 @@ def test_the_record_is_json_and_whole():
     assert record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 2**28
     assert record["packages"]["transformers"]
     assert record["unread"] == {}
+
+
+def test_switches_are_recorded_and_secrets_are_not(monkeypatch):
+    """By a list of names, so that no key or password of the environment comes along, whatever it is called."""
+    names = [name for of in switches.VARIABLES.values() for name in of]
+    assert len(set(names)) == len(names)
+    assert not re.findall(r"\w*(?:TOKEN(?!IZERS)|KEY|SECRET|PASS|PROXY|ENDPOINT|URI|URL)\w*", " ".join(names))
+    for name in (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "WANDB_API_KEY",
+        "PYTORCH_ALLOC_CONF_",
+        "LD_PRELOAD",
+        "SOMETHING",
+    ):
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    record = environment.describe()
+    assert "hunter2" not in json.dumps(record)
+    assert record["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert record["variables"].keys() <= set(names) and record["settings"].keys() == switches.SETTINGS.keys()
+    assert record["settings"]["torch.threads"] == 1 and len(record["settings"]["gc.threshold"]) == 3
+
+
+def test_the_page_on_switches_names_each_of_them():
+    page = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`([\w.]+)`", page))
+    recorded = {name for of in switches.VARIABLES.values() for name in of} | switches.SETTINGS.keys()
+    assert recorded <= told, sorted(recorded - told)
+    kinds = r"(?:CUDA|NCCL|TORCH|PYTORCH|OMP|KMP|MKL|GLOO|MALLOC|HF|NVIDIA|CUBLAS\w*|RAYON)_[A-Z0-9_]+"
+    others = {word for word in told if re.fullmatch(kinds, word)} - recorded
+    assert not others, f"it names variables that environment.json does not record: {sorted(others)}"
 
 
 def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):

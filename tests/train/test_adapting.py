@@ -302,7 +302,7 @@ def test_two_ranks_decide_alike_and_as_one(planted, make):
 
         def plant(rank: int, where: tuple[int, ...] = where, report: str = report) -> None:
             begin, usual = BEGIN if rank in where else 10**9, loop._in_order
-            loop._in_order = lambda users, course: usual((*users, Outlier(begin, END, report)), course)
+            loop._in_order = lambda users, *more: usual((*users, Outlier(begin, END, report)), *more)
 
         for code, said in both(cfg, plant):
             assert code == 0, said

@@ -206,6 +206,7 @@ class _Mlp(torch.autograd.Function):
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
+        seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
         given, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:

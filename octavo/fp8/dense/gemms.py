@@ -27,7 +27,7 @@ from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
 from octavo.fp8.invariance import active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
-from octavo.fp8.observe.recorder import HIGH, Seen
+from octavo.fp8.observe.recorder import HIGH, Result, Seen
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 
@@ -135,6 +135,9 @@ class Dense:
     def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
         seen.product(gemm, a, b)
 
+    def result(self, seen: Seen, found: Result) -> None:
+        seen.result(found)
+
 
 class WithoutGradient(Dense):
     """The same where no gradient follows, as in generation: few rows may have a kernel of their own."""
@@ -179,6 +182,10 @@ def fwd(
     if seen.heard:
         seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *part.shape(weight)))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
+    if "fwd" in seen.checked:
+        x, w = None if given is None else given.matrix(), part.of(weight) if has_values(weight) else None
+        again, noted = partial(way.fwd, backend, x_q, w_q, dtype, bias), site.scaling is not None
+        way.result(seen, Result("fwd", backend.name, x, x_q, w, w_q, noted, bias, y, again))
     return y, w_q if site.codes.captured and site.shares_weight else None
 
 
@@ -209,7 +216,12 @@ def dgrad(
         way.operand(seen, "dy", dy, dy_q)
     if seen.counters:
         seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *part.shape(weight)))
-    return way.dgrad(backend, dy_q, w_q, dtype)
+    dx = way.dgrad(backend, dy_q, w_q, dtype)
+    if "dgrad" in seen.checked:
+        shown, w = dy if seen.shown else None, part.of(weight) if has_values(weight) else None
+        again, noted = partial(way.dgrad, backend, dy_q, w_q, dtype), site.scaling is not None
+        way.result(seen, Result("dgrad", backend.name, shown, dy_q, w, w_q, noted, None, dx, again))
+    return dx
 
 
 def wgrad(
@@ -234,6 +246,10 @@ def wgrad(
     if seen.counters:
         seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = way.wgrad(backend, dy_q, x, dtype)
+    if "wgrad" in seen.checked:
+        shown, noted = dy if seen.shown else None, site.scaling is not None
+        again = partial(way.wgrad, backend, dy_q, x, dtype)
+        way.result(seen, Result("wgrad", backend.name, shown, dy_q, exact, x, noted, None, dw, again))
     if seen.judged and exact is not None:
         way.product(seen, "wgrad", dy, exact)
     if seen.watched and exact is not None:

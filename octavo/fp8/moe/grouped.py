@@ -30,7 +30,7 @@ from octavo.fp8.dense.linear import Call, run_three_gemms
 from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend, Selection
 from octavo.fp8.moe import grouped_high
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import Result, Seen
 from octavo.fp8.weights.shards import is_whole
 
 
@@ -121,6 +121,31 @@ class Grouped(Dense):
     def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
         for expert, span in spans(self.groups):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
+
+    def result(self, seen: Seen, found: Result) -> None:
+        """Of one expert with rows, whose GEMM is as large as those of all in the mean."""
+        there = list(spans(self.groups))
+        if not there:
+            return
+        expert, span = there[seen.pick(len(there))]
+
+        def own(x: Tensor | None, rows: bool) -> Tensor | None:
+            return None if x is None else x[span] if rows else x[expert]
+
+        b_q, wgrad = found.b_q, found.gemm == "wgrad"
+        part = (lambda out: self._stored(out)[expert]) if wgrad else (lambda out: out[span])
+        mine = of_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
+        seen.result(
+            found._replace(
+                a=own(found.a, True),
+                a_q=of_expert(found.a_q, expert, span),
+                b=own(found.b, wgrad),
+                b_q=mine,
+                bias=own(found.bias, False),
+                out=part(found.out),
+                again=lambda: part(found.again()),
+            )
+        )
 
 
 def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:

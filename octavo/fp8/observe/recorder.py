@@ -2,8 +2,9 @@
 
 A layer asks once a forward (:func:`begin`) and keeps what it gets for its backward. Who wants to know attaches itself
 from outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of figures
-(:mod:`octavo.fp8.observe.health`) and judges, who see what GEMMs multiply in high precision, also of those that do not
-run in FP8 (:mod:`octavo.fp8.adapting.judge`). Where nobody listens, a report costs a look at an empty list.
+(:mod:`octavo.fp8.observe.health`), judges, who see what GEMMs multiply in high precision, also of those that do not
+run in FP8 (:mod:`octavo.fp8.adapting.judge`), and checkers, who see what came of an FP8 GEMM that they chose
+(:mod:`octavo.fp8.proof.checking`). Where nobody listens, a report costs a look at an empty list.
 
 The forward of a layer runs as one of two kinds, ``fwd`` or ``recompute`` (the same again inside a backward, under
 activation checkpointing); inside :func:`uncounted` it enters nothing at all. Listeners are process-wide, because a
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
@@ -58,22 +59,61 @@ class Judge(Protocol):
     def on_product(self, layer: str, gemm: str, a: Tensor, b: Tensor) -> None: ...
 
 
+class Result(NamedTuple):
+    """What came of one FP8 GEMM: a x b of fwd (x, w), dgrad (dy, w) or wgrad (dy, x), those of experts for one of them.
+
+    ``a`` and ``b`` are what ``a_q`` and ``b_q`` were cast from in high precision; None where that is not at hand, or
+    nothing was cast. ``noted``: the scales of x and dy were noted before, in the histories of delayed scaling. ``out``
+    is as the step goes on with it, and ``again()`` the same GEMM once more.
+    """
+
+    gemm: str
+    backend: str
+    a: Tensor | None
+    a_q: Quantized
+    b: Tensor | None
+    b_q: Quantized
+    noted: bool
+    bias: Tensor | None
+    out: Tensor
+    again: Callable[[], Tensor]
+
+
+class Checker(Protocol):
+    """Who computes again what came of some FP8 GEMMs of a step."""
+
+    def gemms_of(self, layer: str) -> Collection[str]:
+        """The GEMMs of a layer that it asks for. The same all through a step: layers save for it what they save."""
+
+    def pick(self, count: int) -> int:
+        """Which of ``count`` experts it wants to see."""
+
+    def on_result(self, layer: str, result: Result) -> None: ...
+
+
 _lock = threading.Lock()
 _counters: list[Counter] = []
 _watchers: list[Watcher] = []
 _judges: list[Judge] = []
+_checkers: list[Checker] = []  # one at most
 _muted = 0  # how many `muted` are open in which somebody watched before
 
 
 @contextmanager
 def attached(
-    counter: Counter | None = None, watcher: Watcher | None = None, judge: Judge | None = None
+    counter: Counter | None = None,
+    watcher: Watcher | None = None,
+    judge: Judge | None = None,
+    checker: Checker | None = None,
 ) -> Iterator[None]:
-    """Let a listener hear what runs inside, whichever thread runs it."""
+    """Let a listener hear what runs inside, whichever thread runs it. Raises RuntimeError for a second checker."""
+    if checker is not None and _checkers:
+        raise RuntimeError("A step is checked already; one checker hears it at a time.")
     with _lock:
         _counters.extend(() if counter is None else (counter,))
         _watchers.extend(() if watcher is None else (watcher,))
         _judges.extend(() if judge is None else (judge,))
+        _checkers.extend(() if checker is None else (checker,))
     try:
         yield
     finally:
@@ -81,11 +121,13 @@ def attached(
             _counters[:] = [c for c in _counters if c is not counter]
             _watchers[:] = [w for w in _watchers if w is not watcher]
             _judges[:] = [j for j in _judges if j is not judge]
+            _checkers[:] = [c for c in _checkers if c is not checker]
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nothing inside is heard: a backward that runs again over the same graph, which owes each report once.
+    """Nothing inside is heard: a backward that runs again over the same graph, which owes each report once. Checkers
+    still hear: what is computed twice may go wrong twice.
 
     Layers still are :func:`watching`, as they were in its forward: what is computed again must save what it saved, or
     torch refuses it.
@@ -111,6 +153,8 @@ def counters() -> tuple[Counter, ...]:
 
 
 def watching() -> bool:
+    """Whether blocks run as single layers, for figures of each. A checker sees of fused ones what there is to see, so
+    that a step computes what it computes without."""
     return bool(_watchers or _judges or _muted)
 
 
@@ -125,10 +169,15 @@ def only_watches(hook: Hook) -> Hook:
 
 class Seen:
     """One forward of one layer, and its backward. ``heard``: somebody counts this forward. ``watched``: the layer is to
-    save x in high precision for figures. ``judged``: somebody asks for the operands of its GEMMs. ``counters``: who
-    counts now, nobody on behalf of a dummy; where it is empty there is nothing to report with :meth:`gemm`."""
+    save x in high precision for figures. ``judged``: somebody asks for the operands of its GEMMs. ``checked``: the
+    GEMMs whose results somebody asks for. ``shown``: False where the operands that it reports are not those that its
+    codes were cast from, as within a fused block. ``counters``: who counts now, nobody on behalf of a dummy; where it
+    is empty there is nothing to report with :meth:`gemm`."""
 
-    __slots__ = ("calls", "counted", "counters", "heard", "judged", "kind", "layer", "recompute", "sizes", "watched")
+    __slots__ = (
+        *("calls", "checked", "counted", "counters", "heard", "judged", "kind", "layer", "recompute"),
+        *("shown", "sizes", "watched"),
+    )
 
     def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
         self.layer, self.sizes, self.calls = layer, sizes, 1 if sizes is None else sizes.shape[0]
@@ -138,6 +187,9 @@ class Seen:
         self.heard = bool(self.counters)
         self.watched = now.counted and bool(_watchers or _judges or _muted)  # whether somebody is watching()
         self.judged = now.counted and bool(_judges)
+        self.checked: Collection[str] = _checkers[0].gemms_of(layer) if _checkers and now.counted else ()
+        self.watched |= "wgrad" in self.checked
+        self.shown = True
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
         """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
@@ -167,6 +219,16 @@ class Seen:
         if a.numel() and b.numel():
             for judge in _judges:
                 judge.on_product(self.layer, gemm, a, b)
+
+    def pick(self, count: int) -> int:
+        """Which of ``count`` experts is to be checked."""
+        return _checkers[0].pick(count) if _checkers else 0
+
+    def result(self, found: Result) -> None:
+        """What came of a GEMM among ``checked``; of no row there is nothing to check."""
+        if found.out.numel():
+            for checker in _checkers:
+                checker.on_result(self.layer, found)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:

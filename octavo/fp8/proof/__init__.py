@@ -1,5 +1,6 @@
-"""Counted GEMMs against the plan, what a measured plan predicts, and whether two models compute alike."""
+"""Counted GEMMs against the plan, GEMMs computed again, what a measured plan predicts, whether two models agree."""
 
+from octavo.fp8.proof.checking import Check, Site, drawn, sites, size_of
 from octavo.fp8.proof.proof import ProofError
 
-__all__ = ["ProofError"]
+__all__ = ["Check", "ProofError", "Site", "drawn", "sites", "size_of"]

@@ -1,0 +1,115 @@
+"""Whether a device computes what it should: some FP8 GEMMs of a training step, computed again as soon as they have run.
+
+A check is attached to one step and hears of GEMMs through the recorder, as everybody who watches
+(:mod:`octavo.fp8.observe.recorder`); what is compared, and how closely, says :mod:`octavo.fp8.proof.comparing`. It
+keeps what differs and raises nothing: a backward is no place to stop a run of several ranks. The step computes what it
+computes without. Which GEMMs a step checks follows from a seed and a number alone, and all of them come round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from octavo.fp8.arithmetic.recipe import GEMMS
+from octavo.fp8.observe import recorder
+from octavo.fp8.observe.recorder import Result
+from octavo.fp8.planning.plan import Plan
+from octavo.fp8.proof.comparing import Compared, Difference, compare
+
+ROUND = 32  # checks in which all GEMMs come round, where there are enough of them
+LEAST = 4  # GEMMs of a check
+FAULTS = 8  # that a check keeps
+
+
+class Site(NamedTuple):
+    """A GEMM of a layer: fwd, dgrad or wgrad."""
+
+    layer: str
+    gemm: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A GEMM that gave something else than it should."""
+
+    site: Site
+    backend: str
+    difference: Difference
+
+    def __str__(self) -> str:
+        return f"{self.site.gemm} of {self.site.layer} ({self.backend}): {self.difference}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.site._asdict(), "backend": self.backend, **self.difference.to_json(), "said": str(self)}
+
+
+def sites(plan: Plan) -> tuple[Site, ...]:
+    """The GEMMs that a plan has in FP8, of experts those of all as one. A frozen weight has no gradient."""
+    return tuple(
+        Site(row.name, gemm)
+        for row in plan.rows
+        for gemm in GEMMS
+        if row.recipe is not None and row.recipe.gemm(gemm) is not None and not (gemm == "wgrad" and row.row.frozen)
+    )
+
+
+def size_of(count: int) -> int:
+    """How many of ``count`` GEMMs a check takes: all of them in :data:`ROUND` checks, and at least :data:`LEAST`."""
+    return min(count, max(LEAST, -(-count // ROUND)))
+
+
+def drawn(there: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
+    """Those of check ``number`` (0 the first): the next ones of a row in which each round has all of them, in an order
+    of its own."""
+    if not there:
+        return ()
+    size, found = size_of(len(there)), []
+    for place in range(number * size, (number + 1) * size):
+        order = list(there)
+        random.Random(f"{seed} {place // len(there)}").shuffle(order)
+        found.append(order[place % len(there)])
+    return tuple(dict.fromkeys(found))
+
+
+class Check:
+    """Of one step. ``draw`` decides which tile of a product is looked at, and which expert. ``faults`` are what
+    differed, in the order of the step, ``done`` how much was compared."""
+
+    def __init__(self, asked: Iterable[Site], draw: int = 0) -> None:
+        self.sites = tuple(asked)
+        self.faults: list[Fault] = []
+        self.done = Compared()
+        self._random = random.Random(draw)
+        self._gemms: dict[str, set[str]] = {}
+        for site in self.sites:
+            self._gemms.setdefault(site.layer, set()).add(site.gemm)
+
+    @contextmanager
+    def attached(self) -> Iterator[Check]:
+        """Check what runs inside, a forward and its backward."""
+        with recorder.attached(checker=self):
+            yield self
+
+    # What the recorder calls: see `recorder.Checker`.
+
+    def gemms_of(self, layer: str) -> Collection[str]:
+        return self._gemms.get(layer, ())
+
+    def pick(self, count: int) -> int:
+        return self._random.randrange(count)
+
+    def on_result(self, layer: str, result: Result) -> None:
+        if len(self.faults) == FAULTS:
+            return
+        # Selective checkpointing and whoever counts memory look at each operation; these are not the model's.
+        with torch.no_grad(), _disable_current_modes():
+            found = compare(result, self._random, self.done)
+        if found is not None:
+            self.faults.append(Fault(Site(layer, result.gemm), result.backend, found))

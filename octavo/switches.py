@@ -1,0 +1,75 @@
+"""Switches that stand in no configuration file: environment variables, and settings of torch and Python, that change
+what is computed, how fast, or when a run gives up. ``environment.json`` records those below, and no others: the
+environment of a process holds keys and passwords. What each does, and when to touch it: ``docs/switches.md``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: subject -> names of environment variables; their values are recorded where they are set
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "devices": ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
+    "allocator": (
+        "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "MALLOC_ARENA_MAX",
+        "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
+    ),
+    "threads": (
+        "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
+        "KMP_AFFINITY", "KMP_BLOCKTIME", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS",
+    ),
+    "numbers": (
+        "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+        "CUBLASLT_WORKSPACE_SIZE", "MKL_CBWR", "ONEDNN_DEFAULT_FPMATH_MODE", "TRITON_INTERPRET",
+    ),
+    "collectives": (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "NCCL_ALGO", "NCCL_PROTO",
+        "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+    ),
+    "launch": (
+        "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    ),
+    "files": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"),
+}  # fmt: skip
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of :data:`VARIABLES` that are set."""
+    return {name: environ[name] for names in VARIABLES.values() for name in names if name in environ}
+
+
+def _affinity() -> list[int] | None:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _of_torch(read: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A setting of torch, which is imported when somebody asks."""
+
+    def setting() -> Any:
+        import torch
+
+        return read(torch)
+
+    return setting
+
+
+#: setting -> what it is in this process, recorded as it is when a run is assembled
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "gc.threshold": lambda: list(gc.get_threshold()),
+    "gc.enabled": gc.isenabled,
+    "gc.frozen": gc.get_freeze_count,
+    "cpu.affinity": _affinity,
+    "torch.threads": _of_torch(lambda torch: torch.get_num_threads()),
+    "torch.interop_threads": _of_torch(lambda torch: torch.get_num_interop_threads()),
+    "torch.float32_matmul_precision": _of_torch(lambda torch: torch.get_float32_matmul_precision()),
+    "torch.deterministic": _of_torch(lambda torch: torch.are_deterministic_algorithms_enabled()),
+    "torch.cudnn.allow_tf32": _of_torch(lambda torch: torch.backends.cudnn.allow_tf32),
+    "torch.cudnn.benchmark": _of_torch(lambda torch: torch.backends.cudnn.benchmark),
+    "torch.cuda.allocator": _of_torch(
+        lambda torch: torch.cuda.get_allocator_backend() if torch.cuda.is_available() else None
+    ),
+}

@@ -1,0 +1,90 @@
+"""``run.check_every``: GEMMs of some steps computed again, so that a device that errs in silence is found and named.
+
+Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
+compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
+again, after a fault was found, has another line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from octavo import environment
+from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.train import rundir
+from octavo.train.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
+from octavo.train.step import Batches
+
+NAMED = 3  # faults that a message tells
+
+
+class Checking(Callback):
+    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is written or saved;
+    rows of checked steps say how many GEMMs were computed again (`checked`, of all ranks)."""
+
+    def begin(self, run: Run) -> None:
+        self.clean = 0
+        every, count = run.cfg.run.check_every, len(sites(run.job.plan))
+        size = size_of(count)
+        run.say(
+            f"every {every} steps {size} of {count} FP8 GEMMs are computed again; all have come round after "
+            f"{every * -(-count // max(size, 1))} steps (run.check_every)"
+        )
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> None:
+        every, seed = run.cfg.run.check_every, run.cfg.run.seed
+        if number % every == 0:
+            chosen = drawn(sites(run.job.plan), seed, number // every - 1)
+            run.job.stepper.check = Check(chosen, draw=number)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        check, run.job.stepper.check = run.job.stepper.check, None
+        if check is None:
+            return
+        run.world.at(f"step {step.number}, gathering what its check found")
+        mine = {"done": asdict(check.done), "faults": _told(run, check)}
+        found = run.world.gather_objects(mine)
+        done = {key: sum(one["done"][key] for one in found) for key in mine["done"]}
+        faults = [fault for one in found for fault in one["faults"]]
+        step.row["checked"] = done["products"]
+        if run.world.is_main:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            asked = [list(site) for site in check.sites]
+            _append(run, {"step": step.number, "time": now, "sites": asked, **done, "faults": faults})
+        if faults:
+            raise TrainError(_sentence(step.number, faults, self.clean))
+        self.clean = step.number
+
+
+def _told(run: Run, check: Check) -> list[dict[str, Any]]:
+    """The faults of this rank, with all that tells its device from others."""
+    if not check.faults:
+        return []
+    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.device_words(run.world.device)}
+    return [{**where, **fault.to_json()} for fault in check.faults]
+
+
+def _append(run: Run, line: dict[str, Any]) -> None:
+    with (run.directory / rundir.CHECKS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
+    who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
+    told = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
+    more = f"; {len(faults) - NAMED} more are in {rundir.CHECKS}" if len(faults) > NAMED else ""
+    since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
+    return (
+        f"step {number} computed wrongly on {' and '.join(who)}. {told}{more}. The step is not saved ({since}). "
+        "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
+        "checkpoint with run.resume=PATH if a later one is in doubt"
+    )
