@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, reading
+from octavo import atomic, reading, vault
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -94,17 +94,18 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """{"size": bytes, "crc32": ...} of a file, read in pieces."""
+    """{"size": bytes, "crc32": ...} of a file as it is stored, read in pieces."""
     checksum, size = 0, 0
-    with reading.open_file(path, CheckpointError) as file:
+    with reading.open_file(path, CheckpointError, stored=True) as file:
         while piece := file.read(1 << 22):
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
     return {"size": size, "crc32": checksum}
 
 
-def write_sealed(file: Path, document: Mapping[str, Any]) -> None:
+def write_sealed(file: Path, document: Mapping[str, Any], encrypt: bool = False) -> None:
     """JSON with a checksum over its own contents, there whole or not at all, and forced to the disk."""
-    atomic.write_text(file, json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n")
+    raw = (json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n").encode()
+    atomic.write_bytes(file, vault.encrypted(raw) if encrypt else raw)
 
 
 def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
@@ -114,6 +115,8 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     try:
         document = reading.read_json(file)
     except reading.Unreadable as error:
+        if isinstance(error.__cause__, (vault.NoKey, vault.WrongKey)):
+            raise CheckpointError(str(error)) from error
         raise CheckpointError(f"{file} is damaged; {fix} ({error})") from error
     claimed = document.pop("crc32", None)
     if claimed != _checksum(document):
@@ -123,9 +126,9 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     return document
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
+def write_state(path: Path, state: dict[str, Any], encrypt: bool = False) -> None:
     """Write state.json."""
-    write_sealed(path / STATE, state)
+    write_sealed(path / STATE, state, encrypt)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -180,11 +183,18 @@ _CONTENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def is_encrypted(path: Path) -> bool:
+    """Whether a checkpoint is encrypted: its state.json says it for all of its files."""
+    return vault.is_encrypted(path / STATE)
+
+
 def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     """What is wrong with one file of a checkpoint, or None."""
     file = path / name
     if name != os.path.basename(name):
         return f"{path / STATE} lists {name!r}, outside the checkpoint"
+    if is_encrypted(path) and file.is_file() and not vault.is_encrypted(file):
+        return f"{file} is not encrypted, and {STATE} beside it is: it was exchanged"
     try:
         found = fingerprint(file) if file.stat().st_size == wanted["size"] else {"size": file.stat().st_size}
     except FileNotFoundError:

@@ -11,6 +11,9 @@ tensorboard/       event files                         hf/             safetenso
 adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
 adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
 .lock              held while a process trains here
+
+With `run.encrypt` checkpoints, milestones, hf/, adapter/ and the reference are encrypted, answers, completions and
+skipped rows are lists of encrypted lines (NAME.jsonl.aes), and nothing else holds weights or a word of the data.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, fp8, reading
-from octavo.atomic import write_text
+from octavo import checkpoint, fp8, reading, vault
+from octavo.atomic import write_bytes, write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
@@ -124,6 +127,11 @@ class Start:
     forked: bool = False
     first: Mapping[str, Any] | None = None
     place: tuple[int, int, int] = (0, 0, 0)
+
+
+def skipped(cfg: Config) -> Path:
+    """The list of rows that were left out, or are worth a word."""
+    return Path(cfg.run.dir) / ("skipped.jsonl" + vault.SUFFIX * cfg.run.encrypt)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -377,6 +385,10 @@ def truncate_metrics(file: Path, step: int) -> None:
     """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again. It
     serves adapt.jsonl too."""
     if not file.exists():
+        return
+    if file.suffix == vault.SUFFIX:
+        write_bytes(file, b"".join(line + b"\n" for line in reading.read_bytes(file, TrainError).split(b"\n")[:-1]
+                                   if json.loads(vault.decrypted_line(line, file))["step"] <= step))  # fmt: skip
         return
     kept = [row for row in read_rows(file) if row["step"] <= step]
     write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
