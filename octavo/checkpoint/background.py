@@ -35,7 +35,8 @@ class World(Ranks, Protocol):
 
 
 class Background:
-    """The save that is under way. `encrypt`: what is written. Every method but `close` is a collective of the steps' ranks."""
+    """The save that is under way; `encrypt`: it is encrypted. Every method but `close` is a collective of the steps'
+    ranks."""
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
         self._world, self._beside, self._device, self._encrypt = world, world.beside(), device, encrypt

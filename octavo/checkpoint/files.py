@@ -94,9 +94,9 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """{"size": bytes, "crc32": ...} of a file as it is stored, read in pieces."""
+    """{"size": bytes, "crc32": ...} of a file, of an encrypted one of what it holds; read in pieces."""
     checksum, size = 0, 0
-    with reading.open_file(path, CheckpointError, stored=True) as file:
+    with reading.open_file(path, CheckpointError) as file:
         while piece := file.read(1 << 22):
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
     return {"size": size, "crc32": checksum}
@@ -196,9 +196,13 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     if is_encrypted(path) and file.is_file() and not vault.is_encrypted(file):
         return f"{file} is not encrypted, and {STATE} beside it is: it was exchanged"
     try:
-        found = fingerprint(file) if file.stat().st_size == wanted["size"] else {"size": file.stat().st_size}
-    except FileNotFoundError:
-        return f"{file} is missing"
+        size = file.stat().st_size
+        if vault.is_encrypted(file):
+            with reading.open_file(file, CheckpointError) as opened:
+                size = reading.size_of(opened)
+        found = fingerprint(file) if size == wanted["size"] else {"size": size}
+    except vault.VaultError as error:
+        return str(error)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
     except CheckpointError as error:

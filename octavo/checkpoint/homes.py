@@ -16,8 +16,8 @@ from octavo.checkpoint.export.files import Planned, Shards
 
 
 class Homes:
-    """As `Shards`, for the folders `parts` of a directory, or without them for itself. `owners`: tensor -> the rank that
-    writes it; `encrypt`: then values come in the order of `tensors`."""
+    """As `Shards`, for the folders `parts` of a directory, or without them for itself. `owners`: tensor -> the rank
+    that writes it; `encrypt`: then values come in the order of `tensors`."""
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,

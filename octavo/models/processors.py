@@ -18,8 +18,8 @@ from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
-from octavo.models.readable import readable
 from octavo.models.nvila.three import add_media, template_of
+from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 

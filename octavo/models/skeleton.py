@@ -26,10 +26,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, parts_of, read_json, stock
-from octavo.models.readable import readable
 from octavo.models.nvila.three import read_three, refuse_incomplete
 from octavo.models.own import is_own
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
+from octavo.models.readable import readable
 
 #: how architectures that give a conversation numbers end
 SCORING = "ForSequenceClassification"

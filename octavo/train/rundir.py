@@ -30,7 +30,7 @@ from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
 from octavo.parallel import World
-from octavo.train import datafiles, starting
+from octavo.train import datafiles, secrecy, starting
 from octavo.train.errors import TrainError
 from octavo.train.lock import LOCK, RunLock
 
@@ -303,6 +303,7 @@ def _prepare(
     begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
+        secrecy.refuse_plain(chosen, cfg)
         starting.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
         reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.data.report import NOTED
-from octavo.train import compiled
+from octavo.train import compiled, rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.nonfinite import first_source, refuse_weights

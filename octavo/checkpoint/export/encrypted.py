@@ -22,8 +22,8 @@ from octavo.models.headers import WORDS, Header, compose, index_of
 
 
 class EncryptedShards:
-    """As `export.files.Shards`, for values that come in the order of `tensors`. `owners`: tensor -> the rank that writes
-    it; `rank`: this process's."""
+    """As `export.files.Shards`, for values that come in the order of `tensors`. `owners`: tensor -> the rank that
+    writes it; `rank`: this process's."""
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int
@@ -31,7 +31,7 @@ class EncryptedShards:
         self._directory, self._rank = directory, rank
         self._shards: list[list[Planned]] = []
         self._owner: list[int] = []
-        begun: dict[tuple[int, int], tuple[int, int]] = {}  # of a rank and a width: the file, and what it may still take
+        begun: dict[tuple[int, int], tuple[int, int]] = {}  # of a rank and a width: the file, and room in it
         for planned in tensors:
             key, size = (owners[planned[0]], planned[1].itemsize), nbytes(planned[1], planned[2])
             number, left = begun.get(key, (0, -1))
