@@ -183,18 +183,13 @@ _CONTENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def is_encrypted(path: Path) -> bool:
-    """Whether a checkpoint is encrypted: its state.json says it for all of its files."""
-    return vault.is_encrypted(path / STATE)
-
-
 def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     """What is wrong with one file of a checkpoint, or None."""
     file = path / name
     if name != os.path.basename(name):
         return f"{path / STATE} lists {name!r}, outside the checkpoint"
-    if is_encrypted(path) and file.is_file() and not vault.is_encrypted(file):
-        return f"{file} is not encrypted, and {STATE} beside it is: it was exchanged"
+    if file.is_file() and vault.is_encrypted(file) != vault.is_encrypted(path / STATE):
+        return f"of {file} and {STATE} beside it one is encrypted, and one is not: it was exchanged"
     try:
         size = file.stat().st_size
         if vault.is_encrypted(file):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from octavo.vault import form
 from octavo.vault.errors import Damaged
-from octavo.vault.key import find
+from octavo.vault.key import Key, find
 
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
@@ -31,14 +31,14 @@ def begins(raw: bytes) -> bool:
 class Reader(io.RawIOBase):
     """The plain text of an encrypted file as a file that can be read and sought.
 
-    `stored` is the stored file's bytes or its handle, which is closed with this. A handle is read by place (pread), so
-    that a fork shares no position; and `fileno` is refused, for who asks for it would read what is stored. Raises
-    VaultError: NoKey, WrongKey, Damaged.
+    `stored` is the stored file's bytes or its handle, which is closed with this; `key` the process's, unless it is
+    given. A handle is read by place (pread), so that a fork shares no position; and `fileno` is refused, for who asks
+    for it would read what is stored. Raises VaultError: NoKey, WrongKey, Damaged.
     """
 
-    def __init__(self, stored: int | bytes, path: object) -> None:
+    def __init__(self, stored: int | bytes, path: object, key: Key | None = None) -> None:
         self._stored, self._path, self._at = stored, path, 0
-        self._cipher = form.of(find(), self._bytes(0, form.HEADER), path)
+        self._cipher = form.of(key or find(), self._bytes(0, form.HEADER), path)
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
         body, whole = size - form.HEADER, self._cipher.chunk + form.TAG
         self._chunks, rest = divmod(body, whole)
@@ -133,10 +133,10 @@ class Reader(io.RawIOBase):
         return self._kept[1]
 
 
-def opened(handle: int, path: object, buffering: int = -1) -> Any:
+def opened(handle: int, path: object, buffering: int = -1, key: Key | None = None) -> Any:
     """A file that reads the plain text: with a buffer of a chunk unless `buffering` is 0. The handle is its own from
     now on, unless this raises."""
-    raw = Reader(handle, path)
+    raw = Reader(handle, path, key)
     return raw if buffering == 0 else io.BufferedReader(raw, raw._cipher.chunk)
 
 

@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 
 from octavo.vault import form
 from octavo.vault.errors import VaultError
-from octavo.vault.key import find
+from octavo.vault.key import Key, find
 
 
 class Writer(io.RawIOBase):
     """Encrypts what is written to it into `out`, which stays open. `finish` writes the last chunk: without it the file
     is none, so that what was broken off is never taken for whole. Positions are those of the plain text."""
 
-    def __init__(self, out: BinaryIO, chunk: int = form.CHUNK) -> None:
-        self.out, self._cipher = out, form.new(find(), chunk)
+    def __init__(self, out: BinaryIO, chunk: int = form.CHUNK, key: Key | None = None) -> None:
+        self.out, self._cipher = out, form.new(key or find(), chunk)
         self._number, self._written, self._rest, self._done = 0, 0, bytearray(), False
         out.write(self._cipher.header)
 
