@@ -196,6 +196,8 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
             with reading.open_file(file, CheckpointError) as opened:
                 size = reading.size_of(opened)
         found = fingerprint(file) if size == wanted["size"] else {"size": size}
+    except FileNotFoundError:
+        return f"{file} is missing"
     except vault.VaultError as error:
         return str(error)
     except OSError as error:

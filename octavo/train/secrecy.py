@@ -58,7 +58,7 @@ def withholding(cfg: Config) -> Iterator[None]:
             f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. With "
             f"data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt reads"
         )
-    raise hidden  # outside of the block above, whose error would be shown as the context of this one
+    raise hidden from None  # whose message would stand in a traceback
 
 
 def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
