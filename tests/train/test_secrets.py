@@ -104,7 +104,7 @@ def test_it_goes_on_and_is_evaluated_with_its_key_alone(place, capfd, monkeypatc
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoints/step_4")
     (again / "result.json").unlink()
-    keys = ["run.resume=auto", f"run.dir={again}", "run.tensorboard=false", "run.hf=false"]
+    keys = ["run.resume=auto", f"run.dir={again}", "run.tensorboard=false", "run.hf=false", "data.workers=1"]
     assert main(["train", str(place / "run.yaml"), *keys]) == 0
     finals = [json.loads((folder / "result.json").read_text()) for folder in (run, again)]
     assert finals[0]["final"]["loss"] == finals[1]["final"]["loss"] and finals[0]["eval"] == finals[1]["eval"]
