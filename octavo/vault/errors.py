@@ -18,6 +18,9 @@ class VaultError(OSError):
     def __str__(self) -> str:
         return str(self.strerror)
 
+    def __reduce__(self) -> tuple[type, tuple[str]]:  # an OSError pickles by its number too
+        return type(self), (str(self),)
+
 
 class NoKey(VaultError):
     """No key was given, or what was given is none."""
