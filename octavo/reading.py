@@ -4,6 +4,8 @@ A path may lead to a pipe (which never answers), a device (which never ends), a 
 huge, no text, or JSON that breaks whoever walks through it: brackets without end, numbers of thousands of digits, half
 characters. Each is refused here, in the error of the caller's choice, with the file's name and what to do. All readers
 of configurations, rows, model folders, adapters, checkpoints and run directories open their files by this one.
+
+An encrypted file (:mod:`octavo.vault`) is told by its first bytes and read as what it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
+
+from octavo import vault
 
 #: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
 LIMIT = 256 << 20
@@ -60,12 +64,13 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
-    """A regular file, opened for reading bytes.
+    """A regular file, opened for reading bytes; an encrypted one gives what it holds.
 
     Opening never waits: without O_NONBLOCK the mere opening of a pipe that nobody writes to does not return. What was
     opened is what is asked, so nothing can be exchanged in between.
 
-    Raises `error` for what is missing, no regular file, not permitted, or no path at all.
+    Raises `error` for what is missing, no regular file, not permitted, or no path at all, and for an encrypted file
+    that is damaged or whose key is not given. A chunk found damaged later raises VaultError, which is an OSError.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -83,16 +88,29 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
         if not stat.S_ISREG(mode):
             what = _KINDS.get(stat.S_IFMT(mode), "something")
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
+        if vault.begins(os.pread(handle, 8, 0)):
+            try:
+                return cast(BinaryIO, vault.opened(handle, printable(path), buffering))
+            except vault.VaultError as cause:
+                raise error(f"{cause}.") from cause
         return cast(BinaryIO, open(handle, "rb", buffering=buffering))
     except BaseException:
         os.close(handle)
         raise
 
 
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file, of an encrypted one those that it holds; it stands where it stood."""
+    at = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(at)
+    return size
+
+
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
     """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer one."""
     with open_file(path, error, buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         pieces, left = [], limit + 1
         try:
             while size <= limit and left and (piece := file.read(min(left, 1 << 24))):

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, reading
+from octavo import atomic, fp8, reading, vault
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
@@ -89,12 +90,15 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save(model: nn.Module, directory: str | Path, base: str | Path, state: Mapping[str, Tensor] | None = None) -> Path:
+def save(
+    model: nn.Module, directory: str | Path, base: str | Path, state: Mapping[str, Tensor] | None = None,
+    encrypt: bool = False,
+) -> Path:  # fmt: skip
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
     The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
     (:mod:`octavo.atomic`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call this on
-    one.
+    one. ``encrypt``: both files (:mod:`octavo.vault`).
 
     Raises AdapterError where the directory holds something that is no adapter, or cannot be written, and for values
     that are not finite.
@@ -110,8 +114,11 @@ def save(model: nn.Module, directory: str | Path, base: str | Path, state: Mappi
     try:
         with atomic.folder(final, AdapterError) as made:
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
-            save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            (made / CONFIG).write_text(text, encoding="utf-8")
+            if encrypt:
+                vault.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}), encrypt)
+            else:
+                save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
+            vault.put(made / CONFIG, text.encode(), encrypt)
             atomic.sync_tree(made)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
@@ -203,7 +210,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
         )
     try:
         headers.read(file)
-        with safe_open(file, framework="pt") as tensors:
+        with vault.plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (headers.HeaderError, SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error

@@ -35,10 +35,11 @@ class World(Ranks, Protocol):
 
 
 class Background:
-    """The save that is under way. Every method but `close` is a collective of the steps' ranks."""
+    """The save that is under way; `encrypt`: it is encrypted. Every method but `close` is a collective of the steps'
+    ranks."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self._world, self._beside, self._device = world, world.beside(), device
+    def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
+        self._world, self._beside, self._device, self._encrypt = world, world.beside(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -91,6 +92,6 @@ class Background:
             if self._device.type == "cuda":  # of this rank, and no stream of the steps': DCP waits for the current one
                 torch.cuda.set_device(self._device)
                 torch.cuda.set_stream(torch.cuda.Stream(self._device))
-            self._path = write(directory, moment, self._beside, None, self._beside.group)
+            self._path = write(directory, moment, self._beside, None, self._beside.group, self._encrypt)
         except Exception as error:  # of whatever library: `poll` raises it
             self._error = error

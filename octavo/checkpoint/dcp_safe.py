@@ -16,12 +16,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -35,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from octavo import reading
+from octavo import reading, vault
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 
@@ -92,11 +94,24 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
     dispatch[pickle.BUILD[0]] = load_build
 
 
-class SafeWriter(FileSystemWriter):
-    """DCP's writer, fsyncing, without the absolute path that DCP otherwise leaves in every checkpoint."""
+class Encrypting(FileSystem):
+    """DCP's file system, whose new files are encrypted as they are written; one that is broken off cannot be read."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with vault.writing(path) as stream:
+            yield stream
+
+
+class SafeWriter(FileSystemWriter):
+    """DCP's writer, fsyncing, without the absolute path that DCP otherwise leaves in every checkpoint. `encrypt`: its
+    files, `.metadata` too."""
+
+    def __init__(self, path: str | os.PathLike[str], encrypt: bool = False) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        if encrypt:
+            self.fs = Encrypting()
 
     def storage_meta(self) -> StorageMeta | None:
         return None

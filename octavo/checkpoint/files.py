@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, reading
+from octavo import atomic, reading, vault
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -94,7 +94,7 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """{"size": bytes, "crc32": ...} of a file, read in pieces."""
+    """{"size": bytes, "crc32": ...} of a file, of an encrypted one of what it holds; read in pieces."""
     checksum, size = 0, 0
     with reading.open_file(path, CheckpointError) as file:
         while piece := file.read(1 << 22):
@@ -102,9 +102,10 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"size": size, "crc32": checksum}
 
 
-def write_sealed(file: Path, document: Mapping[str, Any]) -> None:
+def write_sealed(file: Path, document: Mapping[str, Any], encrypt: bool = False) -> None:
     """JSON with a checksum over its own contents, there whole or not at all, and forced to the disk."""
-    atomic.write_text(file, json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n")
+    raw = (json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n").encode()
+    atomic.write_bytes(file, vault.encrypted(raw) if encrypt else raw)
 
 
 def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
@@ -114,6 +115,8 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     try:
         document = reading.read_json(file)
     except reading.Unreadable as error:
+        if isinstance(error.__cause__, (vault.NoKey, vault.WrongKey)):
+            raise CheckpointError(str(error)) from error
         raise CheckpointError(f"{file} is damaged; {fix} ({error})") from error
     claimed = document.pop("crc32", None)
     if claimed != _checksum(document):
@@ -123,9 +126,9 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     return document
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
+def write_state(path: Path, state: dict[str, Any], encrypt: bool = False) -> None:
     """Write state.json."""
-    write_sealed(path / STATE, state)
+    write_sealed(path / STATE, state, encrypt)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -185,10 +188,18 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     file = path / name
     if name != os.path.basename(name):
         return f"{path / STATE} lists {name!r}, outside the checkpoint"
+    if file.is_file() and vault.is_encrypted(file) != vault.is_encrypted(path / STATE):
+        return f"of {file} and {STATE} beside it one is encrypted, and one is not: it was exchanged"
     try:
-        found = fingerprint(file) if file.stat().st_size == wanted["size"] else {"size": file.stat().st_size}
+        size = file.stat().st_size
+        if vault.is_encrypted(file):
+            with reading.open_file(file, CheckpointError) as opened:
+                size = reading.size_of(opened)
+        found = fingerprint(file) if size == wanted["size"] else {"size": size}
     except FileNotFoundError:
         return f"{file} is missing"
+    except vault.VaultError as error:
+        return str(error)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
     except CheckpointError as error:

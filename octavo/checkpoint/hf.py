@@ -47,12 +47,14 @@ def save_hf(
     world: Ranks,
     largest: int = LARGEST,
     skip: Callable[[str], bool] = lambda name: False,
+    encrypt: bool = False,
 ) -> Path:
     """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return it. A collective.
 
     source   the folder the model was loaded from: config, tokenizer and processor files are copied from it
     largest  bytes of a file at most; a tensor above that has its own
     skip     names that are no part of the model (a critic's)
+    encrypt  every file (:mod:`octavo.vault`); which tensors share one then depends on the number of ranks
 
     What is written is what trains: weights in the dtypes they have (BF16 where an optimizer keeps lower halves, which
     no forward saw), frozen FP8 ones as their values. Written aside (`.NAME.part`), forced to the disk, then renamed:
@@ -74,8 +76,9 @@ def save_hf(
     parts = planned(stock, {name: t.dtype for name, t in state.items()}, world.size)
     with _aside(target, world) as made:
         tensors = [tensor for part in parts for tensor in part.tensors]
-        mine = [name for part in parts if part.rank == world.rank for name, _, _ in part.tensors]
-        with _shards(Homes(made, tensors, largest, mine, parts_of(source)), world) as shards:
+        owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
+        homes = Homes(made, tensors, largest, owners, world.rank, parts_of(source), encrypt)
+        with _shards(homes, world) as shards:
             _write(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
         for _, dtype, shape in tensors:
@@ -83,8 +86,9 @@ def save_hf(
         with _agreed(world):
             if world.rank == 0:
                 shards.write_index()
-                write_config(source, made, max(sizes, key=sizes.__getitem__, default=torch.float32))
-                copy_companions(source, made)
+                most = max(sizes, key=sizes.__getitem__, default=torch.float32)
+                write_config(source, made, most, encrypt=encrypt)
+                copy_companions(source, made, encrypt)
                 atomic.sync_tree(made)
     return target
 

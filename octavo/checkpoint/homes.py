@@ -6,29 +6,39 @@ are left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards
 
 
 class Homes:
-    """As `Shards`, for the folders `parts` of a directory, or without them for itself."""
+    """As `Shards`, for the folders `parts` of a directory, or without them for itself. `owners`: tensor -> the rank
+    that writes it; `encrypt`: then values come in the order of `tensors`."""
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, mine: Iterable[str], parts: Sequence[str] = ()
-    ) -> None:
+        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        parts: Sequence[str] = (), encrypt: bool = False,
+    ) -> None:  # fmt: skip
         self._named = bool(parts)
         planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}
         for name, dtype, shape in tensors:
             part, name = self._place(name)
             planned[part].append((name, dtype, shape))
-        own: dict[str, list[str]] = {part: [] for part in planned}
-        for part, name in map(self._place, mine):
-            own[part].append(name)
-        self._shards = {part: Shards(directory / part, planned[part], largest, own[part]) for part in planned}
+        own: dict[str, dict[str, int]] = {part: {} for part in planned}
+        for tensor, owner in owners.items():
+            part, name = self._place(tensor)
+            own[part][name] = owner
+        self._shards: dict[str, Shards | EncryptedShards] = {}
+        for part, named in own.items():
+            if encrypt:
+                self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank)
+            else:
+                mine = [name for name, owner in named.items() if owner == rank]
+                self._shards[part] = Shards(directory / part, planned[part], largest, mine)
         self._folders = [directory / part for part in parts]
 
     def _place(self, name: str) -> tuple[str, str]:

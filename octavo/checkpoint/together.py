@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from octavo.atomic import no_room
 from octavo.checkpoint.errors import CheckpointError
+from octavo.vault import VaultError
 
 
 class Ranks(Protocol):
@@ -50,7 +51,7 @@ def dcp_errors(verb: str, path: Path):
 
 
 def _words(verb: str, path: Path, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError | VaultError):
         return str(error)
     if verb != "read" and (reason := no_room(path, error)):
         return (

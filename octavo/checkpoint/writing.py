@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from octavo import fp8
+from octavo import fp8, vault
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.contents import all_tensors, here, named, tensors
@@ -67,6 +67,7 @@ def save(
     keep: int | None,
     trained_only: bool = False,
     weights_only: bool = False,
+    encrypt: bool = False,
 ) -> Path:
     """Write `directory`/step_N and return it; then delete all but the `keep` newest (None: delete none). A collective.
 
@@ -76,7 +77,7 @@ def save(
         step, model=model, optimizer=optimizer, extra=extra, counters=counters, world=world,
         trained_only=trained_only, weights_only=weights_only,
     )  # fmt: skip
-    return write(directory, moment, world, keep)
+    return write(directory, moment, world, keep, encrypt=encrypt)
 
 
 def take(
@@ -132,9 +133,11 @@ def write(
     world: Ranks,
     keep: int | None,
     group: dist.ProcessGroup | None = None,
+    encrypt: bool = False,
 ) -> Path:
     """Write `directory`/step_N of a moment and return it; then delete all but the `keep` newest (None: delete none). A
-    collective of `world`; DCP's own go through `group` (None: the group of all).
+    collective of `world`; DCP's own go through `group` (None: the group of all). `encrypt`: every file, with the key of
+    each rank's process, which must be the same.
 
     Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...). The checkpoints
     that were there are then untouched.
@@ -143,6 +146,8 @@ def write(
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
     tmp = files.aside(directory, step, "tmp")
+    if encrypt:
+        _one_key(world)
     try:
         with shared("write", tmp, world):
             if world.rank == 0:
@@ -151,7 +156,7 @@ def write(
                 tmp.mkdir()
         with dcp_errors("write", tmp):
             alone = world.size == 1
-            state, writer = dict(moment.tensors), SafeWriter(tmp)
+            state, writer = dict(moment.tensors), SafeWriter(tmp, encrypt)
             dcp.save(state, storage_writer=writer, planner=EachOnce(), process_group=group, no_dist=alone)
         mine: dict[str, dict[str, int]] = {}
         with shared("read back", tmp, world):
@@ -160,7 +165,7 @@ def write(
         listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
         with shared("finish", tmp, world):
             if world.rank == 0:
-                files.write_state(tmp, {**moment.document, "files": listed})
+                files.write_state(tmp, {**moment.document, "files": listed}, encrypt)
                 files.publish(directory, step)
                 if keep is not None:
                     files.prune(directory, step, keep)
@@ -169,3 +174,12 @@ def write(
             shutil.rmtree(tmp, ignore_errors=True)  # best effort: a full disk is freed; what stays is swept later
         raise
     return files.place(directory, step)
+
+
+def _one_key(world: Ranks) -> None:
+    """That all ranks have the same key: else no process could read what they write. Raises CheckpointError."""
+    key = ""
+    with shared("write", Path("checkpoints"), world):
+        key = vault.find().id.hex()
+    if len(found := sorted({*world.gather_objects(key)})) > 1:
+        raise CheckpointError(f"the ranks were given different keys ({', '.join(found)}). Give all of them the same")

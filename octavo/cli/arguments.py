@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import environment, hub
+from octavo import environment, hub, vault
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
@@ -122,6 +122,20 @@ def importing() -> Iterator[None]:
         if first:
             gc.freeze()
         gc.enable()
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """``--key-file``: the key of what is encrypted."""
+    parser.add_argument(
+        "--key-file", metavar="FILE", help=f"the key of encrypted files (else {vault.FILE} or {vault.VALUE})"
+    )
+
+
+def use_key(args: argparse.Namespace) -> None:
+    """Hand the key's file on, to ranks and workers too, as their environment does; it wins over what is set there."""
+    if getattr(args, "key_file", None) is not None:
+        os.environ.pop(vault.VALUE, None)
+        os.environ[vault.FILE] = os.path.abspath(args.key_file)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

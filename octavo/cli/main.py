@@ -22,6 +22,9 @@ DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 #: commands whose exit code 1 means the verdict fail, and nothing else; 3 is undecided, of compare and demo
 VERDICTS = ("compare", "demo", "verify")
 
+#: commands that read nothing which may be encrypted
+KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert")
+
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
     "demo": "the whole story on real handwriting: train a tiny Qwen3-VL in FP8 beside high precision, write the report",
@@ -35,6 +38,8 @@ COMMANDS: dict[str, str] = {
     "merge": "fold an adapter into a model folder, in BF16 or FP8; measures what of it FP8 keeps",
     "export": "write a run or a model folder in BF16 or FP8, as servers load it",
     "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
+    "encrypt": "encrypt a model, data or a run directory; every command reads what is encrypted, given the key",
+    "decrypt": "write what is encrypted in plain; what was changed is refused",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the fix",
@@ -81,6 +86,8 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     if name not in COMMANDS:
         return _unknown(name)
+    from octavo.cli import arguments
+
     command = importlib.import_module(f"{__package__}.{name}")
     parser = argparse.ArgumentParser(
         prog=f"octavo {name}",
@@ -89,8 +96,12 @@ def _dispatch(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
+    if name not in KEYLESS:
+        arguments.add_key(parser)
     # key=value may stand before and after options
-    return int(command.run(parser.parse_intermixed_args(rest)))
+    args = parser.parse_intermixed_args(rest)
+    arguments.use_key(args)
+    return int(command.run(args))
 
 
 def _overview() -> str:

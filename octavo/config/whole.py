@@ -60,6 +60,12 @@ class RunSection(Section):
         description="How checkpoints are written. async: beside the steps that follow, from a copy in host memory of "
         "this rank's part; a step waits for the copy alone, and for a save that is still under way.",
     )
+    encrypt: bool = Field(
+        default=False,
+        description="Checkpoints, hf/, adapter/ and lists of rows, answers and completions are encrypted "
+        "(AES-256-GCM), and messages quote no data. The key comes from --key-file, OCTAVO_KEY_FILE or "
+        "OCTAVO_KEY, never from here.",
+    )
     save_states: bool = Field(
         default=True,
         description="Checkpoints hold optimizer and random states, so that the run can be continued; false: weights "

@@ -7,6 +7,8 @@ waits for it, where the file system has locks that reach so far; where it has no
 mounted without flock) two make the file, the first to finish gives it its name by a hard link, which no file system
 lets a second one take, and the other's is dropped: what somebody has mapped into memory is never exchanged beneath it.
 Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
+
+What is made of an encrypted file lies in memory in place of the folder, made anew by each process.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from filelock import FileLock, Timeout
 from octavo import atomic
 from octavo.data.errors import DataError
 from octavo.hub import is_name
+from octavo.vault import VaultError, anonymous, is_encrypted
 
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
@@ -57,6 +60,8 @@ def kept(
 
     Raises DataError where the folder cannot be written to or the disk is full, and where `source` changes meanwhile.
     """
+    if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
+        return _in_memory(source, write, say, more, form)
     before = _identity(source)
     target = place(folder, source, more, form)
     folder = target.parent
@@ -77,6 +82,23 @@ def kept(
             "to in data.cache (or OCTAVO_CACHE)"
         ) from cause
     return target
+
+
+def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Path:
+    """What is made of an encrypted file, in memory for as long as this process lives: never in plain on a disk."""
+    key = f"{_identity(source)}:{more}:{form}"
+    if key not in _MADE:
+        try:
+            handle, path = anonymous(f"{source}")
+            write(path, lambda share: None)
+        except VaultError as cause:
+            raise DataError(f"{cause}.") from cause
+        _MADE[key] = path
+        say(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it lie in memory")
+    return _MADE[key]
+
+
+_MADE: dict[str, Path] = {}  # of this process, and open as long as it lives
 
 
 def place(folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow") -> Path:

@@ -16,7 +16,18 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 class DataError(ValueError):
-    """A data set that cannot be used as it was asked for. The message names the file, the finding and the fix."""
+    """A data set that cannot be used as it was asked for. The message names the file, the finding and the fix.
+
+    quotes  whether it may hold words of a row, which a run that encrypts what it writes does not print
+    """
+
+    quotes = False
+
+
+class QuotingError(DataError):
+    """The same, of which the message shows what stands in rows."""
+
+    quotes = True
 
 
 class BadSample(DataError):
@@ -27,6 +38,7 @@ class BadSample(DataError):
     """
 
     action = "skipped"
+    quotes = True
 
     def __init__(self, file: str | Path, row: int, reason: str, id: str | None = None) -> None:
         self.file, self.row, self.reason = str(file), row, printable(_cut(reason, MOST))

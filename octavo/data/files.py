@@ -8,7 +8,6 @@ whole.
 from __future__ import annotations
 
 import json
-import os
 import re
 import reprlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from octavo.data.errors import DataError
 from octavo.data.streams import Groups, Lines, Place
 from octavo.data.table import Rows, Text, TextRows, write_texts
 from octavo.data.tar import look_up, open_tar
-from octavo.reading import decode, open_file, read_bytes
+from octavo.reading import decode, open_file, read_bytes, size_of
 
 ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
 _NO_LIMIT = 1 << 62
@@ -84,7 +83,7 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
     small = cache.SMALL if small is None else small
     try:
         with open_file(path, DataError) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(file)
     except DataError as cause:
         raise DataError(f"{cause} Check data.path in the configuration: it must name {EXPECTED}") from cause
     if size == 0:

@@ -15,7 +15,10 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from octavo.data.errors import DataError
 from octavo.data.inline import Inline
+from octavo.reading import read_bytes
+from octavo.vault import is_encrypted
 
 ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
@@ -108,12 +111,19 @@ def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int
         return (height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
+def _file(path: str | ImageFile) -> str | Path | BytesIO:
+    """What Pillow opens. Raises DataError for an encrypted file that is damaged or whose key is not given."""
+    if isinstance(path, Picture):
+        return BytesIO(path.data)
+    return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
+
+
 @contextmanager
 def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Image]:
     known = _known()
     with _own_bomb_limit():
         try:
-            with Image.open(BytesIO(path.data) if isinstance(path, Picture) else path, formats=known) as image:
+            with Image.open(_file(path), formats=known) as image:
                 width, height = image.size
                 if width * height > max_megapixels * 1e6:
                     raise ImageProblem(
@@ -124,6 +134,8 @@ def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Imag
                 yield image
         except ImageProblem as cause:
             raise ImageProblem(f"image {path} {cause}") from cause
+        except DataError:
+            raise
         except UnidentifiedImageError as cause:
             raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header is that of none of "
                                f"{', '.join(known)}); convert it to one of them") from cause  # fmt: skip

@@ -25,7 +25,7 @@ import tokenizers
 
 from octavo.data import cache
 from octavo.data.documents import Document, DocumentEncoder
-from octavo.data.errors import BadSample, DataError
+from octavo.data.errors import BadSample, DataError, QuotingError
 from octavo.data.order import shuffled
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.sources import LOOKED_AT, Source
@@ -154,7 +154,7 @@ def _write(
             progress(row / len(source))
         if len(edges) == 1:
             last = records[-1]
-            raise DataError(
+            raise QuotingError(
                 f"{source.name}: every one of its {len(source)} rows was left out; the last one (row {last['row']}) "
                 f"because it {last['reason']}"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from octavo.data.errors import DataError
-from octavo.reading import first_line
+from octavo.reading import first_line, open_file, size_of
 
 MOST = 256 << 20  # bytes of a file in a tar
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -36,8 +36,9 @@ class _Header(NamedTuple):
 
 def entries(path: Path) -> Iterator[Entry]:
     """The files of a tar in their order, up to where it is broken. Raises `DataError` where it is none."""
-    total, at, last = path.stat().st_size, 0, "its beginning"
-    with _opened(path) as archive, path.open("rb") as file:
+    at, last = 0, "its beginning"
+    with open_file(path, DataError) as file, open_file(path, DataError) as read, _opened(path, read) as archive:
+        total = size_of(file)
         while True:
             try:
                 header = _next(archive)
@@ -95,13 +96,13 @@ def _broken(path: Path, last: str, at: int, total: int, why: str) -> str:
     return f"{path.name} is broken behind {last}, byte {at} of {total} ({why})"
 
 
-def _opened(path: Path) -> tarfile.TarFile:
-    with path.open("rb") as file:
-        head = file.read(8)
+def _opened(path: Path, file: BinaryIO) -> tarfile.TarFile:
+    head = file.read(8)
+    file.seek(0)
     if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), None):
         raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by their places; unpack it once, "
                         "images are compressed as they are")  # fmt: skip
     try:
-        return tarfile.open(path, "r:")
+        return tarfile.open(fileobj=file, mode="r:")
     except Exception as cause:
         raise DataError(f"{path} is no tar file that can be read ({cause})") from cause

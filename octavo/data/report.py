@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from octavo import vault
 from octavo.data.errors import DataError
 from octavo.reading import kind_of
 
@@ -37,7 +38,8 @@ class SkipReport:
     """Writes records of rows left out or cut, and counts them.
 
     Several processes (ranks, a resumed run) may share one file: under a lock each first reads what the others wrote,
-    so no row (and no question of one that is split) is listed twice for the same reason. `path=None` counts only.
+    so no row (and no question of one that is split) is listed twice for the same reason. `path=None` counts only; of a
+    path that ends in `.aes` the lines are encrypted.
     `counts` maps action (skipped, dropped, cut, and those `NOTED`) to rows that this process met, `first` to the first
     of them.
     """
@@ -49,6 +51,7 @@ class SkipReport:
         self._met: set[Key] = set()
         self._listed: set[Key] = set()
         self._read = 0
+        self._encrypted = self.path is not None and self.path.suffix == vault.SUFFIX
 
     def add(self, record: dict[str, Any]) -> None:
         """Count a row, and list it where nobody has."""
@@ -68,7 +71,8 @@ class SkipReport:
             self._catch_up(file)
             if key not in self._listed:
                 # A file's name may hold bytes that are no text; "\\udcff" is how JSON writes them.
-                file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+                line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+                file.write(vault.encrypted_line(line) if self._encrypted else line)
                 file.flush()
 
     def _catch_up(self, file: Any) -> None:
@@ -79,7 +83,7 @@ class SkipReport:
         self._read += len(text)
         for line in text.splitlines():
             try:
-                found = json.loads(line)
+                found = json.loads(vault.decrypted_line(line, self.path) if self._encrypted else line)
                 self._listed.add(_key(found))
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError, RecursionError, vault.Damaged):
                 continue

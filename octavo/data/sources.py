@@ -12,7 +12,7 @@ from octavo.config.texts import is_url
 from octavo.data.cache import Say, default_folder, quiet
 from octavo.data.conversations import ROLES
 from octavo.data.documents import is_document, parse_document
-from octavo.data.errors import BadSample, DataError, shown
+from octavo.data.errors import BadSample, DataError, QuotingError, shown
 from octavo.data.fetched import open_fetched
 from octavo.data.files import open_rows
 from octavo.data.inline import no_file
@@ -205,7 +205,7 @@ def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str
         return next(iter(evidence))
     if plain is not None:
         return "llava"  # text only so far: llava and sharegpt read such rows alike
-    raise DataError(
+    raise QuotingError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
         f"prompt with answer or completion{_plain(rows, documents)}"

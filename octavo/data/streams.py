@@ -14,14 +14,17 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from octavo import reading
 from octavo.data.errors import DataError
 from octavo.data.table import Text, keys_of, parsed, row_of
+from octavo.vault import Reader, begins, is_encrypted
 
 KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
 
@@ -41,6 +44,7 @@ class Pieces:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        self._plain: Reader | None = None  # of an encrypted file
         self._at = self._identity(os.stat(path))
 
     @staticmethod
@@ -51,17 +55,20 @@ class Pieces:
         """Its number, from now on whatever becomes of its name."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            if begins(os.pread(self._file, 8, 0)):
+                self._plain = Reader(os.dup(self._file), self.path)
         return self._file
 
     def read(self, start: int, size: int) -> bytes:
-        """Raises `DataError` where the file changed since this was made."""
+        """Raises `DataError` where the file changed since this was made, and VaultError where an encrypted one is
+        damaged."""
         file = self.open()
         if self._identity(os.fstat(file)) != self._at:
             raise DataError(f"{self.path} changed while it was read; start again when it is whole")
-        return os.pread(file, size, start)
+        return os.pread(file, size, start) if self._plain is None else self._plain.read_at(start, size)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+        return {**self.__dict__, "_file": None, "_plain": None}
 
     def __del__(self) -> None:
         if self._file is not None:
@@ -111,6 +118,8 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
     import pyarrow.parquet as parquet
 
     try:
+        if open_file is None and is_encrypted(path):
+            open_file = partial(reading.open_file, path, DataError, 0)
         file = parquet.ParquetFile(path if open_file is None else open_file())
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as cause:

@@ -26,6 +26,8 @@ from octavo.data import cache
 from octavo.data.errors import DataError
 from octavo.data.streams import Lines, Place, parquet_file, unreadable
 from octavo.data.table import BATCH_ROWS, ColumnRows, Rows, Text, row_of, writer
+from octavo.reading import open_file
+from octavo.vault import is_encrypted
 
 _CELL = 1 << 30  # characters of a cell; the module's own limit, 128 KiB, is that of all readers of this process
 _COUNT = -1  # of a shard that was not opened yet
@@ -35,7 +37,10 @@ def csv_texts(path: Path) -> Iterator[Text]:
     """The rows of a CSV file (of a .tsv file with tabs) as texts of JSON objects, by the names in its first line.
 
     Raises DataError where that line names a column twice or not at all, and where a quote is never closed."""
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with (
+        open_file(path, DataError) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
         for names, cells, line in _cells(path, file):
             if cells and cells is not names:
                 yield _row_of(names, cells, line)
@@ -51,7 +56,7 @@ def csv_places(path: Path) -> Iterator[Place]:
             at += len(raw)
             yield raw.decode("utf-8-sig" if at == len(raw) else "utf-8", "surrogateescape")
 
-    with path.open("rb") as file:
+    with open_file(path, DataError) as file:
         for _, cells, line in _cells(path, lines(file)):
             if cells:
                 yield Place(line, begun, at)
@@ -62,7 +67,7 @@ def open_csv(path: Path) -> Lines:
     """The rows of a CSV file, read where they lie. Raises DataError as `csv_texts` does."""
     places = csv_places(path)
     first = next(places)
-    with path.open("rb") as file:
+    with open_file(path, DataError) as file:
         names = _one(path, file.read(first.end).removeprefix(codecs.BOM_UTF8))
     return Lines(path, places, partial(_row_at, path, names))
 
@@ -191,10 +196,9 @@ def _rows_of(file: Path) -> int:
     """How many rows a file says that it has."""
     if file.suffix.lower() != ".parquet":
         return _COUNT
-    import pyarrow.parquet as parquet
-
     try:
-        return int(parquet.read_metadata(file).num_rows)
+        with parquet_file(file) as opened:
+            return int(opened.metadata.num_rows)
     except (pa.ArrowException, OSError) as cause:
         raise unreadable(file, cause) from cause
 
@@ -220,6 +224,9 @@ def open_saved(path: Path) -> DatasetRows:
     splits."""
     import datasets
 
+    if lost := next(filter(is_encrypted, sorted(path.iterdir())), None):
+        raise DataError(f"{lost} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
+                        "(Dataset.to_parquet) and encrypt that")  # fmt: skip
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
         raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"

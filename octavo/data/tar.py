@@ -32,6 +32,7 @@ from octavo.data.members import entries
 from octavo.data.sounds import SOUND_KEYS
 from octavo.data.streams import Pieces
 from octavo.data.table import BATCH_ROWS, Mapped, keys_of, parsed, writer
+from octavo.vault import is_encrypted
 
 INDEX = pa.schema([
     ("key", pa.string()), ("names", pa.list_(pa.string())), ("starts", pa.list_(pa.int64())),
@@ -156,7 +157,7 @@ def open_tar(path: Path, folder: Path | None) -> TarRows:
 def look_up(files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
     """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
     Raises as `open_tar` does."""
-    missing = [file for file in files if not cache.place(folder, file, form="index").is_file()]
+    missing = [f for f in files if not is_encrypted(f) and not cache.place(folder, f, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)

@@ -20,6 +20,8 @@ import numpy as np
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.sounds import Recording, SoundFile
+from octavo.reading import open_file, read_bytes
+from octavo.vault import is_encrypted
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
 RATES = (4_000, 384_000)  # of files, in samples a second; beyond them a header is broken, or means to cost much
@@ -46,12 +48,12 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
     with _needed("rows hold sound, which soundfile reads"):
         import soundfile
     try:
-        with soundfile.SoundFile(BytesIO(path.data) if isinstance(path, Recording) else path) as file:
+        with soundfile.SoundFile(_file(path)) as file:
             _check(path, file, limits)
             pieces = file.blocks(_BLOCK, dtype="float32", always_2d=True)
             samples = np.concatenate([piece.mean(axis=1) for piece in pieces])
             rate, expected = file.samplerate, file.frames
-    except Mismatch:
+    except (Mismatch, DataError):
         raise
     except Exception as cause:  # libsndfile's, and the operating system's
         raise Mismatch(f"sound {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
@@ -60,6 +62,13 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
     if not np.isfinite(samples).all():
         raise Mismatch(f"sound {path} holds samples that are no numbers (NaN or infinite)")
     return samples if rate == limits.rate else _resampled(path, samples, rate, limits.rate)
+
+
+def _file(path: SoundFile) -> Path | BytesIO:
+    """What soundfile opens. Raises DataError for an encrypted file that is damaged or whose key is not given."""
+    if isinstance(path, Recording):
+        return BytesIO(path.data)
+    return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
 def _resampled(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
@@ -95,7 +104,7 @@ def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
 
 def _lost(path: SoundFile) -> int:
     """How many bytes the header of a WAV promises that are not there: libsndfile reads what is, without a word."""
-    with BytesIO(path.data) if isinstance(path, Recording) else path.open("rb") as file:
+    with BytesIO(path.data) if isinstance(path, Recording) else open_file(path, DataError) as file:
         order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
         while len(chunk := file.read(8)) == 8:
             size, start = int.from_bytes(chunk[4:], order), file.tell()

@@ -24,6 +24,7 @@ from octavo.models.errors import ModelError
 from octavo.models.families import WITHOUT_HEAD, describe
 from octavo.models.folder import at
 from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.readable import readable
 from octavo.models.shards import Shards, open_weights
 from octavo.models.single import keep_single_features
 from octavo.models.sources import Origin, Sources, is_transposed, sources
@@ -358,7 +359,8 @@ def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise ModelError(_unmade(folder, left))
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
-        model.generation_config = GenerationConfig.from_pretrained(settings.parent, local_files_only=True)
+        with readable(settings.parent) as plain:
+            model.generation_config = GenerationConfig.from_pretrained(plain, local_files_only=True)
     return model.eval()
 
 

@@ -22,6 +22,7 @@ from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, stock
 from octavo.models.hearing import LEAST, hearing_of
+from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
 
 
@@ -79,7 +80,8 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
             check_sizes(folder / name)
     config = stock_config(folder)
     with stock(f"{folder}: the feature extractor cannot be loaded"):
-        extractor = WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        with readable(folder) as plain:
+            extractor = WhisperFeatureExtractor.from_pretrained(plain, local_files_only=True)
         processor = Qwen2AudioTextProcessor(extractor, tokenizer, chat_template=template)
     hearing = hearing_of(config)
     made, wanted = (extractor.feature_size, extractor.nb_max_frames), (hearing.bins, hearing.frames)

@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from octavo import reading
+from octavo import reading, vault
 from octavo.models import headers
 from octavo.models.errors import ModelError
 
@@ -285,22 +285,25 @@ def read_companion(file: Path) -> bytes:
     return raw
 
 
-def copy_companions(source: Path, made: Path) -> None:
+def copy_companions(source: Path, made: Path, encrypt: bool = False) -> None:
     """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
     ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
     for file in companions(source):
         copied = made / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
-        copied.write_bytes(read_companion(file))
+        raw = read_companion(file)
+        vault.put(copied, raw, encrypt)
 
 
-def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
+def write_config(
+    source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None, encrypt: bool = False
+) -> None:
     """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
     the code that it names (`auto_map`), which does not go along. So in each of three folders."""
     for part in parts_of(source):
         (made / part).mkdir(exist_ok=True)
-        write_config(source / part, made / part, dtype)
+        write_config(source / part, made / part, dtype, encrypt=encrypt)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
@@ -316,7 +319,7 @@ def write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Map
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    vault.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypt)
 
 
 def summary(error: BaseException) -> str:

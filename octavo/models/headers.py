@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from octavo import reading
+from octavo import reading, vault
 
 #: what safetensors calls a dtype -> torch's
 DTYPES: dict[str, torch.dtype] = {
@@ -79,6 +79,11 @@ class Header:
         return sum(entry.size for entry in self.entries)
 
 
+def is_weights(file: Path) -> bool:
+    """Whether a file is one of weights, by its name."""
+    return file.name.endswith(".safetensors")
+
+
 def is_pickle(file: Path) -> bool:
     """Whether a file is a pickle or torch's zip of one, by its first bytes."""
     with reading.open_file(file) as opened:
@@ -92,8 +97,8 @@ def read(file: Path) -> Header:
         opened = reading.open_file(file)
     except reading.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), "unread", "") from error
-    with opened:
-        size = os.fstat(opened.fileno()).st_size
+    with opened, _readable():
+        size = reading.size_of(opened)
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
         # The first bytes of a safetensors file are a length, which may be any number, a pickle's first bytes too.
         if (first != b"{" or length > size - 8) and is_pickle(file):
@@ -116,6 +121,15 @@ def read(file: Path) -> Header:
         kind = "truncated" if size < end else "header"
         raise HeaderError(f"it has {size} bytes where its header announces {end}{more}", kind)
     return header
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Inside, an encrypted file that is found damaged is one that cannot be read."""
+    try:
+        yield
+    except vault.VaultError as error:
+        raise HeaderError(str(error), "unread", "") from error
 
 
 def parse(file: str, text: str) -> Header:

@@ -5,8 +5,8 @@ checkpoints all but FP8 ones (`octavo.models.quantization`). Every tensor is acc
 the folder lacks (transformers would initialise it at random and only warn), or the other way round, is an error that
 names it.
 
-A folder in high precision that stays so is loaded by transformers itself. FP8 is Octavo's own work
-(`octavo.models.assembly`): transformers' quantizers never run.
+A folder in high precision that stays so is loaded by transformers itself. FP8 and encrypted weights are Octavo's own
+work (`octavo.models.assembly`): transformers' quantizers never run, and nothing is decrypted but what is being read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load(
     config = read_config(folder)
     quantization, shards = opened(folder, say)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
-    if kinds or codes or shards.passed_by or parts_of(folder):
+    if kinds or codes or shards.passed_by or parts_of(folder) or shards.encrypted:
         on = torch.device(device)
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)

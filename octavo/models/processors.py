@@ -19,6 +19,7 @@ from octavo.models.chat import FILES, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import add_media, template_of
+from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
@@ -80,7 +81,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
         check_sizes(folder / "config.json")
     with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with readable(folder) as plain:
+            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+        tokenizer.name_or_path = str(folder)
     if parts_of(whole):
         add_media(tokenizer)
     if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
@@ -172,7 +175,8 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
         if (file := at(folder, name)).exists():
             check_sizes(file)
     with stock(f"{folder}: the image processor cannot be loaded"):
-        image_processor = image_class.from_pretrained(images.parent, local_files_only=True)
+        with readable(images.parent) as plain:
+            image_processor = image_class.from_pretrained(plain, local_files_only=True)
         deviations = image_processor.image_std
         if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
             raise ModelError(

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from octavo import reading
+from octavo import reading, vault
 from octavo.models.errors import ModelError
 from octavo.models.folder import INDEX, SINGLE, check_weight_files, weight_map
 from octavo.models.headers import DTYPES, Header
@@ -70,6 +70,11 @@ class Shards:
                     self.twice.append((self.stored[entry.name], stored))
                 self.stored[entry.name] = stored
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether one of the files is: transformers cannot open it."""
+        return any(map(vault.is_encrypted, {entry.file for entry in self.stored.values()}))
+
     def __enter__(self) -> Shards:
         return self
 
@@ -96,7 +101,10 @@ class Shards:
         file.seek(stored.begin + begin * row)
         self.taken += len(buffer)
         while len(buffer):
-            got = file.readinto(buffer)  # type: ignore[attr-defined]
+            try:
+                got = file.readinto(buffer)  # type: ignore[attr-defined]
+            except vault.VaultError as cause:
+                raise ModelError(f"{cause}. It holds {stored.name}.") from cause
             if not got:
                 raise ModelError(f"{stored.file} ends within {stored.name}: it was cut or changed while it was read.")
             buffer = buffer[got:]

@@ -29,6 +29,7 @@ from octavo.models.folder import check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import read_three, refuse_incomplete
 from octavo.models.own import is_own
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
+from octavo.models.readable import readable
 
 #: how architectures that give a conversation numbers end
 SCORING = "ForSequenceClassification"
@@ -68,7 +69,9 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
     with stock(f"{folder}/config.json cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with readable(folder) as plain:
+            config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+        config.name_or_path = str(folder)
     if hasattr(config, "auto_map"):  # nor is anybody else to look for it
         del config.auto_map
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):

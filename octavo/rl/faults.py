@@ -12,10 +12,14 @@ from octavo.rl.rewards import Rewards
 
 
 class Faults:
-    """Of a run's rewards on all ranks, after `step`; `say` takes lines for people."""
+    """Of a run's rewards on all ranks, after `step`; `say` takes lines for people. `withhold`: sentences are not told,
+    which may quote a completion."""
 
-    def __init__(self, rewards: Rewards, world: World, say: Callable[[str], None], step: int) -> None:
+    def __init__(
+        self, rewards: Rewards, world: World, say: Callable[[str], None], step: int, withhold: bool = False
+    ) -> None:
         self._rewards, self._world, self._say, self._since = rewards, world, say, step + 1
+        self._withhold = withhold
         self._counts: Counter[str] = Counter()
 
     def tell(self) -> None:
@@ -24,7 +28,7 @@ class Faults:
             return
         for sentences, counts in self._world.gather_objects(self._rewards.taken()):
             self._counts += counts
-            for sentence in sentences:
+            for sentence in () if self._withhold else sentences:
                 self._say(f"note: {sentence}")
 
     def close(self) -> None:

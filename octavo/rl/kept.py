@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from octavo import data, fp8, reading
+from octavo import data, fp8, reading, vault
 from octavo.atomic import write_bytes
 from octavo.rl.preference import answer_logps
 from octavo.rl.roles import Base, Copy, Reference
@@ -61,12 +61,12 @@ class Computed:
 
 
 class Kept:
-    """The same from a table: of each file and row, two answers (chosen, rejected)."""
+    """The same from a table: of each file and row, two answers (chosen, rejected). ``encrypt``: the file of it."""
 
     bytes = 0
 
-    def __init__(self, file: Path, sources: Iterable[data.Source]) -> None:
-        self.file = file
+    def __init__(self, file: Path, sources: Iterable[data.Source], encrypt: bool = False) -> None:
+        self.file, self.encrypt = file, encrypt
         sizes: dict[str, int] = {}
         for source in sources:
             sizes[source.name] = max(len(source), sizes.get(source.name, 0))
@@ -99,7 +99,8 @@ class Kept:
         tensors = {"about": np.frombuffer(about, dtype=np.uint8)}
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
-        write_bytes(self.file, safetensors.numpy.save(tensors))
+        raw = safetensors.numpy.save(tensors)
+        write_bytes(self.file, vault.encrypted(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
         """Take what the file holds; what it says of itself: {"key", "done", "total", "ranks"}. Raises TrainError for a
@@ -129,7 +130,7 @@ def kept_for(
     world, cfg = stepper.world, stepper.cfg
     share = {"rank": world.data_rank, "world": world.data_size}
     mixture = data.pair_loader(cfg, processor, **share).mixture
-    kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)])
+    kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / rundir.PLAN)

@@ -116,14 +116,14 @@ class Reinforcing(Phase):
         encoder = self._loader.encoder
         stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
         stepper.rewards, stepper.more = self.rewards, self._loader
-        stepper.faults = self.faults = Faults(self.rewards, stepper.world, say, step)
+        stepper.faults = self.faults = Faults(self.rewards, stepper.world, say, step, stepper.cfg.run.encrypt)
         if settings.beta:
             stepper.reference = reference_for(settings.section.reference, stepper, directory / PLAN, say)
         found = read_json(directory / PROOF) or {}
         reading.check_form(found, {"rollouts": PROVEN}, directory / PROOF, TrainError)
         stepper.same.resume(found.get("rollouts") or {}, step)
         if stepper.world.is_main:
-            stepper.shown = Shown(directory, settings.section.show, step)
+            stepper.shown = Shown(directory, settings.section.show, step, stepper.cfg.run.encrypt)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """Which steps learnt by the weights that wrote their completions; `stale`: so many updates before."""

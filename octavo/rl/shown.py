@@ -1,4 +1,5 @@
-"""completions.jsonl: the first completions of every step, with what they were worth, for people to read."""
+"""completions.jsonl: the first completions of every step, with what they were worth, for people to read. With
+`run.encrypt` it is completions.jsonl.aes, of encrypted lines."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from octavo.rl.experience import Rollout
 from octavo.train.metrics import finite
 from octavo.train.rundir import truncate_metrics
+from octavo.vault import SUFFIX, append
 
 COMPLETIONS = "completions.jsonl"
 
@@ -16,14 +18,13 @@ COMPLETIONS = "completions.jsonl"
 class Shown:
     """Appends the first `count` completions of each step; those behind `step`, where the run goes on, are dropped."""
 
-    def __init__(self, directory: Path, count: int, step: int) -> None:
-        self.file, self.count = directory / COMPLETIONS, count
+    def __init__(self, directory: Path, count: int, step: int, encrypt: bool = False) -> None:
+        self.file, self.count = directory / (COMPLETIONS + SUFFIX * encrypt), count
         truncate_metrics(self.file, step)
 
     def write(self, lines: list[str]) -> None:
         """The first lines of a step, of those that :func:`shown_lines` made on each rank, in the order of ranks."""
-        with self.file.open("a", encoding="utf-8") as file:
-            file.writelines(lines[: self.count])
+        append(self.file, lines[: self.count])
 
 
 def shown_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:

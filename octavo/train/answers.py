@@ -1,7 +1,7 @@
 """answers.jsonl: the first answers of each evaluation, for people to read.
 
 {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts of at most :data:`LENGTH`
-characters, of a prompt its end.
+characters, of a prompt its end. With `run.encrypt` it is answers.jsonl.aes, of encrypted lines.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from octavo.train.evaluation import Answer
 from octavo.train.rundir import truncate_metrics
+from octavo.vault import SUFFIX, append
 
 ANSWERS = "answers.jsonl"
 LENGTH = 600
@@ -22,19 +23,20 @@ LENGTH = 600
 class Answers:
     """Appends to the file of a run; what stands there of steps behind `step`, where the run goes on, is dropped."""
 
-    def __init__(self, directory: Path, tokenizer: Any, step: int) -> None:
-        self.file, self.tokenizer = directory / ANSWERS, tokenizer
+    def __init__(self, directory: Path, tokenizer: Any, step: int, encrypt: bool = False) -> None:
+        self.file, self.tokenizer = directory / (ANSWERS + SUFFIX * encrypt), tokenizer
         truncate_metrics(self.file, step)
 
     def write(self, step: int, answers: Sequence[Answer]) -> None:
-        with self.file.open("a", encoding="utf-8") as file:
-            for one in answers:
-                row = {
-                    "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-LENGTH:],
-                    "wanted": self._text(one.wanted)[:LENGTH], "said": self._text(one.said)[:LENGTH],
-                    "right": one.right, "reward": one.reward,
-                }  # fmt: skip
-                file.write(json.dumps(row) + "\n")
+        rows = (
+            {
+                "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-LENGTH:],
+                "wanted": self._text(one.wanted)[:LENGTH], "said": self._text(one.said)[:LENGTH],
+                "right": one.right, "reward": one.reward,
+            }
+            for one in answers
+        )  # fmt: skip
+        append(self.file, (json.dumps(row) + "\n" for row in rows))
 
     def _text(self, said: Sequence[int] | str) -> str:
         """Text, or what tokens say, with a stroke where control tokens stand."""

@@ -92,7 +92,7 @@ def build(
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = data_settings(cfg)
     data.prepare(asked, processor, say)
-    listed = {"report_path": directory / "skipped.jsonl"}
+    listed = {"report_path": rundir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **listed}
     place = {"place": start.place} if cfg.data.packing else {}
     loader = phase.loader(asked, processor, start_row=start.rows, **place, **share)
@@ -162,7 +162,7 @@ def build(
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
     phase.begin(stepper, processor, directory, progress.step, say)
-    background = checkpoint.Background(world, world.device) if cfg.run.save == "async" else None
+    background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
         course, found, attention.kept_of(kernels), start.first, background,
@@ -377,6 +377,7 @@ def save(job: Job, folder: str = rundir.CHECKPOINTS) -> Path | None:
         weights_only=not whole,
     )
     if job.background is None:
-        return checkpoint.write(job.directory / folder, moment, job.world, keep=None)  # see `saving.Saving`
+        encrypt = job.cfg.run.encrypt
+        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)  # see `Saving`
     job.background.begin(job.directory / folder, moment)
     return None

@@ -16,7 +16,7 @@ from typing import Any
 from octavo import checkpoint, hub, parallel
 from octavo.config import Config
 from octavo.reading import finite
-from octavo.train import base, build, planning, rundir, trackers
+from octavo.train import base, build, planning, rundir, secrecy, trackers
 from octavo.train.adapting import Adapting, Spans
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.checking import Checking
@@ -77,8 +77,10 @@ def run(
     cfg = base.counted(base.settled(cfg))
     phase.check(cfg)
     trackers.refuse_missing(cfg)
+    secrecy.check(cfg)
     try:
-        return _run(cfg, console, label, users, phase, tell, watchers)
+        with secrecy.withholding(cfg):
+            return _run(cfg, console, label, users, phase, tell, watchers)
     finally:
         phase.close()
 
@@ -158,7 +160,8 @@ def _train(run: Run) -> RunResult:
     where a rank is lost, or memory, what waits for it may wait in vain."""
     patience = 0.0
     try:
-        return _trained(run)
+        with secrecy.withholding(run.cfg):  # watchers write what they hear
+            return _trained(run)
     except Exception as error:
         alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
         patience = (1 - parallel.WAITS if alone else 1) * run.cfg.run.timeout

@@ -98,7 +98,9 @@ class Evaluation(Callback):
         done = run.row.get("step") == run.step
         seen = done and "eval" in run.row
         if run.world.is_main and run.job.evalset is not None:
-            self.answers = Answers(run.directory, run.job.processor.tokenizer, run.step - (not seen))
+            self.answers = Answers(
+                run.directory, run.job.processor.tokenizer, run.step - (not seen), run.cfg.run.encrypt
+            )
         if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
             return
         run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}

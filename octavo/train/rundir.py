@@ -12,6 +12,9 @@ adapter/           in place of hf/ under lora: PEFT's  base.json       fingerpri
 adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
 checks.jsonl       steps computed again, if asked; it only grows, whatever steps run again
 .lock              held while a process trains here
+
+With `run.encrypt` checkpoints, milestones, hf/, adapter/ and the reference are encrypted, answers, completions and
+skipped rows are lists of encrypted lines (NAME.jsonl.aes), and nothing else holds weights or a word of the data.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, fp8, reading
-from octavo.atomic import write_text
+from octavo import checkpoint, fp8, reading, vault
+from octavo.atomic import write_bytes, write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
 from octavo.parallel import World
-from octavo.train import datafiles, starting
+from octavo.train import datafiles, secrecy, starting
 from octavo.train.errors import TrainError
 from octavo.train.lock import LOCK, RunLock
 
@@ -126,6 +129,11 @@ class Start:
     forked: bool = False
     first: Mapping[str, Any] | None = None
     place: tuple[int, int, int] = (0, 0, 0)
+
+
+def skipped(cfg: Config) -> Path:
+    """The list of rows that were left out, or are worth a word."""
+    return Path(cfg.run.dir) / ("skipped.jsonl" + vault.SUFFIX * cfg.run.encrypt)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -298,6 +306,7 @@ def _prepare(
     begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
+        secrecy.refuse_plain(chosen, cfg)
         starting.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
         reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
@@ -380,6 +389,10 @@ def truncate_metrics(file: Path, step: int) -> None:
     """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again. It
     serves adapt.jsonl too."""
     if not file.exists():
+        return
+    if file.suffix == vault.SUFFIX:
+        write_bytes(file, b"".join(line + b"\n" for line in reading.read_bytes(file, TrainError).split(b"\n")[:-1]
+                                   if json.loads(vault.decrypted_line(line, file))["step"] <= step))  # fmt: skip
         return
     kept = [row for row in read_rows(file) if row["step"] <= step]
     write_text(file, "".join(json.dumps(row) + "\n" for row in kept))

@@ -93,10 +93,12 @@ def _write_adapter(job: Job) -> None:
 
     state = adapters.adapter_state(job.model)
     job.world.from_main(
-        lambda: str(adapters.save(job.model, job.directory / "adapter", base=job.cfg.model.path, state=state))
+        lambda: str(adapters.save(job.model, job.directory / "adapter", job.cfg.model.path, state, job.cfg.run.encrypt))
     )
 
 
 def _write_hf(job: Job) -> None:
     """hf/: the trained weights as a Hugging Face folder, written by all ranks."""
-    checkpoints.save_hf(job.model, job.cfg.model.path, job.directory / "hf", job.world, skip=critic.owns)
+    checkpoints.save_hf(
+        job.model, job.cfg.model.path, job.directory / "hf", job.world, skip=critic.owns, encrypt=job.cfg.run.encrypt
+    )

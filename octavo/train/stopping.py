@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.data.report import NOTED
-from octavo.train import compiled
+from octavo.train import compiled, rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.nonfinite import first_source, refuse_weights
@@ -81,8 +81,9 @@ class NothingToLearn(Callback):
         for action in NOTED:
             if action not in self.told and (row := report.first.get(action)):
                 self.told.add(action)
-                run.say(f"{row['file']}, row {row['row']}: {row['reason']}; it is trained on as it is. All such rows "
-                        f"are in {run.directory / 'skipped.jsonl'}")  # fmt: skip
+                why = action if run.cfg.run.encrypt else row["reason"]  # which may quote the row
+                run.say(f"{row['file']}, row {row['row']}: {why}; it is trained on as it is. All such rows are in "
+                        f"{rundir.skipped(run.cfg)}")  # fmt: skip
         if progress.empty == 1:
             run.say(f"step {step.number} held no token with a loss")
         enough = progress.learnt > 0 and run.job.phase.exhausts
@@ -91,11 +92,11 @@ class NothingToLearn(Callback):
         gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
         raise TrainError(
             f"{progress.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
-            f"far: {', '.join(gone) or 'none'}; {run.directory / 'skipped.jsonl'} lists them with the reason). "
+            f"far: {', '.join(gone) or 'none'}; {rundir.skipped(run.cfg)} lists them with the reason). "
             f"{run.job.phase.starved}"
         )
 
     def end(self, run: Run, result: RunResult) -> None:
         if left_out := run.job.loader.report.counts:
             listed = ", ".join(f"{count} {action}" for action, count in sorted(left_out.items()))
-            run.say(f"rows: {listed}; see {run.directory / 'skipped.jsonl'}")
+            run.say(f"rows: {listed}; see {rundir.skipped(run.cfg)}")

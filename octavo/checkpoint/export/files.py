@@ -39,6 +39,13 @@ def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def names_of(count: int) -> list[str]:
+    """What so many files of weights are called, in order."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
 @dataclass
 class _Place:
     file: int
@@ -75,10 +82,7 @@ class Shards:
     @property
     def names(self) -> list[str]:
         """The files, in order."""
-        count = len(self.shards)
-        if count == 1:
-            return [SINGLE]
-        return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        return names_of(len(self.shards))
 
     def __enter__(self) -> Shards:
         self.open()

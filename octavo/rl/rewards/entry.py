@@ -39,6 +39,11 @@ class RewardError(ValueError):
         super().__init__(message)
         self.bad = list(bad)
 
+    @property
+    def quotes(self) -> bool:
+        """Whether the message may hold words of a row or of a completion."""
+        return bool(self.bad)
+
 
 @dataclass(frozen=True)
 class Entry:

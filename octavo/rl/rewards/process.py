@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.vault import without_key
+
 #: seconds in which a file of functions must be read and run: it may import libraries and load tables
 STARTING = 300.0
 _SCRIPT = Path(__file__).with_name("worker.py")
@@ -48,7 +50,12 @@ class Worker:
         with theirs:
             command = [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid()), str(self.path.parent)]
             self._process = subprocess.Popen(  # what functions print goes where errors go
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=without_key(),  # of what is encrypted: it runs a stranger's file
             )
         self._socket, self._rest = ours, b""
         try:

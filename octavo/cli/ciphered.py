@@ -1,0 +1,84 @@
+"""What `octavo encrypt` and `octavo decrypt` share: one file or a whole folder, into a new one, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from octavo import atomic, reading, vault
+from octavo.cli import arguments, terminal
+from octavo.reading import printable
+
+Write = Callable[[BinaryIO, BinaryIO, Path], Iterator[int]]
+"""Writes one stored file as another, by what the first bytes say that it is; yields the bytes read, piece by piece."""
+PIECE = 1 << 22
+
+
+class Refused(arguments.UsageError):
+    """What is asked for cannot be, or the disk is full."""
+
+
+def convert(source: Path, target: Path, write: Write, named: Callable[[Path], str], what: str) -> int:
+    """Write `source`, a file or a folder with all that is in it, as `target`, which must not be there; gives the number
+    of files. `named`: what a file is called there. Raises Refused, and VaultError for what cannot be read."""
+    if not source.exists():
+        raise Refused(f"{printable(source)} is not there")
+    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and not any(target.iterdir())):
+        raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
+    files = (
+        sorted(f for f in source.rglob("*") if not f.is_dir() and f.name != ".lock") if source.is_dir() else [source]
+    )
+    total, done = sum(file.stat().st_size for file in files), 0
+    with terminal.progress(what) as progress:
+
+        def one(file: Path, made: Path) -> None:
+            nonlocal done
+            with _stored(file) as opened, made.open("wb") as out:
+                for size in write(opened, out, file):
+                    done += size
+                    progress(done, total)
+                out.flush()
+                os.fsync(out.fileno())
+
+        if source.is_dir():
+            with atomic.folder(target, Refused, replace=False) as made:
+                for file in files:
+                    place = made / file.relative_to(source)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    one(file, place.with_name(named(file)))
+                atomic.sync_tree(made)
+        else:
+            aside = target.with_name(f".{target.name}.part")
+            try:
+                one(source, aside)
+                atomic.swap(aside, target)
+            except OSError as error:
+                if (reason := atomic.no_room(target, error)) is None:
+                    raise
+                raise Refused(f"{printable(target)} could not be written: {reason}") from error
+            finally:
+                aside.unlink(missing_ok=True)
+    return len(files)
+
+
+def _stored(file: Path) -> BinaryIO:
+    """A regular file as it stands on the disk."""
+    if (kind := reading.kind_of(file)) is not None:
+        raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
+    return file.open("rb")
+
+
+def pieces(opened: BinaryIO) -> Iterator[bytes]:
+    """A file from where it stands to its end."""
+    return iter(lambda: opened.read(PIECE), b"")
+
+
+def is_encrypted(opened: BinaryIO) -> bool:
+    """By the first bytes."""
+    found = vault.begins(opened.read(8))
+    opened.seek(0)
+    return found

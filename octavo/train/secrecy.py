@@ -1,0 +1,78 @@
+"""What a run keeps to itself: with `run.encrypt` nothing that it writes or prints holds weights or a word of its data.
+
+The key is looked for before anything else is; a run that reads something encrypted must encrypt what it writes; and an
+error that quotes a row is told without the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from octavo import data, vault
+from octavo.checkpoint.files import STATE
+from octavo.config import Config
+from octavo.models.headers import is_weights
+from octavo.train.errors import TrainError
+
+
+def check(cfg: Config) -> None:
+    """Raises TrainError where `run.encrypt` has no key, and without it for inputs that are encrypted."""
+    if cfg.run.encrypt:
+        try:
+            vault.find()
+        except vault.VaultError as error:
+            raise TrainError(f"run.encrypt: {error}") from error
+        return
+    for key, file in _inputs(cfg):
+        if vault.is_encrypted(file):
+            raise TrainError(
+                f"{key}: {file} is encrypted, and run.encrypt is false: checkpoints, answers and lists of this run "
+                "would hold in plain what it learnt and read. Set run.encrypt: true"
+            )
+
+
+def refuse_plain(path: Path, cfg: Config) -> None:
+    """Raises TrainError for a plain checkpoint that a run would continue from which trusts encrypted ones alone."""
+    if cfg.run.encrypt and not vault.is_encrypted(path / STATE):
+        raise TrainError(
+            f"{path} is not encrypted, and run.encrypt is true: nobody vouches for what it holds. Where you do, "
+            f"encrypt it (octavo encrypt {path} COPY) and continue from the copy, or begin anew: run.start_from={path}"
+        )
+
+
+@contextmanager
+def withholding(cfg: Config) -> Iterator[None]:
+    """Inside, an error whose message may hold words of the data says so in their place, with `run.encrypt`."""
+    try:
+        yield
+        return
+    except Exception as error:
+        if not cfg.run.encrypt or not getattr(error, "quotes", False):
+            raise
+        found = type(error).__name__
+        if isinstance(error, data.BadSample):
+            found = f"{error.file}, row {error.row} cannot be used ({found})"
+        hidden = TrainError(
+            f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. With "
+            f"data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt reads"
+        )
+    raise hidden from None  # whose message would stand in a traceback
+
+
+def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
+    """(key, file) of what is read: one of each kind is asked for, and no folder of images is walked."""
+    folders = [("model.path", Path(cfg.model.path))]
+    if cfg.lora is not None and cfg.lora.adapter is not None:
+        folders.append(("lora.adapter", Path(cfg.lora.adapter)))
+    for key, folder in folders:
+        if folder.is_dir():
+            yield from ((key, file) for file in folder.iterdir() if is_weights(file) or file.suffix == ".json")
+    for of in ("train", "eval"):
+        for n, entry in enumerate(getattr(cfg.data, of)):
+            if Path(entry.path).exists():
+                yield from ((f"data.{of}.{n}", file) for file in data.files_of(Path(entry.path)))
+    for key in ("resume", "fork", "start_from"):
+        if (named := getattr(cfg.run, key)) is not None:
+            yield f"run.{key}", Path(named) / STATE

@@ -1,0 +1,132 @@
+"""The key: 32 bytes out of a file or the environment, and nowhere else.
+
+    OCTAVO_KEY_FILE=/run/secrets/octavo.key     a file: 64 hex digits, base64, or 32 raw bytes (`--key-file` sets it)
+    OCTAVO_KEY=...                              the key itself in hex or base64, where a launcher hands secrets on so
+
+Both reach ranks and data workers as environment variables do. Processes that run others' code (rewards) are started
+without them (:func:`without_key`). A `Key` shows its id, never itself: not in repr, format, a pickle or a copy.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import resource
+import stat
+from typing import Any, NoReturn
+
+from octavo.vault.errors import NoKey
+
+SIZE = 32  # bytes: AES-256, and what HKDF takes
+FILE, VALUE = "OCTAVO_KEY_FILE", "OCTAVO_KEY"
+_GIVE = f"Give one with --key-file FILE or {FILE}; `octavo encrypt --new-key FILE` makes one"
+
+
+class Key:
+    """A key, and what is derived from it by HKDF-SHA256 (RFC 5869). `id`: 8 bytes that name it in the files that it
+    encrypts, from which nobody comes back to the key."""
+
+    __slots__ = ("__secret", "id")
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SIZE:
+            raise NoKey(f"a key has {SIZE} bytes, and this one has {len(secret)}. {_GIVE}")
+        self.__secret = bytes(secret)
+        self.id = self.derived(b"octavo key id", b"", 8)
+
+    def derived(self, info: bytes, salt: bytes, size: int = SIZE) -> bytes:
+        """Bytes for one purpose, `info`, and one file, `salt`."""
+        hashes, hkdf = _library()
+        return bytes(hkdf(algorithm=hashes.SHA256(), length=size, salt=salt, info=info).derive(self.__secret))
+
+    def __repr__(self) -> str:
+        return f"Key({self.id.hex()})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a key is not pickled and not copied; whoever needs it finds it (octavo.vault.find)")
+
+    def __getstate__(self) -> NoReturn:
+        self.__reduce__()
+
+
+def find() -> Key:
+    """The key of this process, which leaves no core file from now on. Raises NoKey where none is given, or two are, and
+    for what is no key."""
+    file, value = os.environ.get(FILE), os.environ.get(VALUE)
+    if not file and not value:
+        raise NoKey(f"there is no key. {_GIVE}")
+    if file and value:
+        raise NoKey(f"{FILE} and {VALUE} are both set, and one key is used. Unset one of them")
+    source = file or hashlib.sha256((value or "").encode()).hexdigest()
+    if source not in _found:
+        _found.clear()
+        _found[source] = from_file(file) if file else Key(_decoded((value or "").encode(), VALUE))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    return _found[source]
+
+
+_found: dict[str, Key] = {}  # the one of this process, by where it came from
+
+
+def from_file(path: str | os.PathLike[str]) -> Key:
+    """The key in a file. Raises NoKey for one that is missing, that others may read, or that holds no key."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as cause:
+        raise NoKey(f"the key file {path} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise NoKey(f"the key file {path} is no regular file")
+        if found.st_mode & stat.S_IROTH:
+            raise NoKey(f"the key file {path} can be read by everybody on this machine; chmod o-rwx it")
+        return Key(_decoded(os.read(handle, 1024), f"the key file {path}"))
+    finally:
+        os.close(handle)
+
+
+def write_new(path: str | os.PathLike[str]) -> Key:
+    """Make a key and the file of it, in hex, for this user alone. Raises NoKey where something is there."""
+    secret = os.urandom(SIZE)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as cause:
+        raise NoKey(f"a new key cannot be written to {path}: {cause.strerror}; no key is replaced") from cause
+    with open(handle, "wb") as out:
+        out.write(secret.hex().encode() + b"\n")
+        out.flush()
+        os.fsync(handle)
+    return Key(secret)
+
+
+def without_key() -> dict[str, str]:
+    """The environment for a process that runs others' code."""
+    return {name: value for name, value in os.environ.items() if name not in (FILE, VALUE)}
+
+
+def _decoded(raw: bytes, where: str) -> bytes:
+    """The bytes that text, or the bytes themselves, stand for. Nothing of them is shown."""
+    if len(raw) == SIZE:
+        return raw
+    text = raw.strip()
+    try:
+        if len(text) == 2 * SIZE:
+            return binascii.unhexlify(text)
+        found = base64.b64decode(text.translate(bytes.maketrans(b"-_", b"+/")) + b"=" * (-len(text) % 4), validate=True)
+        if len(found) == SIZE:
+            return found
+    except (ValueError, binascii.Error):
+        pass
+    raise NoKey(f"{where} holds no key: that is {2 * SIZE} hex digits, base64 of {SIZE} bytes, or {SIZE} bytes")
+
+
+def _library() -> tuple[Any, Any]:
+    """SHA-256 and HKDF of `cryptography`."""
+    try:
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as cause:
+        raise NoKey("encrypted files need the package cryptography: pip install 'octavo[sealed]'") from cause
+    return hashes, HKDF

@@ -1,0 +1,116 @@
+"""Encrypted data is the same rows, whatever the file, and leaves nothing in the cache or on a disk."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from octavo import vault
+from octavo.data import DataError, cache
+from octavo.data.files import open_rows
+from octavo.data.images import load
+from tests.data.test_tar import packed
+
+SECRET = "the owl flies at midnight"
+ROWS = [{"messages": f"{n} {SECRET}", "id": f"{n}"} for n in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(vault.FILE, raising=False)
+    monkeypatch.setenv(vault.VALUE, bytes(range(32)).hex())
+
+
+def image(color: str) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (4, 3), color).save(out, "PNG")
+    return out.getvalue()
+
+
+def written(folder: Path, kind: str) -> Path:
+    """The rows in a file of this kind, in plain."""
+    path = folder / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            out = csv.DictWriter(file, ["messages", "id"])
+            out.writeheader()
+            out.writerows(ROWS)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=7)
+    else:
+        packed(path, *((f"{n}.json", row) for n, row in enumerate(ROWS)), ("3.png", image("red")))
+    return path
+
+
+def encrypted(path: Path) -> Path:
+    target = path.parent / "encrypted" / path.name
+    target.parent.mkdir(exist_ok=True)
+    target.write_bytes(vault.encrypted(path.read_bytes(), 4096))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(kind, how) for kind in ("jsonl", "json", "csv", "parquet", "tar") for how in ("small", "large", "folder")]
+    + [(kind, "stream") for kind in ("jsonl", "csv", "parquet")],
+)
+def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kind, how):
+    if how != "small":
+        monkeypatch.setattr(cache, "SMALL", 0)
+    plain = written(tmp_path, kind)
+    path = encrypted(plain)
+    place = path.parent if how == "folder" else path
+    kept = tmp_path / "cache"
+    rows = open_rows(place, kept, stream=how == "stream")
+    wanted = open_rows(plain, tmp_path / "other", stream=how == "stream")
+    assert [rows[n] for n in range(len(rows))] == [wanted[n] for n in range(len(wanted))]
+    assert rows.keys() == wanted.keys()
+    assert not kept.exists() or not [file for file in kept.rglob("*") if file.is_file()]
+    assert SECRET.encode() not in path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
+def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kind):
+    path = encrypted(written(tmp_path, kind))
+    raw = bytearray(path.read_bytes())
+    raw[68 + 100] ^= 1  # in the first chunk
+    path.write_bytes(raw)
+    with pytest.raises((DataError, vault.Damaged), match=f"{path.name} is damaged: chunk 0 of"):
+        rows = open_rows(path, tmp_path / "cache")
+        [rows[n] for n in range(len(rows))]
+    monkeypatch.delenv(vault.VALUE)
+    with pytest.raises(DataError, match="there is no key"):
+        open_rows(path, tmp_path / "cache")
+
+
+def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(vault.encrypted(image("red")))
+    assert load(path).getpixel((0, 0)) == (255, 0, 0)
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.png is damaged: chunk 0 of 1"):
+        load(path)
+
+
+def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SMALL", 0)
+    path = encrypted(written(tmp_path, "jsonl"))
+    monkeypatch.delattr("os.memfd_create")
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl is encrypted and would have to be written to a disk in plain here"
+    ):
+        open_rows(path, tmp_path / "cache")
+    assert open_rows(path, tmp_path / "cache", stream=True)[3] == ROWS[3]

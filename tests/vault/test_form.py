@@ -1,0 +1,173 @@
+"""The form of encrypted files: what docs/encryption.md says, and that nothing but what was written is ever read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import pickle
+import random
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo import vault
+from octavo.vault import form
+from tests.vault.conftest import SECRET
+
+CHUNK, HEADER, TAG = 4096, 68, 16
+#: b"octavo" under bytes 0 to 31, in chunks of 4096 bytes, with this salt: it must be read for ever
+KNOWN = (
+    "8f4f43544145530100001000eeeacf5d17c307225134f9a2ca28ab769a53a317f36232ed7afd8384872ed10e08134f71f8319118bddf12cb"
+    "f22dc22e71a3e9ee5e54483ba45e9432d4b3ef052cff6fa8156831465b7de91ce6b4"
+)
+
+
+def by_the_page(stored: bytes, key: bytes) -> bytes:
+    """The plain text by docs/encryption.md alone, with HKDF of the standard library."""
+
+    def hkdf(salt: bytes, info: bytes) -> bytes:
+        secret = hmac.digest(salt or bytes(32), key, hashlib.sha256)
+        return hmac.digest(secret, info + b"\x01", hashlib.sha256)
+
+    assert stored[:8] == b"\x8fOCTAES\x01"
+    assert stored[12:20] == hkdf(b"", b"octavo key id")[:8]
+    size, aead = int.from_bytes(stored[8:12], "big"), AESGCM(hkdf(stored[20:52], stored[:20]))
+    assert aead.decrypt(bytes(11) + b"\x02", stored[52:68], stored[:52]) == b""
+    pieces = [stored[n : n + size + 16] for n in range(68, len(stored), size + 16)]
+    last = len(pieces) - 1
+    return b"".join(
+        aead.decrypt(bytes(3) + n.to_bytes(8, "big") + bytes([n == last]), piece, None)
+        for n, piece in enumerate(pieces)
+    )
+
+
+def test_a_known_answer(key):
+    stored = bytes.fromhex(KNOWN)
+    assert vault.decrypted(stored, "a") == by_the_page(stored, SECRET) == b"octavo"
+    assert key.id.hex() == "eeeacf5d17c30722"
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    chunks=st.integers(0, 3), more=st.integers(-2, 2), cuts=st.lists(st.integers(1, 3 * CHUNK), max_size=4),
+    start=st.integers(0, 4 * CHUNK), count=st.integers(0, 2 * CHUNK),
+)  # fmt: skip
+def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, start, count):
+    plain = random.Random(chunks).randbytes(max(0, chunks * CHUNK + more))
+    out = io.BytesIO()
+    writer = vault.Writer(out, CHUNK)
+    rest = plain
+    for cut in cuts:
+        writer.write(rest[:cut])
+        rest = rest[cut:]
+    writer.write(rest)
+    assert writer.tell() == len(plain)
+    writer.finish()
+    stored = out.getvalue()
+    assert len(stored) == HEADER + len(plain) + TAG * max(1, -(-len(plain) // CHUNK))
+    assert by_the_page(stored, SECRET) == plain
+    reader = io.BufferedReader(vault.Reader(stored, "a"))
+    assert reader.seek(0, 2) == len(plain)
+    reader.seek(start)
+    assert reader.read(count) == plain[start : start + count]
+    reader.seek(0)
+    assert reader.read() == plain
+
+
+def test_no_two_files_are_equal_and_the_text_is_in_none(key):
+    stored = [vault.encrypted(b"the same words" * 99) for _ in range(2)]
+    assert stored[0] != stored[1] and not any(b"words" in one for one in stored)
+
+
+def refused(stored: bytes) -> str:
+    with pytest.raises(vault.Damaged) as found:
+        vault.decrypted(stored, "FILE")
+    assert "FILE is damaged" in str(found.value) or "FILE is encrypted in version" in str(found.value)
+    return str(found.value)
+
+
+def test_a_flipped_bit_anywhere_is_refused(key):
+    plain = random.Random(0).randbytes(3 * CHUNK + 5)
+    stored = vault.encrypted(plain, CHUNK)
+    at = {*range(7, HEADER), *random.Random(1).sample(range(HEADER, len(stored)), 60), len(stored) - 1}
+    for byte in at:
+        broken = bytearray(stored)
+        broken[byte] ^= 1 << byte % 8
+        with pytest.raises(vault.WrongKey if 12 <= byte < 20 else vault.Damaged, match="FILE"):
+            vault.decrypted(bytes(broken), "FILE")
+    assert not vault.begins(b"\x8eOCTAES\x01")  # and a file that does not begin so is none
+
+
+def test_chunks_that_move_are_refused_by_their_number(key):
+    whole = CHUNK + TAG
+    stored, other = (vault.encrypted(random.Random(n).randbytes(3 * CHUNK + 5), CHUNK) for n in range(2))
+    head, chunks, tail = (
+        stored[:HEADER],
+        [stored[HEADER + n * whole :][:whole] for n in range(3)],
+        stored[HEADER + 3 * whole :],
+    )
+    for number, broken in (
+        (0, [chunks[1], chunks[0], chunks[2], tail]), (1, [chunks[0], chunks[0], chunks[2], tail]),
+        (1, [chunks[0], other[HEADER + whole : HEADER + 2 * whole], chunks[2], tail]),
+        (2, [chunks[0], chunks[2], tail]), (4, [*chunks, chunks[0], tail]), (3, [*chunks, other[-len(tail) :]]),
+    ):  # fmt: skip
+        assert f"chunk {number} of" in refused(head + b"".join(broken))
+    assert "chunk 2 of 3" in refused(head + b"".join(chunks))  # cut at a border: the last is not marked as the last
+    assert "chunk 0 of 1" in refused(head + chunks[0])
+    assert "chunk" in refused(other[:HEADER] + stored[HEADER:])
+    assert "(bytes 68 to 4179)" in refused(head + b"".join([chunks[1], chunks[0], chunks[2], tail]))
+
+
+@pytest.mark.parametrize("left", [0, 7, 8, 67, 68, 69, 83, 84, 5000])
+def test_what_is_cut_short_is_refused(key, left):
+    stored = vault.encrypted(bytes(3 * CHUNK), CHUNK)
+    if left >= 8:
+        refused(stored[:left])
+    else:
+        assert not vault.begins(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
+
+
+def test_an_empty_file_is_one(key):
+    assert vault.decrypted(vault.encrypted(b""), "a") == b""
+
+
+def test_what_was_broken_off_is_no_file(key, tmp_path):
+    with pytest.raises(RuntimeError, match="power"), vault.writing(tmp_path / "a", CHUNK) as out:
+        out.write(bytes(5 * CHUNK))
+        raise RuntimeError("power")
+    assert (tmp_path / "a").stat().st_size > 4 * CHUNK
+    refused((tmp_path / "a").read_bytes())
+
+
+def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
+    stored = vault.encrypted(b"words")
+    assert "in version 2 of the form" in refused(stored[:7] + b"\x02" + stored[8:])
+    monkeypatch.delenv(vault.VALUE)
+    monkeypatch.setenv(vault.FILE, str(other))
+    with pytest.raises(vault.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"):
+        vault.decrypted(stored, "FILE")
+
+
+def test_a_line_is_a_file_of_its_own(key):
+    line = vault.encrypted_line(b"words\n")
+    assert vault.decrypted_line(line[:-1], "L") == b"words\n" and b"words" not in line
+    for broken in (line[:-9], line[:50] + (b"A" if line[50:51] != b"A" else b"B") + line[51:-1], b"{}", b""):
+        with pytest.raises(vault.Damaged, match="L"):
+            vault.decrypted_line(broken, "L")
+
+
+def test_few_chunks_are_too_many_under_one_key(key, monkeypatch):
+    monkeypatch.setattr(form, "MOST", 2)
+    with pytest.raises(vault.VaultError, match="more than 2 chunks"):
+        vault.encrypted(bytes(3 * CHUNK), CHUNK)
+
+
+def test_a_reader_shows_no_number_of_the_stored_file(key, tmp_path):
+    (tmp_path / "a").write_bytes(vault.encrypted(b"words"))
+    with pytest.raises(io.UnsupportedOperation, match="is encrypted"), open(tmp_path / "a", "rb") as file:
+        vault.Reader(file.read(), "a").fileno()
+    told = pickle.loads(pickle.dumps(vault.Damaged("it is damaged")))  # as a data worker hands it over
+    assert isinstance(told, vault.Damaged) and isinstance(told, OSError) and str(told) == "it is damaged"
