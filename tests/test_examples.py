@@ -31,6 +31,13 @@ def test_an_example_is_a_valid_configuration(path: Path) -> None:
     assert cfg.fp8.recipe != "off"
 
 
+def test_the_configuration_beside_mpt_1b_is_the_published_shape() -> None:
+    written, shape = models.read_config(EXAMPLES / "mpt_1b"), shapes.shape_config("mpt_1b")
+    ids = {"bos_token_id": 0, "eos_token_id": 0}  # GPT-NeoX's
+    wanted = {name: getattr(shape, name) for name in type(shape).__annotations__} | ids
+    assert {name: getattr(written, name) for name in wanted} == wanted
+
+
 def test_the_outlier_channel_changes_nothing_in_high_precision_and_fills_a_tensors_scale(tmp_path: Path) -> None:
     tiny.write("qwen3", tmp_path / "plain", size="mini")
     runpy.run_path(str(EXAMPLES / "outliers.py"))["plant"](tmp_path / "plain", tmp_path / "planted", 0)

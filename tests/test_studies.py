@@ -108,10 +108,27 @@ def test_planted_outliers_change_no_function(kind: str, monkeypatch: pytest.Monk
     assert seen[1] > 100 * seen[0]
 
 
+def test_the_study_of_mpt_judges_forks_and_whole_trainings(tmp_path: Path) -> None:
+    """Outcomes with gaps that are known, and the units that would make them, untrained."""
+    mpt, outcome = _module("mpt"), _module("units").Outcome
+    planned = mpt.units(tmp_path)
+    assert len(planned) == 5 * mpt.SEEDS and planned[0].keeps and planned[1].begins == mpt.DEPTH
+    model = json.loads((tmp_path / "mpt/config.json").read_text())
+    assert model["learned_pos_emb"] and not model["no_bias"] and model["max_seq_len"] == 128
+    found = {}
+    for unit in planned:
+        share = 1.0 if unit.name.startswith("high") else 1.001
+        losses = tuple(2.0 * share for _ in range(mpt.STEPS - unit.begins))
+        found[unit.name] = outcome(unit.name, unit.begins, losses, {"own": 2.0 * share, "high": 2.0})
+    rows = mpt.judge(tmp_path, found)["rows"]
+    assert [row["what"] for row in rows] == ["blockwise"] * 5 + ["delayed"] * 5
+    assert all(row["units"] == 4 and row["estimate"] == pytest.approx(0.001) for row in rows)
+
+
 @pytest.mark.long
 def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units, pretraining, texts = _module("units"), _module("pretraining"), _module("texts")
-    monkeypatch.setattr(texts, "LAYERS", {"qwen3": 1, "qwen3_moe": 1})
+    monkeypatch.setattr(texts, "LAYERS", {"qwen3": 1, "qwen3_moe": 1, "mpt": 1})
     monkeypatch.setattr(texts, "HELD", 200)
     monkeypatch.setattr(texts, "CONFIG", texts.CONFIG.replace("warmup: 20", "warmup: 0"))
     for name, value in {

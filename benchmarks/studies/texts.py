@@ -1,20 +1,23 @@
 """What the studies of text train: a small decoder from nothing, on source and documentation of the installed Python.
 
-1.09 million parameters, split by file: documents of the training set are not in the held-out one. Held-out text is the
-middle of each held-out file, so that no licence header is judged 55 times.
+1.09 million parameters (Qwen3; the other families are of other sizes), split by file: documents of the training set are
+not in the held-out one. Held-out text is the middle of each held-out file, so that no licence header is judged 55
+times.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from octavo import atomic
 from octavo.config import Config, load_config_text
 from octavo.data import text
 from octavo.models import tiny
 
-LAYERS = {"qwen3": 6, "qwen3_moe": 2}
+LAYERS = {"qwen3": 6, "qwen3_moe": 2, "mpt": 2}
+LENGTH = 128  # tokens of a sample
 HELD = 1200  # characters of each held-out file
 CONFIG = """
 model: {{path: {home}/{family}, init: random}}
@@ -23,7 +26,7 @@ data:
   train: [{{path: {home}/text/train.jsonl}}]
   eval: [{{path: {home}/held_out.jsonl}}]
 train:
-  {{phase: pretrain, steps: {steps}, seq_length: 128, micro_batch: 8, global_batch: 8, lr: 3e-3, schedule: cosine,
+  {{phase: pretrain, steps: {steps}, seq_length: {length}, micro_batch: 8, global_batch: 8, lr: 3e-3, schedule: cosine,
     warmup: 20, min_lr: 3e-4}}
 optimizer: {{weight_decay: 0.1}}
 """
@@ -43,7 +46,14 @@ def prepare(home: Path, steps: int, family: str = "qwen3") -> Config:
         tiny.write(family, home / family)
     file, layers = home / family / "config.json", LAYERS[family]
     config = json.loads(file.read_text(encoding="utf-8"))
-    if config["num_hidden_layers"] != layers:  # new, or a kill came between the two
-        config |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
-        atomic.write_text(file, json.dumps(config, indent=2) + "\n")
-    return load_config_text(CONFIG.format(home=home, family=family, steps=steps), ())
+    wanted = _of(family, layers)
+    if any(config[key] != value for key, value in wanted.items()):  # new, or a kill came between the two
+        atomic.write_text(file, json.dumps(config | wanted, indent=2) + "\n")
+    return load_config_text(CONFIG.format(home=home, length=LENGTH, family=family, steps=steps), ())
+
+
+def _of(family: str, layers: int) -> dict[str, Any]:
+    """What of a family's config.json is the studies' own."""
+    if family == "mpt":
+        return {"n_layers": layers, "max_seq_len": LENGTH}
+    return {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}

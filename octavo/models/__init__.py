@@ -11,6 +11,7 @@ from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.hearing import hearing_of
 from octavo.models.loading import load, load_split, parameter_count, split
+from octavo.models.mpt import why_too_long
 from octavo.models.packed import Packed, why_not_packed
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
 from octavo.models.processors import TextProcessor, load_processor, load_tokenizer, pixels_by
@@ -81,5 +82,6 @@ __all__ = [
     "why_not_packed",
     "why_not_paged",
     "why_not_trained",
+    "why_too_long",
     "without_masks",
 ]

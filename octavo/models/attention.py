@@ -8,6 +8,7 @@ The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sl
 and the vision part alike, and once for each sample of a packed row (:mod:`octavo.models.packed`). Vision towers of the
 Qwen-VL families call their attention once for each image, without a mask. What the function is not for stays stock:
 forwards without gradient, paged caches, position biases, and queries of another length than their keys (decoding).
+Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.alibi`) come with packed rows alone, and count in each sample.
 """
 
 from __future__ import annotations
@@ -251,6 +252,7 @@ def _called_as_transformers_does(
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        slopes: Tensor | None = kwargs.pop("alibi_slopes", None)
         special = [name for name in ("softcap", "position_bias", "cache", "s_aux") if kwargs.get(name) is not None]
         stock = attention is None or special or not is_grad_enabled()
 
@@ -265,6 +267,10 @@ def _called_as_transformers_does(
             return attention(q, k, v, mask, scale=scaling, is_causal=causal, dropout=dropout)
 
         def sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if slopes is not None:
+                assert isinstance(attention_mask, segments.Segments)
+                bias = attention_mask.bias(slopes, q.shape[2], k.shape[2], q.dtype)
+                return plain(q, k, v, bias, False)[0].transpose(1, 2) if stock else ours(q, k, v, bias, False)
             if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each sees those before it, and itself
                 seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
                 return plain(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
@@ -276,11 +282,13 @@ def _called_as_transformers_does(
                 if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
                     raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
                                      "is not computed sample by sample. Set data.packing: false")  # fmt: skip
+                if slopes is not None and kernel == FLEX:
+                    raise ModelError(f"{type(module).__name__} adds ALiBi's bias to scores, which flex attention is "
+                                     "not told of. Use another kernel (model.attention)")  # fmt: skip
                 row = attention_mask
                 flex = partial(_flex, module, row, scale=scaling) if kernel == FLEX else None
-                return segments.attend(
-                    row, query, key, value, scaling, dropout, sample, kernel is None, module, flex
-                ), None
+                at_once = kernel is None and slopes is None
+                return segments.attend(row, query, key, value, scaling, dropout, sample, at_once, module, flex), None
             if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
                 return plain(query, key, value, attention_mask, is_causal)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

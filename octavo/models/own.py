@@ -3,6 +3,10 @@
 Their code is written on the layout of the published folders: their `model_type`, their fields, their names of tensors.
 Such folders name code of their authors (`auto_map`); with Octavo's in its place there is no need of it, and it is never
 run. Once :mod:`octavo.models` is imported, `AutoModelForImageTextToText.from_pretrained(folder)` gives Octavo's class.
+
+MPT is another case: transformers has a class of that `model_type`, which leaves out most of what such folders say. It
+stays what `AutoConfig` gives; folders that Octavo opens get Octavo's configuration (:func:`octavo.models.mpt.read`),
+from which the same Auto classes build Octavo's model.
 """
 
 from __future__ import annotations
@@ -10,11 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from octavo.models import nvila, onevision
+from octavo.models import mpt, nvila, onevision
 
 
 class Own(NamedTuple):
@@ -42,6 +54,15 @@ FAMILIES = {
 }
 
 
+IN_PLACE = (mpt.MPTConfig.model_type,)
+"""Those of transformers' own families in whose place Octavo's classes stand, for folders that Octavo opens."""
+
+
+def needs_no_code(model_type: object) -> bool:
+    """Whether folders of this `model_type` may name code (`auto_map`), because Octavo has its own in its place."""
+    return model_type in IN_PLACE or is_own(model_type)
+
+
 def is_own(model_type: object) -> bool:
     """Whether models of this `model_type` are built by Octavo's own classes."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -61,3 +82,7 @@ def _register(family: Own) -> None:
 
 for _family in FAMILIES.values():
     _register(_family)
+
+AutoModel.register(mpt.MPTConfig, mpt.MPTModel)
+AutoModelForCausalLM.register(mpt.MPTConfig, mpt.MPTForCausalLM)
+AutoModelForSequenceClassification.register(mpt.MPTConfig, mpt.MPTForSequenceClassification)

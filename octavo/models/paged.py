@@ -53,6 +53,11 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
             "is causal. Ask it with transformers' own generate."
         )
     text = config.get_text_config()
+    if getattr(text, "alibi", False):
+        raise ModelError(
+            f"model_type {config.model_type!r} adds ALiBi's bias to its scores, which the generation engine does not "
+            "compute. Ask it with transformers' own generate."
+        )
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention"}):
         raise ModelError(

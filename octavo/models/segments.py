@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
+from octavo.models import alibi
 from octavo.models.errors import ModelError
 
 LARGEST_HEAD = 256  # features of a head that flash attention takes
@@ -71,6 +72,7 @@ class Segments:
     cu_keys: Tensor
     longest: tuple[int, int]
     share: Share | None = None
+    biases: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
@@ -100,6 +102,14 @@ class Segments:
 
         keys = self.spans[-1].last - begin
         return create_block_mask(sees, None, None, len(own), keys, device=str(device))
+
+    def bias(self, slopes: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+        """ALiBi's bias in a sample of so many keys, of which the last are queries: [1, H, queries, keys], made once for
+        all layers and samples of that length."""
+        of = (queries, keys, dtype)
+        if of not in self.biases:
+            self.biases[of] = alibi.causal(slopes, keys - queries, queries, keys, dtype)
+        return self.biases[of]
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import (
     InternVLConfig,
     LlamaConfig,
-    MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -28,6 +27,7 @@ from transformers import (
 from octavo.fp8.policy import nearest
 from octavo.models.errors import ModelError
 from octavo.models.families import Family, describe
+from octavo.models.mpt import MPTConfig
 from octavo.models.nvila import NvilaConfig
 from octavo.models.onevision import LLaVAOneVision1_5_Config
 from octavo.models.skeleton import empty
@@ -134,7 +134,7 @@ def _llama2_7b() -> PreTrainedConfig:
 
 
 def _mpt_1b() -> PreTrainedConfig:
-    return MptConfig(d_model=2048, n_heads=16, n_layers=24, expansion_ratio=4, max_seq_len=2048, vocab_size=50368)
+    return MPTConfig(d_model=2048, n_heads=16, n_layers=24, expansion_ratio=4, max_seq_len=2048, vocab_size=50368)
 
 
 SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {

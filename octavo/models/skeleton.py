@@ -24,10 +24,11 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from octavo.models import mpt
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import read_three, refuse_incomplete
-from octavo.models.own import is_own
+from octavo.models.own import IN_PLACE, needs_no_code
 from octavo.models.quantization import QUANTIZED_KEYS, read_quantization
 from octavo.models.readable import readable
 
@@ -61,7 +62,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             return read_three(folder)
     raw = read_json(folder / "config.json")
     refuse_incomplete(folder, raw.get("model_type"))
-    if "auto_map" in raw and not is_own(raw.get("model_type")):
+    if "auto_map" in raw and not needs_no_code(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
@@ -69,8 +70,11 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
     with stock(f"{folder}/config.json cannot be used"):
-        with readable(folder) as plain:
-            config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+        if raw.get("model_type") in IN_PLACE:
+            config: PreTrainedConfig = mpt.read(folder, raw)
+        else:
+            with readable(folder) as plain:
+                config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(folder)
     if hasattr(config, "auto_map"):  # nor is anybody else to look for it
         del config.auto_map

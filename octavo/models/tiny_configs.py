@@ -13,7 +13,6 @@ from typing import Any
 from transformers import (
     InternVLConfig,
     LlamaConfig,
-    MptConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3Config,
@@ -24,8 +23,9 @@ from transformers import (
 
 from octavo.models import tiny_hearing as hearing
 from octavo.models import tiny_seeing as seeing
+from octavo.models.mpt import MPTConfig
 from octavo.models.onevision import LLaVAOneVision1_5_Config
-from octavo.models.tiny_parts import MAX_POSITIONS, PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
+from octavo.models.tiny_parts import PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
 
 
 def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 def _mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    return MptConfig(
+    """As LLM-Foundry's mpt-1b: learned positions, biases, its own scheme of random weights."""
+    return MPTConfig(
         d_model=128 if size == "small" else 64,
         n_heads=4,
         n_layers=4 if size == "small" else 2,
-        max_seq_len=MAX_POSITIONS,
+        max_seq_len=1024,
         vocab_size=vocab,
-        initializer_range=0.06,
     )
 
 

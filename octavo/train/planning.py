@@ -113,8 +113,11 @@ def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
     """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
     frozen FP8 weights where the run loads codes.
 
-    Raises ModelError, and TrainError for a load-balancing loss that this model does not have."""
+    Raises ModelError, also for rows that are longer than the model has positions, and TrainError for a load-balancing
+    loss that this model does not have."""
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
+    if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
+        raise models.ModelError(f"train.seq_length is {cfg.train.seq_length}, and {cfg.model.path} {why}")
     routing.coefficient(cfg, model)
     family = models.describe(model)
     base.prepare(model, family, cfg, cfg.model.path)

@@ -23,9 +23,9 @@ FAMILIES = {
     "qwen3_vl": 64,
     "qwen3": 64,
     "qwen3_moe": 64,
-    **dict.fromkeys((*FEW, *LIKE_OTHERS, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite"), 6),
+    **dict.fromkeys((*FEW, *LIKE_OTHERS, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite", "mpt"), 6),
 }
-ASKED_OTHERWISE = ("mpt", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # by transformers, one by one
+ASKED_OTHERWISE = ("gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # by transformers, one by one
 assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny.FAMILIES)
 
 
@@ -346,6 +346,11 @@ def broken(model):
     return model
 
 
+def with_alibi(model):
+    model.config.attn_config["alibi"] = True
+    return model
+
+
 @pytest.mark.parametrize(
     ("family", "make", "settings", "change", "message"),
     [
@@ -361,7 +366,7 @@ def broken(model):
         ("qwen3", None, {}, {"images": 2}, "prompt 1 holds 2 images, and Qwen3ForCausalLM is text-only"),
         ("qwen3", None, {}, {"token": 99999}, r"prompt 1 holds the token 99999.* vocabulary has \d+"),
         ("qwen3", broken, {}, {}, "gives NaN or infinity as the score of token 1 after prompt 0"),
-        ("mpt", None, {}, {}, "MptForCausalLM computes attention in its own way"),
+        ("mpt", with_alibi, {}, {}, "model_type 'mpt' adds ALiBi's bias to its scores"),
         ("qwen3", None, {"slots": 0}, {}, "slots=0"),
         ("qwen3", None, {"kv": "int8"}, {}, "kv='int8'"),
     ],
@@ -386,10 +391,11 @@ def test_an_image_for_a_text_only_model_and_a_model_of_its_own_attention(made):
     with pytest.raises(models.ModelError, match="1 images were given, and the model is text-only"):
         generation.prompt_of(processor, asked, pictures)
     model, processor = made("mpt")
+    model = with_alibi(models.load(model.name_or_path))
     said: list[str] = []
     greedy = Sampling(3, temperature=0)
     got = generation.answers(model, processor, [(asked, [])], greedy, say=said.append)
-    assert got == [[models.generate(model, processor, asked, [], 3)]] and "MptForCausalLM" in said[0]
+    assert got == [[models.generate(model, processor, asked, [], 3)]] and "adds ALiBi's bias" in said[0]
     with pytest.raises(GenerationError, match="answers greedily alone"):
         generation.answers(model, processor, [(asked, [])], Sampling(3))
 

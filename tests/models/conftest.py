@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import AutoConfig, PreTrainedConfig
 
+from octavo import models
 from octavo.models import tiny
 
 MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "llama", "mpt")
@@ -26,6 +28,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return get
+
+
+def auto_config(folder: Path) -> PreTrainedConfig:
+    """What transformers' own classes are given: their configuration of a folder, of an MPT Octavo's, as theirs leaves
+    out what the folder says."""
+    config = AutoConfig.from_pretrained(folder)
+    return models.read_config(folder) if config.model_type == "mpt" else config
 
 
 def some_image(seed: int = 0, size: tuple[int, int] = (16, 16)) -> Image.Image:

@@ -95,8 +95,8 @@ def test_attention_implementations(checkpoint, family, implementation):
 
 
 def test_an_attention_that_the_family_lacks(checkpoint):
-    with pytest.raises(models.ModelError, match="mpt"):
-        models.load(checkpoint("mpt"), attn_implementation="sdpa")
+    with pytest.raises(models.ModelError, match="gpt_bigcode"):
+        models.load(checkpoint("mpt"), attn_implementation="gpt_bigcode")
 
 
 def test_shards(folder):

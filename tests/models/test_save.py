@@ -8,19 +8,19 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from octavo import atomic, models
 from octavo.checkpoint import hf, save_hf
 from octavo.models import tiny
 from octavo.models.skeleton import auto_class
 from octavo.parallel import World
-from tests.models.conftest import batch
+from tests.models.conftest import auto_config, batch
 
 
 def stock(path, dtype=torch.float32):
-    config = AutoConfig.from_pretrained(path)
-    return auto_class(config).from_pretrained(path, dtype=dtype)
+    config = auto_config(path)
+    return auto_class(config).from_pretrained(path, config=config, dtype=dtype)
 
 
 class Swapped(nn.Linear):

@@ -16,7 +16,7 @@ from octavo.cli import tiny as command
 from octavo.models import tiny
 from octavo.models.skeleton import auto_class
 from octavo.models.tiny_configs import CONFIGS
-from tests.models.conftest import batch, some_image
+from tests.models.conftest import auto_config, batch, some_image
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -29,9 +29,9 @@ def test_stock_classes_load_it_and_agree(checkpoint, family):
     model = models.load(folder)
     vision = models.describe(model).has_vision
     auto = auto_class(model.config)
-    inputs = batch(models.load_processor(folder), image=vision)
+    inputs, config = batch(models.load_processor(folder), image=vision), auto_config(folder)
     with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, auto.from_pretrained(folder)(**inputs).logits)
+        assert torch.equal(model(**inputs).logits, auto.from_pretrained(folder, config=config)(**inputs).logits)
     assert type(AutoModel.from_pretrained(folder)).__name__.lower().startswith(family.split("_")[0])
     tokenizer = AutoTokenizer.from_pretrained(folder)
     media = ("<vila/sentinel>", "<image>", "<vila/video>")  # behind the table, as published

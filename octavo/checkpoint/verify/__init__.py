@@ -28,7 +28,7 @@ from octavo.checkpoint.verify.companions import check_companions, check_files, c
 from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
-from octavo.checkpoint.verify.names import check_config, check_names, check_ties, scale_of
+from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, check_sound, pair_up
 from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
@@ -129,6 +129,8 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
     looked.stock = stock
     if raw:
         check_config(raw, block, headers, found)
+    if stock is not None:
+        check_fields(stock.model, found)
     whole = not any(f.kind in _CUT for f in found)
     seen = Findings()
     looked.pairs = pair_up(headers, None if unread else looked.q, seen)

@@ -73,6 +73,10 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
         _HF: Does(WARNS, "octavo must be imported first: the model's class is its own", True),
         **_servers(WARNS, "what was read of it is not of this family"),
     },
+    "mpt-fields": {
+        _HF: Does(GARBAGE, "its own MPT computes another model, without a word; octavo.models.load reads it", True),
+        **_servers(WARNS, "what its MPT does with those fields was not read"),
+    },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
     "template": _servers(REFUSES, "chat requests cannot be written as a prompt"),

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.models.mpt import MPTConfig, not_in_stock
 from octavo.models.own import is_own
 
 #: what follows a weight's name where quantizers keep its scales; longest first
@@ -74,6 +76,12 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
     if held.shape != tuple(wanted) and not turned:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
         found.fail("shape", held, wanted=list(wanted), hint=hint)
+
+
+def check_fields(model: PreTrainedModel, found: Findings) -> None:
+    """Fields of config.json that Octavo computes and transformers' class of the same name leaves out."""
+    if isinstance(model.config, MPTConfig) and (fields := not_in_stock(model.config)):
+        found.warn("mpt-fields", "config.json", fields=", ".join(fields))
 
 
 def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, found: Findings) -> None:

@@ -43,6 +43,8 @@ SENTENCES: dict[str, str] = {
     # Names, shapes and config.json
     "own-family": "{file} is of model_type {family!r}, for which transformers has no class: its Auto classes load the "
     "folder once octavo is imported, and a server needs code of its own for it.",
+    "mpt-fields": "{file} is of an MPT as LLM-Foundry trains it: {fields} are read by LLM-Foundry and Octavo, and left "
+    "out without a word by transformers' class of that name.",
     "missing": "{name!r} {wanted} is in no file of {folder.name}: transformers would fill it with random numbers and "
     "only warn; write the checkpoint again, or take the config.json that belongs to it.",
     "extra": "is {shape}, and the model of config.json does not have it; take the config.json that belongs to these "
