@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from octavo.config.texts import FilePath, Text
+from octavo.config.video import VideoSection
 from octavo.config.words import FROM_LIST, Section
 
 
@@ -147,6 +148,9 @@ class DataSection(Section):
     )
     max_image_megapixels: float = Field(
         default=100.0, gt=0, le=1000, description="An image file that would decode to more megapixels is a bad sample."
+    )
+    video: VideoSection | None = Field(
+        default=None, description="Which frames of videos are taken, and what a file may be; absent: the family's own."
     )
     workers: int | None = Field(
         default=None,
