@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from PIL import Image
+import torch
+import torch.nn.functional as F
 
 from octavo.data.clips import Clip, Frames, VideoFile
 from octavo.data.errors import DataError
@@ -181,10 +182,12 @@ def _upright(frame: Any, file: VideoFile) -> np.ndarray:
 
 
 def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """As stock video processors resize on a CPU: bicubic, in whole numbers, by torch. Pillow's differs by up to 2."""
     if pixels.shape[:2] == size:
         return np.ascontiguousarray(pixels)
-    image = Image.fromarray(np.ascontiguousarray(pixels))
-    return np.asarray(image.resize((size[1], size[0]), Image.Resampling.BICUBIC))
+    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    made = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False)
+    return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
 
 
 def _packets(file: VideoFile, container: Any, stream: Any) -> tuple[np.ndarray, np.ndarray]:
