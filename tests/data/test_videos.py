@@ -23,6 +23,7 @@ from octavo.data.digits import Digits
 from octavo.data.encode import Encoder
 from octavo.data.expansion import Mismatch
 from octavo.data.films import FileLimits
+from octavo.data.pairs import PairEncoder, parse_pair
 from octavo.data.prompts import PromptEncoder, parse_prompt
 from octavo.models import tiny
 from octavo.models.videos import Videos
@@ -268,8 +269,11 @@ def test_who_takes_no_videos_says_so(folder, processors, models):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
     raw = {"prompt": "<video>what?", "answer": "a", "video": "a.mp4"}
     prompt = parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
-    with pytest.raises(BadSample, match="which rows of this phase do not take in this version; use train.phase: sft"):
-        PromptEncoder(processors["qwen3_vl"], 512).encode(prompt)
+    pair = parse_pair({"prompt": "<video>a", "chosen": "b", "rejected": "c", "video": "a.mp4"}, "pairs", file="rows",
+                      row=3, images=folder)  # fmt: skip
+    for encoder, asked in ((PromptEncoder, prompt), (PairEncoder, pair)):
+        with pytest.raises(BadSample, match="which rows of this phase do not take in this version; use train.phase"):
+            encoder(processors["qwen3_vl"], 512).encode(asked)
 
 
 def mixed(folder: Path) -> list:
