@@ -1,26 +1,42 @@
-"""Writes the embedded dataset: images of four handwritten digits and a short conversation about each.
+"""Writes the embedded dataset: images of four handwritten digits, or videos in which digits follow each other, and a
+short conversation about each.
 
 Real handwriting (scikit-learn's bundled digits); train and test are made of different samples.
   octavo digits ./digits
+  octavo digits ./clips --video                     a digit every half second, and the question which they were
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from octavo.cli import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder to write: train.json, test.json and images")
+    parser.add_argument("directory", metavar="DIR", help="folder to write: train.json, test.json and images or videos")
     parser.add_argument("--train", type=arguments.positive, default=4000, help="training images (default 4000)")
     parser.add_argument("--test", type=arguments.positive, default=500, help="test images (default 500)")
     parser.add_argument("--seed", type=arguments.natural, default=0, help="which samples are joined (default 0)")
+    parser.add_argument("--video", action="store_true", help="videos (mp4) in place of images; needs octavo[video]")
+    parser.add_argument("--digits", type=arguments.positive, metavar="N", help="of a video (default 3)")
+    parser.add_argument("--frames", type=arguments.positive, metavar="N", help="that a digit stands for (default 4)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.data import digits
+    from octavo.data import clips_of_digits, digits
 
-    digits.write(args.directory, train=args.train, test=args.test, seed=args.seed)
-    print(f"wrote {args.train} training and {args.test} test images to {args.directory}")
+    common = {"train": args.train, "test": args.test, "seed": args.seed}
+    if args.video:
+        from rich.console import Console
+
+        shown = Console(stderr=True) if sys.stderr.isatty() else Console(quiet=True)
+        clips_of_digits.write(args.directory, **common, digits=args.digits or 3, hold=args.frames or 4, console=shown)
+    elif args.digits or args.frames:
+        raise arguments.UsageError("--digits and --frames are of videos: add --video, or leave them out")
+    else:
+        digits.write(args.directory, **common)
+    what = "videos" if args.video else "images"
+    print(f"wrote {args.train} training and {args.test} test {what} to {args.directory}")
     return 0

@@ -6,6 +6,7 @@ as it was trained, FP8 weights by the recipe that multiplies by their codes, all
 
 octavo generate runs/first --image cat.png --prompt "What is this?"
 octavo generate ./Qwen3-VL-2B-Instruct-FP8 --prompt "Hello" --recipe off          the codes, dequantized
+octavo generate runs/first --video clip.mp4 --prompt "What happens?"
 octavo generate runs/first --prompt "Hello" --prompt "Who?" --samples 4 --temperature 1 --top-p 0.9 --seed 7
 octavo generate runs/lora/adapter --load-in-fp8 rowwise --prompt "Hello"
 octavo generate ./Qwen3.5-4B --prompt "Hello" --template-arg enable_thinking=false
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
 from octavo.config.words import one_word
 
-PLACE = "<image>"  # as rows of training data write it
+PLACE, VIDEO = "<image>", "<video>"  # as rows of training data write them
 FROZEN = ("rowwise", "blockwise", "tensorwise", "off")
 
 
@@ -35,9 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         action="append",
         required=True,
-        help=f"a question, {PLACE} where an image belongs, else images come first; {more}",
+        help=f"a question, {PLACE} or {VIDEO} where one belongs, else they come first; {more}",
     )
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help=f"with each question; {more}")
+    parser.add_argument(
+        "--video", metavar="FILE", action="append", default=[],
+        help=f"mp4, mov, webm, mkv, or a folder of frames; with each question; {more}",
+    )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--template-arg", metavar="NAME=VALUE", action="append", default=[], type=_variable,
@@ -112,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [file for file in args.image if not Path(file).is_file()]
     if missing:
         raise UsageError(f"there is no image file {missing[0]}")
+    if missing := [file for file in args.video if not Path(file).exists()]:
+        raise UsageError(f"there is no video {missing[0]}")
     for prompt in args.prompt:
         if not prompt.strip():
             raise UsageError("--prompt is empty; ask something")
@@ -140,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
-    from octavo import fp8, generation, models
+    from octavo import data, fp8, generation, models
     from octavo.data import images, sounds
     from octavo.models import chat
     from octavo.train.forward import autocast_dtype
@@ -159,7 +167,9 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
             "by transformers' generate, or hold answers against rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
-    conversations = [(_messages(system, prompt, len(loaded), sees), loaded) for prompt in args.prompt]
+    videos = data.shots(args.video, processor, cfg)
+    places = {PLACE: len(loaded), VIDEO: len(videos)}
+    conversations = [(_messages(system, prompt, places, sees), loaded, videos) for prompt in args.prompt]
     sampling = generation.Sampling(
         args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.min_p, tuple(args.stop), args.seed
     )
@@ -172,25 +182,30 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     return answers, counts.total(fp8=True), notes
 
 
-def _messages(system: str | None, prompt: str, images: int, sees: bool) -> list[dict[str, Any]]:
-    """A question as training writes it: in parts for models that see images."""
+def _messages(system: str | None, prompt: str, counts: dict[str, int], sees: bool) -> list[dict[str, Any]]:
+    """A question as training writes it: in parts for models that see images. `counts`: of images and videos, by their
+    placeholders."""
     turns = (("system", system), ("user", prompt))
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns if text]
     if sees:
         for turn in messages:
             turn["content"] = [{"type": "text", "text": turn["content"]}]
-        messages[-1]["content"] = _parts(prompt, images)
+        messages[-1]["content"] = _parts(prompt, counts)
     return messages
 
 
-def _parts(prompt: str, images: int) -> list[dict[str, Any]]:
-    """The text of a question, and its images where it says so, else before it. Raises UsageError."""
-    first, *others = prompt.split(PLACE)
-    if not others:
-        return [*[{"type": "image"}] * images, {"type": "text", "text": prompt}]
-    if len(others) != images:
-        raise UsageError(f"--prompt has {len(others)} places for images ({PLACE}), and {images} images are given")
-    parts = [{"type": "text", "text": first}]
-    for text in others:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    return [part for part in parts if part.get("text") != ""]
+def _parts(prompt: str, counts: dict[str, int]) -> list[dict[str, Any]]:
+    """The text of a question, and its images and videos where it says so, else before it. Raises UsageError."""
+    types = {PLACE: "image", VIDEO: "video"}
+    first: list[dict[str, Any]] = []
+    for place, count in counts.items():
+        places, what = prompt.count(place), types[place]
+        if not places:
+            first += [{"type": what}] * count
+        elif places != count:
+            raise UsageError(f"--prompt has {places} places for {what}s ({place}), and {count} {what}s are given")
+    parts = [
+        {"type": types[piece]} if piece in types else {"type": "text", "text": piece}
+        for piece in re.split(f"({PLACE}|{VIDEO})", prompt)
+    ]
+    return [*first, *(part for part in parts if part.get("text") != "")]

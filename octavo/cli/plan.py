@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
         if size is not None:
             Card.parse(size)
     cluster = plan_cost.cluster_of(args)
-    cfg = cfg if args.shape is not None else base.settled(cfg)
+    cfg = cfg if args.shape is not None else base.with_video(base.settled(cfg))
     if args.shape is None and any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules):
         cfg = base.counted(cfg)
     model, family, count = _model(args, cfg)

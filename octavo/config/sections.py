@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from octavo.config.collecting import Gc
 from octavo.config.texts import FilePath, Text
+from octavo.config.video import VideoSection
 from octavo.config.words import FROM_LIST, Section
 
 
@@ -148,6 +149,9 @@ class DataSection(Section):
     )
     max_image_megapixels: float = Field(
         default=100.0, gt=0, le=1000, description="An image file that would decode to more megapixels is a bad sample."
+    )
+    video: VideoSection | None = Field(
+        default=None, description="Which frames of videos are taken, and what a file may be; absent: the family's own."
     )
     workers: int | None = Field(
         default=None,

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from octavo.config.texts import is_url
+from octavo.config.video import VideoSection
 from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
+from octavo.data.clips import Frames
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.counting import counts
@@ -28,6 +30,9 @@ from octavo.data.documents import Document, DocumentEncoder
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.evalset import EvalSet
+from octavo.data.expansion import Mismatch
+from octavo.data.films import FileLimits, Shot, look
+from octavo.data.films import load as load_film
 from octavo.data.joined import Joined, join, joins
 from octavo.data.loader import Gather, Loader, micro_batches
 from octavo.data.mixture import Mixture
@@ -59,9 +64,9 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "files_of", "pack",
-    "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read",
-    "reward_columns", "rows_of_an_epoch", "text", "train_loader", "waste", "workers_of",
+    "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "file_limits", "files_of",
+    "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set",
+    "read", "reward_columns", "rows_of_an_epoch", "shots", "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 Rows = Source | Split | Joined
@@ -90,7 +95,27 @@ def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int =
         processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
         system=data.system, max_image_megapixels=data.max_image_megapixels, reserve=reserve,
         mask_empty_think=data.mask_empty_think, mask_reasoning=data.mask_reasoning,
+        file_limits=file_limits(cfg),
     )  # fmt: skip
+
+
+def file_limits(cfg: Config) -> FileLimits:
+    """What files of video may be."""
+    video = cfg.data.video or VideoSection()
+    return FileLimits(video.max_seconds, video.max_megabytes, cfg.data.max_image_megapixels, video.folder_fps)
+
+
+def shots(paths: Sequence[str], processor: Any, cfg: Config | None = None) -> list[Shot]:
+    """Videos by their names, decoded as a model of this processor takes them. Raises `DataError`."""
+    videos = getattr(processor, "videos", None)
+    if paths and videos is None:
+        raise DataError(f"{paths[0]} is a video, and videos of this model are not taken here")
+    limits = FileLimits() if cfg is None else file_limits(cfg)
+    try:
+        files = [Frames(Path(path)) if Path(path).is_dir() else Path(path) for path in paths]
+        return [load_film(look(file, videos, limits), limits) for file in files]
+    except Mismatch as cause:
+        raise DataError(str(cause)) from cause
 
 
 def train_loader(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from octavo.data import films
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageFile, ImageProblem, load
@@ -32,11 +33,13 @@ _BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement
 
 
 class Wanted(NamedTuple):
-    """A rendered text that is to become tokens, its images pixels, its sounds what the tower of sound takes."""
+    """A rendered text that is to become tokens, its images and videos pixels, its sounds what the tower of sound
+    takes."""
 
     text: str
     images: tuple[ImageFile, ...] = ()
     sounds: tuple[SoundFile, ...] = ()
+    videos: tuple[films.Film, ...] = ()
 
 
 Encoding = Generator[Wanted, Outputs, T]
@@ -72,9 +75,14 @@ def together(
 
 class Calls:
     """Calls of a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. One
-    without `.image_processor` sees nothing, one without `.sound_limits` hears nothing."""
+    without `.image_processor` sees nothing, one without `.sound_limits` hears nothing, one without `.videos` takes no
+    videos. `file_limits`: of files of video."""
 
-    def __init__(self, processor: Any, max_image_megapixels: float) -> None:
+    def __init__(
+        self, processor: Any, max_image_megapixels: float, file_limits: films.FileLimits | None = None
+    ) -> None:
+        self.videos: Any = getattr(processor, "videos", None)
+        self.file_limits = file_limits or films.FileLimits(megapixels=max_image_megapixels)
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.max_image_megapixels = max_image_megapixels
         self.sees = getattr(processor, "image_processor", None) is not None
@@ -94,16 +102,16 @@ class Calls:
         unless their images are too many to be open at once; they are opened here, so that they are no longer."""
         found: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
-        for number, (text, paths, sounds) in enumerate(wanted):
+        for number, (text, paths, sounds, videos) in enumerate(wanted):
             try:
-                self._check(text, len(paths), len(sounds))
+                self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
                 heard = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
-                row = _Row(number, text, images, heard)
-            except (ImageProblem, Mismatch) as problem:
+                row = _Row(number, text, images, heard, [films.load(video, self.file_limits) for video in videos])
+            except (ImageProblem, Mismatch, DataError) as problem:
                 found[number] = problem
                 continue
-            group = groups.setdefault((bool(paths or sounds), self.bare(text)), [])
+            group = groups.setdefault((bool(paths or sounds or videos), self.bare(text)), [])
             group.append(row)
             if sum(row.pixels for row in group) > OPEN_PIXELS:
                 self._answer(group, found)
@@ -112,9 +120,14 @@ class Calls:
             self._answer(group, found)
         return found
 
-    def _check(self, text: str, images: int, sounds: int = 0) -> None:
-        """That each image or sound has its place: of several rows the sums might agree, and an image go to another
-        row."""
+    def _check(self, text: str, images: int, sounds: int = 0, videos: int = 0) -> None:
+        """That each image, sound or video has its place: of several rows the sums might agree, and an image go to
+        another row."""
+        if videos and (written := text.count(self.processor.video_token)) != videos:
+            raise Mismatch(
+                f"the chat template writes {written} places ({self.processor.video_token}) for its {videos} video(s); "
+                "take the template of a version that knows videos"
+            )
         places = text.count(self.image_token) if self.image_token is not None else 0
         if places != images + sounds:
             there = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
@@ -149,12 +162,18 @@ class Calls:
             return
         place = getattr(self.processor, "image_token_id", None)
         try:
-            own = parted(outputs, [len(row.images) for row in rows], place, names)
+            own = parted(outputs, [self.pictures(row) for row in rows], place, names)
+            give_videos(own, outputs, [len(row.videos) for row in rows], names)
             _give_sounds(own, outputs, [len(row.sounds) for row in rows], names)
         except DataError as wrong:
             own = [wrong] * len(rows)
         for row, made in zip(rows, own, strict=True):
             found[row.number] = self._trimmed(made)
+
+    def pictures(self, row: _Row) -> int:
+        """The images of a row, and the frames of its videos where these are images to the model."""
+        frames = getattr(self.processor, "frames_are_images", False)
+        return len(row.images) + (sum(len(shot.indices) for shot in row.videos) if frames else 0)
 
     def _trimmed(self, made: Outputs | Exception) -> Outputs | Exception:
         """Without what a row's images are padded by to the size of its neighbours', where the processor pads."""
@@ -174,7 +193,10 @@ class Calls:
         if not self.sees:
             sounds = [sound for row in rows for sound in row.sounds]
             return dict(self.processor(text=texts, audio=sounds or None, return_offsets_mapping=True, **options))
-        if getattr(self.processor, "tells_places", False):
+        shots = [shot for row in rows for shot in row.videos]
+        if shots:
+            options |= self.processor.video_inputs(shots)
+        if shots or getattr(self.processor, "tells_places", False):
             options["return_text_replacement_offsets"] = True
         return dict(self.processor(text=texts, images=images or None, return_offsets_mapping=True, **options))
 
@@ -198,10 +220,12 @@ class _Row(NamedTuple):
     text: str
     images: list[Any]
     sounds: list[np.ndarray] = []
+    videos: list[films.Shot] = []
 
     @property
     def pixels(self) -> int:
-        return sum(image.width * image.height for image in self.images) + sum(map(len, self.sounds))
+        seen = sum(image.width * image.height for image in self.images) + sum(shot.frames.size for shot in self.videos)
+        return seen + sum(map(len, self.sounds))
 
 
 def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]) -> None:
@@ -211,6 +235,23 @@ def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int
     ends = np.cumsum([0, *sounds])
     for row, start, end in zip(rows, ends, ends[1:], strict=False):
         row |= {name: np.stack(outputs[name][start:end]) for name in given if end > start}
+
+
+def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int], names: Mapping[str, str]) -> None:
+    """Give each row what a processor made of its `videos[k]` videos: a row of each tensor that counts these, and of
+    that of patches as many rows as their grids say. Raises `DataError` as `parted`."""
+    if (grid := outputs.get("video_grid_thw")) is None:
+        return
+    grid, ends = np.asarray(grid), np.cumsum([0, *videos])
+    counts = {"video": int(ends[-1]), "patch": int(grid.prod(axis=1).sum())}
+    own = {name: per for name, per in names.items() if per in counts}
+    check_lengths(outputs, own, counts)
+    for row, start, end in zip(rows, ends, ends[1:], strict=False):
+        if end > start:
+            patches = slice(*(int(grid[:n].prod(axis=1).sum()) for n in (start, end)))
+            part = {"video": slice(start, end), "patch": patches}
+            for name, per in own.items():
+                row[name] = np.asarray(outputs[name])[part[per]].copy()
 
 
 def refused(cause: Exception) -> Mismatch:
@@ -244,7 +285,9 @@ def parted(
         tokens = np.array([np.count_nonzero(np.asarray(row["input_ids"]) == place) for row in rows])
         shares = tokens * len(pixels) // tokens.sum()
     stops = np.cumsum([0, *shares])
-    counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {k: v for k, v in names.items() if v != "token"}
+    counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {
+        k: v for k, v in names.items() if v in ("image", "pixels", "row")
+    }
     given = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
     for number, row in enumerate(rows):
         if images[number]:

@@ -7,22 +7,24 @@ than the longest of the vocabulary has: counting these is enough to know of most
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from octavo.data.clips import VideoRef
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn
 
 
 def beginning(
-    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int]
-) -> Conversation:
+    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int],
+    video_tokens: Sequence[int] = (),
+) -> Conversation:  # fmt: skip
     """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
 
     `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in
-    order, until there is no room; one image alone is bounded by its own limit.
+    order, until there is no room; one image alone is bounded by its own limit. `video_tokens`: of each video.
     """
-    room, turns, seen = tokens * longest, [], 0
+    room, turns, seen, shown = tokens * longest, [], 0, 0
     several = len(conversation.images) > 1
     for turn in conversation.turns[: tokens + 1]:
         parts = []
@@ -30,6 +32,9 @@ def beginning(
             if isinstance(part, Text):
                 part = Text(part.text[: room + 1])
                 room -= len(part.text)
+            elif isinstance(part, VideoRef):
+                room -= longest * (video_tokens[shown] if shown < len(video_tokens) else 1)
+                shown += 1
             elif not isinstance(part, ImageRef):  # a sound, of which a row is never cut
                 room -= longest
             else:
@@ -43,7 +48,9 @@ def beginning(
             break
     if room >= 0 and len(turns) <= tokens:
         return conversation
-    return replace(conversation, turns=tuple(turns), images=conversation.images[:seen])
+    return replace(
+        conversation, turns=tuple(turns), images=conversation.images[:seen], videos=conversation.videos[:shown]
+    )
 
 
 def with_short_reasoning(conversation: Conversation, most: int) -> Conversation:

@@ -24,9 +24,9 @@ class Meta:
     """What the trainer wants to know of a batch and the model does not; `batch["meta"]`, taken out before the forward.
 
     One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
-    tokens), `images`, `sounds`, `patches` (that its images have in the first dimension of `pixel_values`), `lengths`
-    (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has no
-    entries.
+    tokens), `images`, `sounds`, `videos`, `patches` (that its images have in the first dimension of `pixel_values`),
+    `lengths` (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has
+    no entries.
     `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.inputs`).
     """
 
@@ -40,6 +40,7 @@ class Meta:
     loss_tokens: tuple[int, ...] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
     sounds: tuple[int, ...] = ()
+    videos: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -48,6 +49,16 @@ class Meta:
     @property
     def has_image(self) -> bool:
         return any(self.images)
+
+    @property
+    def has_video(self) -> bool:
+        """Whether a video has tensors of its own here; frames that are images are images."""
+        return any(per == "video" for per in self.inputs.values())
+
+    @property
+    def sees(self) -> bool:
+        """Whether the vision tower has something to see."""
+        return self.has_image or self.has_video
 
     @property
     def has_sound(self) -> bool:
@@ -145,9 +156,9 @@ def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 
 
 def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
-    """What kind of token each is, by the names under which the model takes it: where there are images and the processor
-    says it; 0 in samples without."""
-    if not any(s.images for s in samples):
+    """What kind of token each is, by the names under which the model takes it: where there are images or videos and the
+    processor says it; 0 in samples without."""
+    if not any(s.images or s.videos for s in samples):
         return {}
     given = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
     for own, sample in zip(given, samples, strict=True):
@@ -171,6 +182,7 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
         inputs={name: one.per for s in samples for name, one in s.more.items()},
         sounds=tuple(s.sounds for s in samples),
+        videos=tuple(s.videos for s in samples),
     )
 
 

@@ -9,8 +9,8 @@
 
 The first three may hold `system`, a text, where no turn has that role, and what an assistant thinks beside what it
 says, as `reasoning_content` of its turn (or `reasoning`, `thinking`). An image is named by its file, or is there itself
-as {"bytes", "path"}; sounds are named likewise, under `audio` (:mod:`octavo.data.sounds`). All become a `Conversation`.
-Nothing here opens an image or knows a tokenizer.
+as {"bytes", "path"}; sounds are named likewise, under `audio` (:mod:`octavo.data.sounds`), and videos under `video`
+(:mod:`octavo.data.clips`). All become a `Conversation`. Nothing here opens an image or knows a tokenizer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.data.clips import VIDEO, VideoFile, VideoRef, find_videos, video_part
 from octavo.data.errors import BadSample, RowProblem, shown
 from octavo.data.images import ImageFile, ImageProblem, Picture, locate
 from octavo.data.inline import file_named, no_file
-from octavo.data.sounds import AudioRef, SoundFile, find_sounds, placed, sound_part
+from octavo.data.sounds import SOUND, AudioRef, SoundFile, find_sounds
 from octavo.data.tools import Call, calls_of, tools_of
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
@@ -47,7 +48,6 @@ ROLES = {
 }
 _FILES = ("image", "images", "audio", "audios", "video", "videos")
 LEARNED = ("weight", "loss", "train")  # names of whether a turn is learned, in a turn
-VIDEO = "holds a video; video is not available in this version: remove the row, or set on_bad_sample: skip"
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images and sounds in reading
-    order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it answers,
-    where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it apart; not
-    `learned`: context, as the row says."""
+    """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images, sounds and videos in
+    reading order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it
+    answers, where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it
+    apart; not `learned`: context, as the row says."""
 
     role: str
-    parts: tuple[Text | ImageRef | AudioRef, ...]
+    parts: tuple[Text | ImageRef | AudioRef | VideoRef, ...]
     calls: tuple[Call, ...] = ()
     name: str | None = None
     reasoning: str | None = None
@@ -87,8 +87,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of a data set: its turns, the files of its images and sounds in reading order, where it came from, and
-    the `tools` that it offers. The `given` first answers are context, and not learned."""
+    """One row of a data set: its turns, the files of its images, sounds and videos in reading order, where it came
+    from, and the `tools` that it offers. The `given` first answers are context, and not learned."""
 
     turns: tuple[Turn, ...]
     images: tuple[ImageFile, ...] = ()
@@ -98,6 +98,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     sounds: tuple[SoundFile, ...] = ()
     given: int = 0
+    videos: tuple[VideoFile, ...] = ()
 
 
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
@@ -110,7 +111,8 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
         turns, names = read_turns(raw, format)
         check_turns(turns)
         sounds = find_sounds(turns, images)
-        return Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw), sounds)
+        videos, files = find_videos(turns, images, raw), find_images(names, images)
+        return Conversation(tuple(turns), files, str(file), row, identity, tools_of(raw), sounds, videos=videos)
 
 
 @contextmanager
@@ -134,10 +136,15 @@ def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
         images = {key: raw[key] for key in files if key in raw}
         answer = {"role": "assistant", "content": _worded(raw, "output")}
         turns, names = _from_messages({**images, "messages": [*instructed(raw), answer]})
-        return placed(raw, turns, Text), names
+        return _placed(raw, turns), names
     turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
-    turns = placed(raw, turns, Text)
+    turns = _placed(raw, turns)
     return [*_system(raw, turns), *turns], names
+
+
+def _placed(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns in which each sound and video of the row has its place. Raises `RowProblem`."""
+    return VIDEO.placed(raw, SOUND.placed(raw, turns, Text), Text)
 
 
 def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
@@ -182,7 +189,6 @@ def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
 
 def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
     raw = object_of(raw)
-    refuse_video(raw)
     key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
     left = iter(range(len(names)))
@@ -190,8 +196,6 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
     for number, turn in enumerate(_list(raw[key], key), 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
-        if "<video>" in turn["value"]:
-            raise RowProblem(VIDEO)
         _check_keys(turn, number, ("tool_calls", "function_call"), "a turn of function_call of their own")
         role = _role(turn["from"], format, number)
         reasoning = reasoning_of(turn, role, number)
@@ -210,7 +214,6 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
     if isinstance(raw, list):
         raw = {"messages": raw}
     raw = object_of(raw)
-    refuse_video(raw)
     key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
@@ -229,10 +232,10 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             content = []
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        parts: list[Text | ImageRef | AudioRef] = []
+        parts: list[Any] = []
         for part in _list(content, f"content of turn {number}"):
-            if (sound := sound_part(part, number)) is not None:
-                parts.append(sound)
+            if (found := SOUND.part(part, number) or video_part(part, number)) is not None:
+                parts.append(found)
                 continue
             text, image = _part(part, number)
             if text is not None and listed is not None:
@@ -300,15 +303,13 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"], None
-    if isinstance(kind, str) and kind.startswith("video"):
-        raise RowProblem(VIDEO)
     if kind == "image":
         given = [part[key] for key in ("image", "path", "url") if not no_file(part.get(key))]
     elif kind == "image_url":
         inner = part.get("image_url")
         given = [inner.get("url") if isinstance(inner, dict) else inner]
     else:
-        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image or audio")
+        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image, audio or video")
     if not given:
         return None, None
     name = file_named(given[0], Picture) if len(given) == 1 else None
@@ -386,11 +387,6 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
 def half_character(text: str) -> bool:
     """Whether a text holds a lone surrogate, which no tokenizer takes."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def refuse_video(raw: dict[str, Any]) -> None:
-    if raw.get("video") or raw.get("videos"):
-        raise RowProblem(VIDEO)
 
 
 def object_of(raw: Any) -> dict[str, Any]:

@@ -143,6 +143,8 @@ def _print_of(encoder: Encoder) -> str:
     pixels = getattr(processor, "image_processor", None)
     own = [type(encoder).__name__, encoder.seq_length, encoder.on_long, encoder.system, encoder.max_image_megapixels]
     own += [dict(getattr(processor, "template_args", {}))]
+    videos = getattr(processor, "videos", None)
+    own += [] if videos is None else [repr(videos), repr(encoder.calls.file_limits)]
     of_image = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
     versions = [transformers.__version__, tokenizers.__version__]
     return json.dumps([*own, templates, tokenizer.backend_tokenizer.to_str(), of_image, *versions], default=str)

@@ -1,4 +1,6 @@
-"""A sample cut to a length: never inside an image; one that does not fit goes, with its pixels and the mark before."""
+"""A sample cut to a length: never inside an image or a video; one that does not fit goes, with its pixels and the mark
+before. A part of a video would cost and teach nothing: what is learned before it does not see it, and nothing is left
+behind it."""
 
 from __future__ import annotations
 
@@ -22,16 +24,26 @@ def lone(images: int) -> str:
 
 
 class Run(NamedTuple):
-    """Where an image's tokens stand, and how many rows of `pixel_values` are its own."""
+    """Where the tokens of an image or a video stand, and how many rows of `pixel_values`, or of
+    `pixel_values_videos`, are its own; `images`: how many it is, a video of frames that are images being several."""
 
     start: int
     stop: int
     pixels: int
+    video: bool = False
+    images: int = 1
 
 
 def runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     """The images of a sample. `image_mask` [T]: tokens of images; `place`: the token that stands for a feature,
     `opening`: one that opens each image and grew with it."""
+    grids = sample.more.get("video_grid_thw")
+    of_video = () if grids is None else grids.values.prod(axis=1).tolist()
+    films = [Run(*film, patches, True) for film, patches in zip(sample.films, of_video, strict=True)]
+    return sorted([*films, *_of_images(sample, image_mask, place, opening)])
+
+
+def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     if sample.pixel_values is None:
         return []
     ids, pixels, grid = sample.input_ids, len(sample.pixel_values), sample.image_grid_thw
@@ -48,7 +60,9 @@ def runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int
     else:  # every tile of an image takes as many tokens
         tokens = np.array([np.sum(ids[start:stop] == place) for start, stop in found])
         rows = tokens * pixels // tokens.sum()
-    return [Run(start, stop, int(count)) for (start, stop), count in zip(found, rows, strict=True)]
+    each = np.ones_like(rows) if sample.images == len(found) else rows  # else videos whose frames are images
+    runs = zip(found, rows.tolist(), each.tolist(), strict=True)
+    return [Run(start, stop, count, images=images) for (start, stop), count, images in runs]
 
 
 def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) -> Sample:
@@ -56,15 +70,19 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
 
     Raises Mismatch where one of several images would be left to a family that cuts the only image of a row into tiles.
     """
-    kept, pixels = 0, 0
+    kept, pixels, videos, patches = 0, 0, 0, 0
+    spans = 0
     for run in images:
         if run.stop > end:
             end = min(end, run.start)
             if end and sample.input_ids[end - 1] == opening:  # models look for an image behind each
                 end -= 1
             break
-        kept, pixels = kept + 1, pixels + run.pixels
-    more = inputs.cut(sample.more, end, kept, pixels)
+        if run.video:
+            videos, patches = videos + 1, patches + run.pixels
+        else:
+            kept, pixels, spans = kept + run.images, pixels + run.pixels, spans + 1
+    more = inputs.cut(sample.more, end, kept, pixels, videos, patches)
     if kept == 1 < sample.images and any(one.per == "row" for one in more.values()):
         raise Mismatch(lone(sample.images))
     kinds, values, grid = sample.mm_token_type_ids, sample.pixel_values, sample.image_grid_thw
@@ -78,5 +96,7 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
         images=kept,
         answers=tuple(span for span in sample.answers if span[1] <= end),  # whole ones
         more=more,
-        places=sample.places[:kept],
+        places=sample.places[:spans],
+        videos=videos if sample.films else sample.videos,
+        films=sample.films[:videos],
     )

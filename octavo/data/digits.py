@@ -88,7 +88,8 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        _accept(directory, settings)
+        kinds = ("", "_text", "_captions", "_prompts")
+        accept(directory, settings, "images", "png", kinds)
         return found
     with atomic.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
@@ -96,8 +97,9 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     return found
 
 
-def _accept(directory: Path, settings: dict[str, int]) -> None:
-    """The directory holds exactly what was asked for, or is refused."""
+def accept(directory: Path, settings: dict[str, int], folder: str, ending: str, kinds: tuple[str, ...]) -> None:
+    """The directory holds exactly what was asked for, or is refused: files of an `ending` in `folder`, and rows of
+    `kinds`."""
     fix = "choose another directory, or remove this one"
     try:
         there = read_json(directory / "settings.json")
@@ -108,21 +110,27 @@ def _accept(directory: Path, settings: dict[str, int]) -> None:
         changed = "; ".join(f"{key}: {there.get(key)} there, {settings[key]} asked" for key in differ)
         raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
     for part in ("train", "test"):
-        images = len(list((directory / "images" / part).glob("*.png")))
-        kinds = ("", "_text", "_captions", *(("_prompts",) if part == "train" else ()))
-        listed = all((directory / f"{part}{kind}.json").is_file() for kind in kinds)
-        if images != settings[part] or not listed:
-            raise DataError(f"{directory} is not complete ({images} of {settings[part]} {part} images); remove it")
+        files = len(list((directory / folder / part).glob(f"*.{ending}")))
+        own = [kind for kind in kinds if part == "train" or kind != "_prompts"]
+        whole = all((directory / f"{part}{kind}.json").is_file() for kind in own)
+        if files != settings[part] or not whole:
+            raise DataError(f"{directory} is not complete ({files} of {settings[part]} {part} {folder}); remove it")
 
 
-def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
-    from rich.progress import Progress
+def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(all samples [1797, 8, 8] uint8; which digits they are; train and test -> numbers of samples)."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     greys = np.rint(bunch.images * (255 / WHITE)).astype(np.uint8)
     held_out = np.arange(len(greys)) % 5 == 4
-    pools = {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+    return greys, bunch.target, {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+
+
+def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
+    from rich.progress import Progress
+
+    greys, labels, pools = handwriting()
     with Progress(console=console, transient=True) as progress:
         for number, (part, pool) in enumerate(pools.items()):
             (directory / "images" / part).mkdir(parents=True)
@@ -132,15 +140,15 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
             for index, four in enumerate(progress.track(picks, description=f"digits, {part}")):
                 name = f"images/{part}/{index:05d}.png"
                 Image.fromarray(_grid(greys[four])).save(directory / name)
-                rows.append(_row(f"{part}-{index:05d}", name, bunch.target[four], four))
-            (directory / f"{part}.json").write_text(_listed(rows))
+                rows.append(_row(f"{part}-{index:05d}", name, labels[four], four))
+            (directory / f"{part}.json").write_text(listed(rows))
             captions = [{"id": row["id"], "image": row["image"], "text": _said(row)} for row in rows]
-            (directory / f"{part}_captions.json").write_text(_listed(captions))
+            (directory / f"{part}_captions.json").write_text(listed(captions))
             if part == "train":
                 asked = [prompt for row in rows for prompt in _prompts(row)]
-                (directory / "train_prompts.json").write_text(_listed(asked))
-            drawn = [_drawn(f"{part}-text-{i:05d}", bunch.images[i], bunch.target[i]) for i in pool]
-            (directory / f"{part}_text.json").write_text(_listed(drawn))
+                (directory / "train_prompts.json").write_text(listed(asked))
+            drawn = [_drawn(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
+            (directory / f"{part}_text.json").write_text(listed(drawn))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
     card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
     (directory / "README.md").write_text(card)
@@ -187,5 +195,5 @@ def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
     return {"id": identity, "conversations": [asked, {"from": "gpt", "value": str(digit)}]}
 
 
-def _listed(rows: list[dict[str, Any]]) -> str:
+def listed(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from octavo.data.batched import Encoding, Outputs, Wanted
+from octavo.data.clips import VIDEO
 from octavo.data.conversations import (
     PLACEHOLDER,
     Conversation,
@@ -35,7 +36,6 @@ from octavo.data.conversations import (
     match_count,
     naming,
     object_of,
-    refuse_video,
     shown,
     split,
 )
@@ -47,7 +47,7 @@ from octavo.data.inline import file_named, no_file
 from octavo.data.inputs import further
 from octavo.data.prompts import parse_answered
 from octavo.data.sample import IGNORE, Sample, spelling
-from octavo.data.sounds import listed
+from octavo.data.sounds import SOUND
 
 EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of one length"
 IMAGE_KEYS = ("image", "images")
@@ -73,12 +73,13 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
     if format != "text":
         return parse_answered(raw, format, file=file, row=row, images=images)
     with naming(raw, file, row) as identity:
-        refuse_video(object_of(raw))
-        if not is_document(raw) or ("text" in raw and "texts" in raw):
+        if not is_document(object_of(raw)) or ("text" in raw and "texts" in raw):
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; {EXPECTED}")
         parts, names = _interleaved(raw) if "texts" in raw else _in_one(raw)
-        if listed(raw):
-            raise RowProblem("is a text with a sound, and texts hold none in this version; write it as turns, for sft")
+        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed(raw)), None):
+            raise RowProblem(
+                f"is a text with a {held.noun}, and texts hold none in this version; write it as turns, for sft"
+            )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
             raise RowProblem("has a text of no letters; there is nothing to learn from it")

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from octavo.data import cutting
+from octavo.data import cutting, films
 from octavo.data.answers import Answers
 from octavo.data.batched import Calls, Encoding, Wanted, refused, together
 from octavo.data.bound import beginning, with_short_reasoning
+from octavo.data.clips import PHASES, VIDEO, VideoRef
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stretches
@@ -39,8 +40,8 @@ _PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audi
 
 
 class Written(NamedTuple):
-    """A row as a text in which each image is one token; `special`: whether the tokenizer puts its own tokens around
-    it; `ended`: whether the end token stands behind."""
+    """A row as a text in which each image is one token, and videos have grown; `special`: whether the tokenizer puts
+    its own tokens around it; `ended`: whether the end token stands behind."""
 
     text: str
     images: tuple[ImageFile, ...]
@@ -54,10 +55,11 @@ class Encoder:
     A processor without `.image_processor` and `.sound_limits` is text-only. Loss falls on assistant turns with their
     end-of-turn token, but for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for
     all reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
-    left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image; an image that does not
-    fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
+    left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does
+    not fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
     (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
     refused before they are decoded; the limits of the size that the model sees belong to the processor.
+    `file_limits`: of files of video.
     `reserve` tokens of `seq_length` are kept free for what is generated behind a row.
     """
 
@@ -75,6 +77,7 @@ class Encoder:
         reserve: int = 0,
         mask_empty_think: bool = True,
         mask_reasoning: bool = False,
+        file_limits: films.FileLimits | None = None,
     ) -> None:
         if on_long not in ("drop", "cut", "error"):
             raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
@@ -87,7 +90,7 @@ class Encoder:
             raise DataError(f"{self.limit}: nothing is left for a prompt; {self.longer}")
         self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
-        self.calls = Calls(processor, max_image_megapixels)
+        self.calls = Calls(processor, max_image_megapixels, file_limits)
         self.multimodal = self.calls.multimodal
         self._check_template()
         if not getattr(self.tokenizer, "is_fast", False):
@@ -154,8 +157,8 @@ class Encoder:
         return self._shorten(sample)
 
     def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
-        conversation, control, turns, render, text = self._rendered(conversation, given)
-        files = (conversation.images, conversation.sounds)
+        conversation, control, turns, render, text, shown = self._rendered(conversation, given)
+        files = (conversation.images, conversation.sounds, shown)
         outputs = None if any(files) else (yield Wanted(text))
         reach = self._reach(conversation, text, outputs)
         before = max(given or 0, conversation.given)
@@ -167,6 +170,10 @@ class Encoder:
         starts, stops = _offsets(outputs)
         image_mask = self._image_mask(ids)
         told = outputs.get("text_replacement_offsets")
+        if told is None and shown:
+            raise Mismatch(
+                "this version of transformers does not tell where videos stand in a text; install a newer one"
+            )
         if told is None:
             shift = Expansion.of_runs(text, self._image_token(), starts, stops, stretches(image_mask))
         else:
@@ -180,7 +187,7 @@ class Encoder:
         for start, end in answers:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
-        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost)
+        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, shown)
         if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
         return sample
@@ -198,14 +205,18 @@ class Encoder:
     def written(self, row: Any) -> Written:
         """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
         a processor says against it."""
-        conversation, *_, text = self._rendered(row, 0)
+        conversation, *_, text, shown = self._rendered(row, 0)
+        left = iter(shown)
+        if shown:
+            place = re.escape(self.processor.video_token)
+            text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
         return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
 
     def _rendered(
         self, conversation: Conversation, given: int | None
-    ) -> tuple[Conversation, tuple[str, ...], Any, Any, str]:
+    ) -> tuple[Conversation, tuple[str, ...], Any, Any, str, tuple[films.Film, ...]]:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
-        the text that they are)."""
+        the text that they are; its videos)."""
         if conversation.images and not self.calls.sees:
             what = "hears and sees nothing" if self.multimodal else "is text-only"
             raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
@@ -214,7 +225,8 @@ class Encoder:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
             if not conversation.sounds:
                 raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
-        conversation = self._bounded(self.thinking.taken(conversation))
+        shown = self._films(conversation)
+        conversation = self._bounded(self.thinking.taken(conversation), shown)
         control = self._control(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
@@ -222,15 +234,38 @@ class Encoder:
         check_system(text, turns, render, given is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, rendered(turns, self._render, given is None))
-        return conversation, control, turns, render, text
+        return conversation, control, turns, render, text, shown[: len(conversation.videos)]
+
+    def _films(self, conversation: Conversation) -> tuple[films.Film, ...]:
+        """What is taken of the videos of a row. Raises `Mismatch` where the model or the phase takes
+        none."""
+        if not any(isinstance(part, VideoRef) for turn in conversation.turns for part in turn.parts):
+            return ()
+        if self.calls.videos is None:
+            raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
+                           "InternVL, or other data")  # fmt: skip
+        if not conversation.videos:
+            raise Mismatch(PHASES)
+        found = []
+        for file in conversation.videos:
+            film = films.look(file, self.calls.videos, self.calls.file_limits)
+            if film.tokens > self.seq_length:
+                frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
+                self._refuse_long(conversation, f"has a video of {film.tokens} tokens ({frames}), {self.limit}; lower "
+                                  "data.video.fps, max_frames or max_pixels")  # fmt: skip
+            found.append(film)
+            if sum(film.tokens for film in found) > self.seq_length and self.on_long == "cut":
+                break  # those behind it are never reached
+        return tuple(found)
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
-        control: tuple[str, ...], lost: int = 0,
+        control: tuple[str, ...], lost: int = 0, shown: Sequence[films.Film] = (),
     ) -> Sample:  # fmt: skip
         """A row as the processor made it numbers."""
         ids = _array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
+        frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
@@ -238,17 +273,19 @@ class Encoder:
             None if kinds is None else _array(kinds, np.int64),
             None if pixels is None else _array(pixels, np.float32),
             None if grid is None else _array(grid, np.int64),
-            images=len(row.images),
+            images=len(row.images) + frames,
             answers=answers,
             length=len(ids),
             control=control,
             lost=lost,
-            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds else {},
-            places=image_places(outputs),
+            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds or shown else {},
+            places=image_places(outputs) if frames else image_places(outputs, "image"),
+            films=() if frames else image_places(outputs, "video"),
             file=row.source,
             row=row.row,
             id=row.id,
             sounds=len(row.sounds),
+            videos=len(shown),
         )
 
     def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
@@ -277,12 +314,15 @@ class Encoder:
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
         if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
             raise Mismatch(UNNAMED)
+        if self.calls.sees and any(VIDEO.placeholder in text for text in texts):
+            raise Mismatch(VIDEO.unnamed)
         return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
 
-    def _bounded(self, conversation: Conversation) -> Conversation:
+    def _bounded(self, conversation: Conversation, shown: Sequence[films.Film] = ()) -> Conversation:
         """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
         conversation = with_short_reasoning(conversation, self.seq_length * self.longest)
-        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens)
+        videos = [film.tokens for film in shown]
+        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens, videos)
         if kept is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
@@ -369,12 +409,13 @@ def _offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return starts, stops
 
 
-def image_places(outputs: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Where the tokens of each image stand, where the processor tells which characters are its."""
+def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
+    characters are its."""
     if not (told := outputs.get("text_replacement_offsets")):
         return ()
     starts, stops = _offsets(outputs)
-    return tuple(covering(starts, stops, *image.new_span) for image in replaced(told))
+    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
 
 
 def _array(values: Any, dtype: Any) -> np.ndarray:

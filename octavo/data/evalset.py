@@ -54,7 +54,8 @@ class EvalSet:
 
     def origin(self, file: str, row: int, answer: int | None) -> str:
         """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
-        `source` (a name, or one for each answer), else the names of its images and sounds, else the row itself."""
+        `source` (a name, or one for each answer), else the names of its images, sounds and videos, else the row
+        itself."""
         sources = (source.source if isinstance(source, Split) else source for source in self.sources)
         rows = next(source for source in sources if source.name == file and row < len(source))
         if isinstance(rows, Joined):  # a sample of several documents
@@ -65,7 +66,7 @@ class EvalSet:
             named = named[answer]
         if isinstance(named, str | int):
             return str(named)
-        about = [*rows[row].images, *getattr(rows[row], "sounds", ())]
+        about = [file for kind in ("images", "sounds", "videos") for file in getattr(rows[row], kind, ())]
         return "|".join(map(str, about)) if about else f"{file}:{row}"
 
     def __len__(self) -> int:

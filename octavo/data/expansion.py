@@ -55,11 +55,12 @@ def covering(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tu
 
 
 class Replaced(NamedTuple):
-    """What stands in for an image, as its processor tells: characters of its placeholder in the rendered text, and of
-    what that grew into in the grown one."""
+    """What stands in for an image or a video (`kind`), as its processor tells: characters of its placeholder in the
+    rendered text, and of what that grew into in the grown one."""
 
     span: tuple[int, int]
     new_span: tuple[int, int]
+    kind: str = "image"
 
     @property
     def growth(self) -> tuple[int, int]:
@@ -70,7 +71,7 @@ class Replaced(NamedTuple):
 
 def replaced(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
     """`text_replacement_offsets` of one row."""
-    return [Replaced(tuple(one["span"]), tuple(one["new_span"])) for one in told]
+    return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in told]
 
 
 def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:

@@ -37,8 +37,8 @@ class ImageProblem(ValueError):
     """An image that cannot be used; the message is the reason of a `BadSample`."""
 
 
-def locate(root: Path, name: str, what: str = "image") -> Path:
-    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else.
+def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
+    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else. `folders`: or folder.
 
     `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
     accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
@@ -59,7 +59,7 @@ def locate(root: Path, name: str, what: str = "image") -> Path:
         path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
         if path.is_symlink():
             path = path.resolve()
-        there = path.is_file()
+        there = path.is_file() or (folders and path.is_dir())
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
         raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
     if not path.is_relative_to(root):

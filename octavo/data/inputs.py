@@ -6,6 +6,8 @@ The processor of a family says in `inputs` which it gives, and what the first di
     image    images: their sizes
     pixels   rows of `pixel_values`: masks of tiles
     sound    sounds: what they are, and where padding begins
+    video    videos: their sizes in patches
+    patch    patches of videos
     row      conversations with images: how many images each has
 
 All but those of tokens are joined on the first dimension, over samples in order. Behind it they may differ, as images
@@ -22,7 +24,7 @@ import numpy as np
 
 from octavo.data.errors import DataError
 
-COUNTED = ("token", "image", "pixels", "sound", "row")
+COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
 
 
 class Input(NamedTuple):
@@ -66,10 +68,12 @@ def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: 
             )
 
 
-def cut(inputs: Inputs, tokens: int, images: int, pixels: int) -> dict[str, Input]:
-    """What is left of a row's tensors when it is cut to so many tokens, images and rows of `pixel_values`."""
-    ends = {"token": tokens, "image": images, "pixels": pixels, "row": 1}
-    kept = {name: one for name, one in inputs.items() if images or one.per == "token"}
+def cut(inputs: Inputs, tokens: int, images: int, pixels: int, videos: int = 0, patches: int = 0) -> dict[str, Input]:
+    """What is left of a row's tensors when it is cut to so many tokens, images and rows of `pixel_values`, videos and
+    rows of `pixel_values_videos`."""
+    ends = {"token": tokens, "image": images, "pixels": pixels, "video": videos, "patch": patches, "row": 1}
+    there = {"video": videos, "patch": videos, "token": 1}
+    kept = {name: one for name, one in inputs.items() if there.get(one.per, images)}
     return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in kept.items()}
 
 

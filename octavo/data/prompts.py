@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.batched import Encoding
+from octavo.data.clips import PHASES, VIDEO, VIDEO_KEYS, VideoRef, find_videos
 from octavo.data.conversations import (
     PLACEHOLDER,
     ROLES,
@@ -36,7 +37,7 @@ from octavo.data.conversations import (
     shown,
 )
 from octavo.data.encode import Encoder
-from octavo.data.errors import DataError
+from octavo.data.errors import BadSample, DataError
 from octavo.data.images import ImageFile, Picture
 from octavo.data.sample import Sample
 from octavo.data.sounds import PLACEHOLDER as SOUND
@@ -45,7 +46,7 @@ from octavo.data.tools import tools_of
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
-MEDIA_KEYS = ("image", "images", "video", "videos", *SOUND_KEYS)
+MEDIA_KEYS = ("image", "images", *VIDEO_KEYS, *SOUND_KEYS)
 COLUMNS = ("answer", "prompt", "messages", "images")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 
@@ -94,7 +95,9 @@ class PromptEncoder(Encoder):
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        made = yield from super().encoding(row.conversation, None)
+        if (of := row.conversation).videos:
+            raise BadSample(of.source, of.row, PHASES, of.id)
+        made = yield from super().encoding(of, None)
         return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=row.conversation.images)
 
 
@@ -107,8 +110,9 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        sounds = find_sounds(prompt, images)
-        conversation = Conversation(tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds)
+        sounds, videos = find_sounds(prompt, images), find_videos(prompt, images, raw)
+        said = tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds
+        conversation = Conversation(*said, videos=videos)
         return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]}, reasoning)
 
 
@@ -256,7 +260,7 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     if said is not None and said.calls:
         raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
     if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
-        what = "an image" if isinstance(held, ImageRef) else "a sound"
+        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(held), "a video")
         raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
@@ -287,6 +291,6 @@ def _text(answer: Any) -> str:
 
 
 def _message(turn: Turn) -> dict[str, str]:
-    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND}
+    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
     said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
     return {"role": turn.role, "content": "".join(said)}

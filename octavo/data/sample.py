@@ -19,12 +19,13 @@ class Sample:
 
     `input_ids` [T] int64 · `labels` [T] int64: the token itself where it is trained on, else -100 (not shifted:
     the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
-    [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`,
-    `sounds`: how many · `answers`: (start, end) in tokens of what is learned of each assistant turn, end-of-turn token
-    included; (0, 0) of one that is context · `length`: the tokens before a cut · `control`: the control tokens that its
-    text spells out · `lost`: how many answers are not learned, since the template left their reasoning out · `more`:
-    further tensors for the model, by their names (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what
-    stands for each image, marks and text around it included, where the processor tells.
+    [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`, `sounds`,
+    `videos`: how many; `images` counts the frames of videos that are images to the model · `answers`: (start, end) in
+    tokens of what is learned of each assistant turn, end-of-turn token included; (0, 0) of one that is context ·
+    `length`: the tokens before a cut · `control`: the control tokens that its text spells out · `lost`: how many
+    answers are not learned, since the template left their reasoning out · `more`: further tensors for the model, by
+    their names (:mod:`octavo.data.inputs`) · `places`: (start, end) in tokens of what stands for each image, marks and
+    text around it included, where the processor tells; `films`: of each video that has tensors of its own, likewise.
     """
 
     input_ids: np.ndarray
@@ -43,6 +44,8 @@ class Sample:
     row: int = -1
     id: str | None = None
     sounds: int = 0
+    videos: int = 0
+    films: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.data import cache
+from octavo.data.clips import VideoRef
 from octavo.data.conversations import Conversation, ImageRef, Turn
 from octavo.data.errors import BadSample, DataError, RowProblem
 from octavo.data.prompts import turns_of
@@ -121,10 +122,10 @@ def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
 def upto(conversation: Conversation, stop: int, given: int) -> Conversation:
     """The first `stop` turns, of which the `given` first answers are context."""
     turns = conversation.turns[:stop]
-    images, sounds = (sum(isinstance(p, kind) for turn in turns for p in turn.parts) for kind in (ImageRef, AudioRef))
-    return replace(
-        conversation, turns=turns, images=conversation.images[:images], sounds=conversation.sounds[:sounds], given=given
-    )
+    kinds = {"images": ImageRef, "sounds": AudioRef, "videos": VideoRef}
+    counts = {name: sum(isinstance(p, kind) for turn in turns for p in turn.parts) for name, kind in kinds.items()}
+    files: dict[str, Any] = {name: getattr(conversation, name)[:count] for name, count in counts.items()}
+    return replace(conversation, turns=turns, given=given, **files)
 
 
 def split(source: Whole, folder: Path | None = None, say: cache.Say = cache.quiet, more: str = "") -> Split:

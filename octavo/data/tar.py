@@ -7,11 +7,12 @@ what each is:
     00/07.txt    its `text`               00/07.cls   its `cls`, a whole number where it is one
     00/07.jpg    its image; so are png, webp and the others, and 0.jpg, 1.jpg, ... in the order of their numbers
     00/07.wav    beside a json its sound; so are flac, and 0.wav, 1.wav, ... in the order of their numbers
+    00/07.mp4    beside a json its video; so are webm, mov and mkv, likewise
     00/07.x.txt, 00/07.x.jpg              columns "x.txt" and "x.jpg", for `columns:`
 
-An image or sound that the json names, by the file's name or by what follows its dot, stands where it is named. Files of
-other kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names, places and
-sizes of its files; it is made once, in the cache.
+An image, sound or video that the json names, by the file's name or by what follows its dot, stands where it is named.
+Files of other kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names,
+places and sizes of its files; it is made once, in the cache.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from octavo.data import cache
+from octavo.data.clips import VIDEO_KEYS
 from octavo.data.errors import BadSample
 from octavo.data.members import entries
 from octavo.data.sounds import SOUND_KEYS
@@ -40,7 +42,7 @@ INDEX = pa.schema([
 ])  # fmt: skip
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif")
 SOUNDS = ("wav", "flac")
-VIDEOS = ("mp4", "avi", "mov", "mkv", "webm")
+VIDEOS = ("mp4", "m4v", "mov", "mkv", "webm")
 TEXTS = ("txt", "text", "caption", "transcript")
 MUCH = 64 << 20  # bytes of tars that are looked up by several processes
 MOST_PROCESSES = 8
@@ -78,17 +80,16 @@ class TarRows(Mapped):
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
+        videos: dict[str, dict[str, Any]] = {}
         for kind, start, size in members:
             ending, name = kind.rpartition(".")[2], f"{key}.{kind}"
-            if ending in (*IMAGES, *SOUNDS):
-                held = images if ending in IMAGES else sounds
+            if ending in (*IMAGES, *SOUNDS, *VIDEOS):
+                held = images if ending in IMAGES else sounds if ending in SOUNDS else videos
                 held[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
                 fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
             elif ending in (*TEXTS, "cls"):
                 fields[kind] = self._text(row, name, self._pieces.read(start, size), ending)
-            elif ending in VIDEOS:
-                fields["video"] = name  # which is refused in any row
         if not fields and not images:
             names = ", ".join(f"{key}.{member.kind}" for member in members)
             raise BadSample(self.path, row, f"holds {names}; a row has a json, a txt or an image", key)
@@ -98,7 +99,11 @@ class TarRows(Mapped):
             raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
         beside = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
         raw = _with_files({"id": key} | beside | said, key, images, ("image", "images"))
-        return _with_files(raw, key, sounds, SOUND_KEYS) if said else raw
+        if said:
+            raw = _with_files(_with_files(raw, key, sounds, SOUND_KEYS), key, videos, VIDEO_KEYS)
+        elif videos:
+            raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
+        return raw
 
     def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:
         try:
@@ -115,7 +120,7 @@ class TarRows(Mapped):
 def _with_files(
     raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """A row with its images (or sounds) where it names them, else under one of `keys`: for one, for several."""
+    """A row with its images (sounds, videos) where it names them, else under one of `keys`: for one, for several."""
     called = {name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
     used: set[str] = set()
 

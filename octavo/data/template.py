@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from octavo.data.clips import VideoRef
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn
 from octavo.data.sounds import AudioRef
 
@@ -38,8 +39,12 @@ def messages(conversation: Conversation, *, parts: bool, system: str | None = No
     return found
 
 
-#: of images and sounds, as templates ask for them (older ones of Qwen2-Audio by a key alone)
-_PLACE: dict[type, dict[str, Any]] = {ImageRef: {"type": "image"}, AudioRef: {"type": "audio", "audio_url": ""}}
+#: of images, sounds and videos, as templates ask for them (older ones of Qwen2-Audio by a key alone)
+_PLACE: dict[type, dict[str, Any]] = {
+    ImageRef: {"type": "image"},
+    AudioRef: {"type": "audio", "audio_url": ""},
+    VideoRef: {"type": "video"},
+}
 
 
 def _message(turn: Turn, parts: bool) -> Message:

@@ -19,44 +19,60 @@ SLOTS = 64
 
 
 def prompt_of(
-    processor: Any, messages: Sequence[dict[str, Any]], images: Sequence[Any] = (), number: int = 0
-) -> Prompt:
+    processor: Any, messages: Sequence[dict[str, Any]], images: Sequence[Any] = (), videos: Sequence[Any] = (),
+    number: int = 0,
+) -> Prompt:  # fmt: skip
     """The prompt of a conversation that waits for an answer, by the model's processor and chat template.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
+    videos    one `octavo.data` Shot for each video part, likewise, of a model that :func:`why_not_here` does not refuse
     number    the prompt's identity for randomness
 
     Raises ModelError as `models.question`.
     """
-    batch = {name: value.numpy() for name, value in models.question(processor, messages, images).items()}
+    asked = models.question(processor, messages, images, videos=videos)
+    if "video_grid_thw" in asked:
+        asked = models.as_images(asked, processor.videos.merge, processor.image_token_id)
+    batch = {name: value.numpy() for name, value in asked.items()}
     kinds = batch.get("mm_token_type_ids")
     return Prompt(
         batch["input_ids"][0], number, batch.get("pixel_values"), batch.get("image_grid_thw"),
-        None if kinds is None else kinds[0], len(images), more=of_processor(processor, batch) if images else {},
+        None if kinds is None else kinds[0], len(images) + len(videos),
+        more=of_processor(processor, batch) if images else {},
     )  # fmt: skip
 
 
+def why_not_here(model: Any, videos: bool) -> str | None:
+    """Why questions with videos are not answered by the engine, as the end of a sentence; None where they are."""
+    if videos and model.config.model_type == "qwen2_5_vl":
+        return "videos of qwen2_5_vl stand in seconds, and prompts of the engine in images"
+    return None
+
+
 def answers(
-    model: Any, processor: Any, conversations: Sequence[tuple[Sequence[dict[str, Any]], Sequence[Any]]],
+    model: Any, processor: Any, conversations: Sequence[tuple[Any, ...]],
     sampling: Sampling, context: Context | None = None, *, samples: int = 1, kv: str = "bf16",
     say: Callable[[str], None] = lambda text: None,
 ) -> list[list[str]]:  # fmt: skip
-    """`samples` answers to each conversation (messages and images, as :func:`prompt_of` takes them), as text without
+    """`samples` answers to each conversation (messages, images and, if there are any, videos, as
+    :func:`prompt_of` takes them), as text without
     special tokens and without the text that stopped them.
 
     A model whose attention cannot be handed over answers greedily by transformers' own loop, one question after the
     other, and `say` gets why. Raises GenerationError and ModelError.
     """
     context = context or Context()
-    if why := models.why_not_paged(model):
+    films = [asked[2] if len(asked) > 2 else () for asked in conversations]
+    if why := models.why_not_paged(model) or why_not_here(model, any(films)):
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
             raise GenerationError(f"{why}: it answers greedily alone. Leave temperature, stop, samples and kv out.")
         say(f"answers come from transformers, one by one: {why}")
         device, low = next(model.parameters()).device.type, context.autocast
         with torch.autocast(device, dtype=low, enabled=low is not None):
             new = sampling.max_new_tokens
-            return [[models.generate(model, processor, *asked, new)] for asked in conversations]
+            given = zip(conversations, films, strict=True)
+            return [[models.generate(model, processor, *asked[:2], new, shown)] for asked, shown in given]
     prompts = [prompt_of(processor, *asked, number=number) for number, asked in enumerate(conversations)]
     engine = Engine(model, processor.tokenizer, context, slots=SLOTS, kv=kv, say=say)
     found: list[list[str]] = [[] for _ in prompts]

@@ -6,6 +6,7 @@ from octavo.models.deferred import Deferred, defer
 from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
+from octavo.models.frames import OF_VIDEOS, as_images, positions_of_rows
 from octavo.models.freeze import freeze, freeze_all
 from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
@@ -22,6 +23,8 @@ from octavo.models.skeleton import empty, read_config
 from octavo.models.tiny_configs import tiny_config
 from octavo.models.trained import why_not_trained
 from octavo.models.values import stream
+from octavo.models.videos import ASKED as VIDEO_SETTINGS
+from octavo.models.videos import described as videos_described
 from octavo.models.vision import Vision, vision_of
 
 __all__ = [
@@ -33,12 +36,15 @@ __all__ = [
     "SHAPES",
     "VALUE_HEAD",
     "Vision",
+    "OF_VIDEOS",
+    "VIDEO_SETTINGS",
     "WITHOUT_HEAD",
     "Family",
     "ModelError",
     "Packed",
     "Quantization",
     "TextProcessor",
+    "as_images",
     "attach_dummy_image",
     "attach_dummy_sound",
     "attach_idle_experts",
@@ -66,6 +72,7 @@ __all__ = [
     "parameter_count",
     "pixels_by",
     "positions",
+    "positions_of_rows",
     "question",
     "random_model",
     "read_config",
@@ -78,6 +85,7 @@ __all__ = [
     "to_config",
     "use_attention",
     "use_kernel",
+    "videos_described",
     "vision_of",
     "why_not_packed",
     "why_not_paged",

@@ -32,10 +32,11 @@ def generate(
     messages: Sequence[dict[str, Any]],
     images: Sequence[Image] = (),
     max_new_tokens: int = 32,
+    videos: Sequence[Any] = (),
 ) -> str:
     """The model's greedy answer to `messages`, decoded without special tokens.
 
-    messages, images  as :func:`question` takes them
+    messages, images, videos  as :func:`question` takes them
 
     Greedy: :func:`ignored_settings` says what of the model's generation settings has no effect. They are left as they
     were, and so is the model's mode. Raises ModelError as :func:`question` does, when max_new_tokens is below one, and
@@ -43,7 +44,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
-    batch = question(processor, messages, images).to(model.device)
+    batch = question(processor, messages, images, videos=videos).to(model.device)
     own = model.generation_config
     stop = own.eos_token_id
     settings = GenerationConfig(
@@ -69,15 +70,17 @@ def question(
     messages: Sequence[dict[str, Any]],
     images: Sequence[Image] = (),
     answered: bool = False,
+    videos: Sequence[Any] = (),
 ) -> BatchFeature:
     """A conversation that waits for an answer, as the model's tensors: `input_ids` [1, P] and what images add.
     `answered`: one that ends with its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
+    videos    one `octavo.data` Shot for each video part (`{"type": "video"}`), likewise
 
-    Raises ModelError when images and image parts differ in number, when there is nothing to answer or no chat template
-    to write it by, and for what the processor refuses.
+    Raises ModelError when images and image parts, or videos and theirs, differ in number, when there is nothing to
+    answer or no chat template to write it by, and for what the processor refuses.
     """
     if images and isinstance(processor, TextProcessor):
         raise ModelError(
@@ -88,6 +91,11 @@ def question(
     asked = sum(part.get("type") == "image" for content in contents for part in content)
     if asked != len(images):
         raise ModelError(f"the messages hold {asked} image parts but {len(images)} images were given; they must agree.")
+    shown = sum(part.get("type") == "video" for content in contents for part in content)
+    if shown != len(videos):
+        raise ModelError(f"the messages hold {shown} video parts but {len(videos)} videos were given; they must agree.")
+    if videos and getattr(processor, "videos", None) is None:
+        raise ModelError(f"{len(videos)} videos were given, and videos of this model are not taken here.")
     if not messages:
         raise ModelError("there are no messages: an answer needs at least one.")
     if not processor.chat_template:
@@ -103,7 +111,10 @@ def question(
         if places != len(images):  # transformers 5.17 does not tell
             raise ValueError(f"the text has {places} places for {len(images)} images")
         given = [list(images)] if images and getattr(processor, "images_by_row", False) else list(images)
-        return processor(text=[text], images=given or None, return_tensors="pt", add_special_tokens=False)
+        films = processor.video_inputs(videos) if videos else {}  # type: ignore[union-attr]
+        if videos and (there := text.count(processor.video_token)) != len(videos):  # type: ignore[union-attr]
+            raise ValueError(f"the text has {there} places for {len(videos)} videos")
+        return processor(text=[text], images=given or None, return_tensors="pt", add_special_tokens=False, **films)
     except ValueError as cause:
         raise ModelError(
             f"the processor refuses the prompt or its images: {cause}. Give each image with --image, not by its "

@@ -1,21 +1,24 @@
 """Processors of models that see images: text and PIL images in, the model's tensors out.
 
-What a stock AutoProcessor is, but for videos: its video processor wants torchvision, without which AutoProcessor fails
-or quietly returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
-`video_processor`. Image processors are those that AutoProcessor takes, which compute with torchvision; where that is
-not installed their PIL forms, which resize a little differently (`processors.pixels_by` says which). Imported when such
-a processor is loaded: a machine that only measures models needs no Pillow.
+What a stock AutoProcessor is, but for its video processor, which wants torchvision; without that AutoProcessor fails or
+quietly returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
+`video_processor`; where videos of a family train, :mod:`octavo.models.videos` stands in its place. Image processors are
+those that AutoProcessor takes, which compute with torchvision; where that is not installed their PIL forms, which
+resize a little differently (`processors.pixels_by` says which). Imported when such a processor is loaded: a machine
+that only measures models needs no Pillow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from transformers import ProcessorMixin
+from transformers import BatchFeature, ProcessorMixin
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -29,6 +32,7 @@ from octavo.models.folder import read_json, stock
 from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.processor import NvilaProcessor
 from octavo.models.skeleton import stock_config
+from octavo.models.videos import Videos, metadata
 
 if is_torchvision_available():
     from transformers.models.ernie4_5_vl_moe.image_processing_ernie4_5_vl_moe import (
@@ -71,20 +75,78 @@ class _WithoutVideo(WithDeadline):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
-class Qwen3VLImageTextProcessor(_WithoutVideo, Qwen3VLProcessor):
-    """Qwen3VLProcessor for images and text (dense and MoE)."""
+class _Filming:
+    """What a processor says of videos to the data side: `videos` (None: it takes none here), the tensors of theirs in
+    `inputs`, whether `frames_are_images`, and which token `opens_frames`."""
+
+    videos: Videos | None = None
+    frames_are_images = False
+
+    @property
+    def video_processor(self) -> Videos | None:
+        """Where stock code looks for it."""
+        return self.videos
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_dict().items() if key != "videos"}  # type: ignore[misc]
+
+    def video_text(self, film: Any) -> str:
+        """What stands in the text for a video: `film` has `total`, `fps`, `indices` and the `size` of its frames."""
+        assert self.videos is not None
+        about: dict[str, Any] = {"video_metadata": [metadata(film.total, film.fps, film.indices)]}
+        if self.videos.tile is None:
+            about["video_grid_thw"] = np.array([self.videos.grid(len(film.indices), *film.size)])
+        else:
+            about["pixel_values_videos"] = [np.empty((len(film.indices), 0))]
+        return self.replace_video_token(about, 0)  # type: ignore[attr-defined,no-any-return]
+
+    def video_inputs(self, films: Sequence[Any]) -> dict[str, Any]:
+        """How a call is given videos, decoded; `film.frames` are those of its `indices`."""
+        told = [metadata(film.total, film.fps, film.indices) for film in films]
+        return {"videos": [film.frames for film in films], "video_metadata": told} if films else {}
+
+
+class Qwen3VLImageTextProcessor(_Filming, _WithoutVideo, Qwen3VLProcessor):
+    """Qwen3VLProcessor for images and text (dense and MoE), and videos where `videos` are given."""
+
+    inputs: ClassVar[dict[str, str]] = {"pixel_values_videos": "patch", "video_grid_thw": "video"}
 
 
 class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
     """Qwen2VLProcessor for images and text."""
 
 
-class Qwen25VLImageTextProcessor(_WithoutVideo, Qwen2_5_VLProcessor):
-    """Qwen2_5_VLProcessor for images and text."""
+class Qwen25VLImageTextProcessor(_Filming, _WithoutVideo, Qwen2_5_VLProcessor):
+    """Qwen2_5_VLProcessor for images and text, and videos where `videos` are given."""
+
+    inputs: ClassVar[dict[str, str]] = {**Qwen3VLImageTextProcessor.inputs, "second_per_grid_ts": "video"}
 
 
-class InternVLImageTextProcessor(WithDeadline, InternVLProcessor):
-    """InternVLProcessor for images and text."""
+class InternVLImageTextProcessor(_Filming, WithDeadline, InternVLProcessor):
+    """InternVLProcessor for images and text, and videos, whose frames are images of one tile."""
+
+    frames_are_images = True
+
+    def __call__(  # type: ignore[override]
+        self, images: Any = None, text: Any = None, videos: Any = None, **options: Any
+    ) -> BatchFeature:
+        """The stock class where there are no videos; it takes videos of one length alone."""
+        if videos is None:
+            return super().__call__(images=images, text=text, **options)
+        texts = [text] if isinstance(text, str) else text
+        order = re.findall(f"{re.escape(self.image_token)}|{re.escape(self.video_token)}", "".join(texts))
+        made = ProcessorMixin.__call__(self, images=images, text=texts, videos=videos, **options)
+        clips = iter(made.pop("pixel_values_videos"))
+        counts = iter([] if images is None else np.asarray(made.pop("num_patches")).tolist())
+        tiles = np.empty(0) if images is None else np.asarray(made["pixel_values"])
+        found, at = [], 0
+        for token in order:
+            if token == self.image_token:
+                found.append(tiles[at : (at := at + next(counts))])
+            else:
+                found.append(next(clips))
+        made["pixel_values"] = np.concatenate(found)
+        return BatchFeature(dict(made), tensor_type=options.get("return_tensors"))
 
     def __init__(
         self,

@@ -12,9 +12,10 @@ apart by :mod:`octavo.models.segments`, and afterwards it is counted that every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from octavo.models import attention
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
+from octavo.models.frames import OF_VIDEOS
 from octavo.models.paged import axes, positions
 from octavo.models.segments import INSTEAD, PackedForward, Segments, Share, under_way
 from octavo.models.trained import TWO_WAYS
@@ -84,24 +86,29 @@ class Packed:
 
     def positions(
         self, edges: Sequence[int], ids: Tensor, images: Sequence[int] = (), kinds: Tensor | None = None,
-        grid: Tensor | None = None,
+        grid: Tensor | None = None, videos: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Where each token stands in its own sample, int64: [1, T], or for rotary of three axes [4, 1, T], whose row 0
         counts tokens and rows 1 to 3 are the model's own ``get_rope_index`` of that sample alone.
 
         ids [1, T] · images: of each sample, those of padding left out · kinds [1, T], 1 where a token stands for an
-        image · grid [images, 3]; all in host memory.
+        image, 2 for a video · grid [images, 3] · videos: how many each sample has (`counts`), and what of
+        :data:`octavo.models.frames.OF_VIDEOS` counts these; all in host memory.
         """
         plain = _plain(edges, ids.device)
         if self.axes == 1:
             return plain
-        rows, seen = [], 0
+        rows, seen, shown = [], 0, 0
+        videos = videos or {}
+        counts = videos.get("counts", ())
         for number, (a, b) in enumerate(pairwise(edges)):
             count = images[number] if number < len(images) else 0
             own = None if grid is None or not count else grid[seen : seen + count]
             of = None if kinds is None else kinds[0, a:b]
-            rows.append(positions(self.model, self.family, ids[0, a:b], of, own)[0])
-            seen += count
+            clips = counts[number] if number < len(counts) else 0
+            more = {name: videos[name][shown : shown + clips] for name in OF_VIDEOS if clips and name in videos}
+            rows.append(positions(self.model, self.family, ids[0, a:b], of, own, more)[0])
+            seen, shown = seen + count, shown + clips
         return torch.cat([plain[None], torch.cat(rows, 1)[:, None]])
 
     @contextmanager

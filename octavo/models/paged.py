@@ -11,7 +11,7 @@ stands in its own sequence, the attention function which tokens see each other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -124,21 +124,23 @@ def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iter
 
 
 def positions(
-    model: PreTrainedModel, family: Family, ids: Tensor, kinds: Tensor | None = None, grid: Tensor | None = None
-) -> tuple[Tensor, int]:
+    model: PreTrainedModel, family: Family, ids: Tensor, kinds: Tensor | None = None, grid: Tensor | None = None,
+    videos: Mapping[str, Tensor] | None = None,
+) -> tuple[Tensor, int]:  # fmt: skip
     """(where each token of a prompt stands, where the next one will): int64 [3, P] for families whose rotary has three
     axes (by the model's own ``get_rope_index``), else [1, P].
 
-    ids [P] int64 · kinds [P] int64: 1 where a token stands for an image (None: by its id) · grid [images, 3]
+    ids [P] int64 · kinds [P] int64: 1 where a token stands for an image, 2 for a video (None: by its id) · grid
+    [images, 3] · videos: those of :data:`octavo.models.frames.OF_VIDEOS`
     """
     plain = torch.arange(len(ids), device=ids.device)[None]
     index = _rope_index(model, family)
     if index is None:
         return plain, len(ids)
-    if grid is None:
+    if grid is None and not videos:
         return plain.expand(3, -1), len(ids)
     kinds = (ids == family.image_token_id).long() if kinds is None else kinds
-    found, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)
+    found, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
     return found[:, 0], int(found.max()) + 1
 
 

@@ -22,6 +22,7 @@ from octavo.models.nvila.three import add_media, template_of
 from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.videos import STOCK, videos_of
 
 
 class TextProcessor:
@@ -109,9 +110,10 @@ def load_processor(
     max_pixels: int | None = None,
     min_pixels: int | None = None,
     template_args: Mapping[str, Any] | None = None,
+    video: Mapping[str, Any] | None = None,
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives, without
-    videos; where torchvision is missing, with Pillow in its place (`pixels_by` says which).
+    """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives; where
+    torchvision is missing, with Pillow in its place (`pixels_by` says which), and always so for videos.
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
@@ -119,12 +121,14 @@ def load_processor(
 
     template_args            variables of the chat template, for each of its renderings
 
+    video                    what is asked of videos (:data:`octavo.models.videos.ASKED`); None: nothing
+
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
     3), a chat template that does not end or refuses every conversation (`check_template`), and variables that it does
     not read (`chat.give`).
     """
-    processor = _load_processor(Path(path), max_pixels, min_pixels)
+    processor = _load_processor(Path(path), max_pixels, min_pixels, video)
     give(processor, template_args or {}, Path(path))
     return processor
 
@@ -141,8 +145,15 @@ def _imported(what: str, package: str) -> Iterator[None]:
         ) from cause
 
 
-def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None) -> ProcessorMixin | TextProcessor:
+def _load_processor(
+    folder: Path, max_pixels: int | None, min_pixels: int | None, video: Mapping[str, Any] | None
+) -> ProcessorMixin | TextProcessor:
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    if video is not None and raw.get("model_type") not in STOCK:
+        raise ModelError(
+            f"data.video is given, and videos of model_type {raw.get('model_type')!r} are not taken here; those of "
+            f"{', '.join(STOCK)} are. Remove it, or take a model of these."
+        )
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
@@ -194,6 +205,9 @@ def _load_processor(folder: Path, max_pixels: int | None, min_pixels: int | None
         more = own | image_processors.stated_options(folder, processor_class)
         processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
     image_processors.check_agreement(folder, raw, processor)
+    if raw["model_type"] in STOCK:
+        length = getattr(processor, "image_seq_length", 0)
+        processor.videos = videos_of(folder, raw["model_type"], image_processor, video or {}, length)
     return processor
 
 

@@ -26,16 +26,20 @@ class Special:
 
 
 _ROLE = "{{ '<|im_start|>' + message['role'] + '\n' }}"
+_TEXT = "{% elif 'text' in part %}"
 _TEXT_PARTS = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' or 'image' in part or 'image_url' in part %}{{ 'IMAGE' }}"
-    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-)
+    + _TEXT + "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)  # fmt: skip
 _GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
-def _chatml(image: str) -> str:
+def _chatml(image: str, video: str = "") -> str:
     parts = _TEXT_PARTS.replace("IMAGE", image)
+    if video:
+        of_video = "{% elif part['type'] == 'video' or 'video' in part %}"
+        parts = parts.replace(_TEXT, f"{of_video}{{{{ '{video}' }}}}{_TEXT}")
     return f"{{% for message in messages %}}{_ROLE}{parts}{{{{ '<|im_end|>' }}}}{{% endfor %}}{_GENERATE}"
 
 
@@ -68,13 +72,13 @@ _QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image
 QWEN = Special(_CHATML_TOKENS, _chatml(""), eos="<|im_end|>", pad="<|endoftext|>")  # MPT's too
 QWEN_VL = Special(
     _CHATML_TOKENS + _QWEN_VISION,
-    _chatml("<|vision_start|><|image_pad|><|vision_end|>"),
+    _chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
 )
 INTERNVL = Special(
     (*_CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
-    _chatml("<IMG_CONTEXT>"),
+    _chatml("<IMG_CONTEXT>", "<video>\\n"),
     eos="<|im_end|>",
     pad="<|endoftext|>",
     names={

@@ -61,7 +61,18 @@ def counted(cfg: Config) -> Config:
 def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
     """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
     of = cfg.data
-    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args)
+    video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
+    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
+
+
+def with_video(cfg: Config) -> Config:
+    """The configuration with the values of `data.video` that it leaves to the model's family: so it is saved, and
+    another version changes no run. One without the section stays so. Raises ModelError."""
+    if cfg.data.video is None:
+        return cfg
+    values = processor_of(cfg).videos.settings
+    data = cfg.data.model_copy(update={"video": cfg.data.video.model_copy(update=values)})
+    return cfg.model_copy(update={"data": data})
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:

@@ -87,6 +87,8 @@ def build(
     if world.is_main:
         taken = {} if (of := hub.origin(cfg.model.path)) is None else {"model": of}
         about = {**environment.describe(), "ranks": world.size, "pixels": pixels, **taken}
+        if (videos := getattr(processor, "videos", None)) is not None:
+            about["video"] = models.videos_described(videos)
         rundir.write_json(directory / "environment.json", about)
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end

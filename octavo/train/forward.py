@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,10 +60,11 @@ class Forward:
     """Calls the model: moves the batch, enters autocast (None: does not), asks for the logits that are needed and no
     others.
 
-    `images` says whether the batch at hand has an image, `sounds` whether a sound; the dummy hooks read it. Without
-    autocast, pixels come in ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are
-    packs (None: none is). ``context``: the ranks that share the tokens of packs (None: none do); then logits, and
-    `keep`, are those of this rank's tokens, and ``dealt`` deals the images of a pack.
+    `images` says whether the batch at hand has an image or a video, `sounds` whether a sound; the dummy hooks read it.
+    Videos go through the tower as images (:mod:`octavo.models.frames`). Without autocast, pixels come in ``dtype``
+    (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is). ``context``:
+    the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this rank's tokens,
+    and ``dealt`` deals the images of a pack.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class Forward:
         return self.context.part(batch["boundaries"].length)
 
     def sees(self, batch: dict[str, Any]) -> bool:
-        """Whether an image of a batch goes through the tower on this rank."""
+        """Whether an image or a video of a batch goes through the tower on this rank."""
         shared = self.dealt is not None and "boundaries" in batch
-        return self.dealt.sees(batch) if shared else batch["meta"].has_image  # type: ignore[union-attr]
+        return self.dealt.sees(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
 
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same logits, and the load-balancing loss of the routers over this batch (a scalar): `train.routing`.
@@ -117,7 +119,10 @@ class Forward:
 
     def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
         """(logits at `keep`, all that the model returned)."""
-        self.images, self.sounds = batch["meta"].has_image, batch["meta"].has_sound
+        given, batch = batch, self._seen(batch)
+        if given is not batch and "boundaries" not in batch:
+            batch["position_ids"] = models.positions_of_rows(self.model, given)  # type: ignore[arg-type]
+        self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
             for name, value in self._mine(batch).items()
@@ -126,10 +131,22 @@ class Forward:
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
         computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with self._apart(batch, inputs), computing:
+        with self._apart(given, inputs), computing:
             out = self.model(**inputs, **more, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
+
+    def _seen(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the tower sees it: its videos are images."""
+        if "video_grid_thw" not in batch:
+            return batch
+        config, meta = self.model.config, batch["meta"]
+        inputs = {name: per for name, per in meta.inputs.items() if per not in ("video", "patch")}
+        steps = iter(batch["video_grid_thw"][:, 0].tolist())
+        images = [count + sum(next(steps) for _ in range(n)) for count, n in zip(meta.images, meta.videos, strict=True)]
+        merge = models.vision_of(config).merge  # type: ignore[arg-type]
+        found = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
+        return {**found, "meta": replace(meta, images=tuple(images), inputs=inputs)}
 
     def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
@@ -150,7 +167,8 @@ class Forward:
             raise TrainError("a batch is a pack of samples, and this model was not made ready for packs (data.packing)")
         edges, images = batch["boundaries"].edges, batch["meta"].images
         kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
-        positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid)
+        of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.OF_VIDEOS if name in batch}}
+        positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid, of)
         inputs["position_ids"] = positions[..., self.part(batch)].to(self.device, non_blocking=True)
         try:
             with self.packed.forward(edges, positions):

@@ -188,8 +188,8 @@ def _without_gradients(model: nn.Module) -> None:
 def _why_not(batch: dict[str, Any], target: Tensor) -> str | None:
     """Why this batch is none for a graph."""
     meta = batch["meta"]
-    if meta.has_image:
-        return "a batch has images, whose sizes the vision tower reads on the host"
+    if meta.sees:
+        return "a batch has images or videos, whose sizes the vision tower reads on the host"
     if not meta.lengths or min(meta.lengths) < batch["input_ids"].shape[1]:
         return "rows of a batch differ in length, and what masks them looks at values"
     if bool((target == IGNORE).any()):

@@ -74,7 +74,7 @@ def run(
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     cfg = hub.resolved(cfg, (lambda text: None) if console is None else console.print)
-    cfg = base.counted(base.settled(cfg))
+    cfg = base.counted(base.with_video(base.settled(cfg)))
     phase.check(cfg)
     trackers.refuse_missing(cfg)
     secrecy.check(cfg)

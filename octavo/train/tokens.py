@@ -74,7 +74,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         batches = [batch for step in itertools.islice(loader, MICRO_BATCHES) for batch in step]
     finally:
         loader.close()
-    with_image = [batch for batch in batches if batch["meta"].has_image]
+    with_image = [batch for batch in batches if batch["meta"].sees]
     decoder = _mean([batch["input_ids"].numel() for batch in batches])
     row = max(1, decoder // cfg.train.micro_batch)
     counts = {"foundation": decoder, "lm_head": decoder, "image_encoder": 0, "image_projector": 0}
@@ -211,9 +211,12 @@ def _head_dim(text: Any) -> int:
 
 
 def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
-    """(patches through the tower, tokens out of the projector, images) of a batch with images."""
+    """(patches through the tower, tokens out of the projector, images) of a batch with images or videos, of which each
+    time step is an image to the tower."""
     vision = models.vision_of(config)
-    patches = vision.patches(batch)
+    patches = vision.patches(batch) if batch["meta"].has_image else []
+    for time, tall, wide in batch["video_grid_thw"].tolist() if "video_grid_thw" in batch else ():
+        patches += [tall * wide] * time
     return sum(patches), sum(map(vision.features, patches)), len(patches)
 
 

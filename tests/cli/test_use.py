@@ -94,9 +94,12 @@ def test_images_of_a_question_stand_where_it_says(here, capsys):
     """As in rows of training data; else before it."""
     from octavo.cli.generate import _parts
 
-    image = {"type": "image"}
-    assert _parts("What?", 2) == [image, image, {"type": "text", "text": "What?"}]
-    assert _parts("<image>\nA <image>", 2) == [image, {"type": "text", "text": "\nA "}, image]
+    image, video = {"type": "image"}, {"type": "video"}
+    two, both = {"<image>": 2, "<video>": 0}, {"<image>": 1, "<video>": 1}
+    assert _parts("What?", two) == [image, image, {"type": "text", "text": "What?"}]
+    assert _parts("<image>\nA <image>", two) == [image, {"type": "text", "text": "\nA "}, image]
+    assert _parts("What?", both) == [image, video, {"type": "text", "text": "What?"}]
+    assert _parts("A<video>", both) == [image, {"type": "text", "text": "A"}, video]
     file = ["--image", str(next((here / "digits").rglob("*.png")))]
     assert main(["generate", "model", "--prompt", "<image> <image>?", *file]) == 2
     assert "has 2 places for images (<image>), and 1 images are given" in capsys.readouterr().err

@@ -122,7 +122,7 @@ BAD = (
     ({"text": "a", "image": 3}, "'image' is 3; expected a file name"),
     ({"text": "a", "image": "../a.png"}, "a.png"),
     ({"text": "a", "image": "none.png"}, "none.png"),
-    ({"text": "a", "video": "a.mp4"}, "holds a video"),
+    ({"text": "a", "video": "a.mp4"}, "is a text with a video"),
     ({"texts": ["a"]}, "'texts' has 1 places, 'images' is None; they must be lists of one length"),
     ({"texts": ["a", None], "images": [None]}, "'texts' has 2 places, 'images' has 1 places"),
     ({"texts": "a", "images": ["a.png"]}, "'texts' is 'a', 'images' has 1 places"),

@@ -165,7 +165,8 @@ def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, mo
 
 def config(folder, rows, **data):
     dataset = Dataset(path=str(folder.json(rows)))
-    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
+    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0,
+            "video": None, "workers": 0,
             "on_bad_sample": "skip", "mask_empty_think": True, "mask_reasoning": False, "train": [dataset],
             "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(

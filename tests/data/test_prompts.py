@@ -114,7 +114,7 @@ def test_a_prompt_without_an_answer_is_asked_to_its_end(folder):
         ({"prompt": "a <image>", "answer": "b"}, "names no image"),
         ({"prompt": "a <image><image>", "images": ["a.png"]}, r"has 2 <image> placeholder\(s\) .* and 1 image"),
         ({"prompt": "a", "completions": []}, "has a key 'completions', the name by which rewards"),
-        ({"prompt": "a", "messages": None, "answer": "b", "videos": ["v"]}, "video is not available"),
+        ({"prompt": "a", "messages": None, "videos": ["v"]}, r"0 <video> placeholder\(s\) .* and 1 video"),
         ({"question": "a"}, "expected an object with 'prompt'"),
         ([], "expected an object with 'prompt'"),
     ],
@@ -207,7 +207,8 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
 
 def config(folder, path, **data):
     dataset = Dataset(path=str(path))
-    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0, "workers": 0,
+    more = {"on_long": "drop", "train_on_prompt": False, "system": None, "max_image_megapixels": 100.0,
+            "video": None, "workers": 0,
             "on_bad_sample": "error", "mask_empty_think": True, "mask_reasoning": False, "train": [dataset],
             "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(

@@ -54,7 +54,7 @@ area(
     ),
     (
         "sounds-dropped-in-prompts", "data/prompts.py",
-        '"videos", *SOUND_KEYS)', '"videos")',
+        "*VIDEO_KEYS, *SOUND_KEYS)", "*VIDEO_KEYS)",
         "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
         "data/test_sounds.py",
     ),

@@ -1,0 +1,65 @@
+"""Videos of real handwriting: a tiny Qwen3-VL learns which digits a clip shows, in FP8 and in high precision.
+
+    python benchmarks/video.py [--jobs 2] [--dir build/video]
+
+Trains examples/digits_video.yaml twice, with the same data in the same order, and holds both against the clips of
+handwriting that neither saw. What is finished is read, what was stopped goes on. Writes results/video_cpu.json (or
+_gpu), which docs/data.md quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from octavo.bench import record
+from octavo.config import load_config
+from octavo.data import clips_of_digits
+from octavo.models import tiny
+from octavo.report.judge import Run
+from octavo.report.reuse import finished
+from octavo.report.rundir import read
+from octavo.report.runs import high_precision
+from octavo.report.side_by_side import train_together
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="runs that train at a time, one thread each")
+    parser.add_argument("--dir", type=Path, default=ROOT / "build" / "video")
+    asked = parser.parse_args()
+    here = asked.dir.resolve()
+    clips_of_digits.write(here / "clips")
+    tiny.write("qwen3_vl", here / "model")
+    where = [f"model.path={here}/model", f"data.train=[{{path: {here}/clips/train.json}}]"]
+    where += [f"data.eval=[{{path: {here}/clips/test.json}}]", "run.resume=auto", "run.hf=false"]
+    runs = []
+    for name, kind in (("high precision", "reference"), ("FP8", "fp8")):
+        folder = here / name.replace(" ", "-").lower()
+        cfg = load_config(ROOT / "examples" / "digits_video.yaml", [*where, f"run.dir={folder}"])
+        runs.append(Run(folder.name, name, kind, high_precision(cfg) if kind == "reference" else cfg))
+    unfinished = [run for run in runs if finished(run) is None]
+    failures = train_together(unfinished, asked.jobs, Console()) if unfinished else {}
+    if failures:
+        raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
+    records = [read(run.cfg.run.dir) for run in runs]
+    machine = record.machine(records[0].environment)
+    rows = [
+        {"run": run.label, "recipe": run.cfg.fp8.recipe, "steps": run.cfg.train.steps, "seed": run.cfg.run.seed,
+         "mean_loss": made.mean_loss, "eval": made.eval}
+        for run, made in zip(runs, records, strict=True)
+    ]  # fmt: skip
+    found = {"command": "python benchmarks/video.py", "example": "examples/digits_video.yaml", "runs": rows}
+    record.save({**found, "machine": machine}, RESULTS / f"video_{'gpu' if machine.get('gpus') else 'cpu'}.json")
+    for row in rows:
+        right, questions = row["eval"]["exact_match"], row["eval"]["questions"]
+        print(f"{row['run']:15} {100 * right:.1f} % of {questions} clips right, mean loss {row['mean_loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The section of videos: which frames of one are taken, how large they are made, and what a file may be."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from octavo.config.words import Section
+
+
+class VideoSection(Section):
+    """How videos become frames. What is absent is the model family's own: what video_preprocessor_config.json of the
+    folder says, else what its authors' processor does; the run's config.yaml says it."""
+
+    fps: float | None = Field(
+        default=None, gt=0, le=1000, description="Frames of a second that are taken, evenly over the whole video."
+    )
+    min_frames: int | None = Field(default=None, ge=1, le=2**16, description="Frames of a short video, if it has them.")
+    max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
+    min_pixels: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**10,
+        description="Smaller videos are scaled up to this many pixels: of all frames together (Qwen3-VL), or of each "
+        "(Qwen2.5-VL).",
+    )
+    max_pixels: int | None = Field(
+        default=None, ge=1, le=10**10, description="Larger videos are scaled down to this many, counted likewise."
+    )
+    cap_pixels_per_frame: bool | None = Field(
+        default=None,
+        description="Bound each frame (Qwen3-VL), or all frames together (Qwen2.5-VL), too, as qwen-vl-utils does. "
+        "Absent: as the folder says, else false.",
+    )
+    folder_fps: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Frames a second in folders of frames whose rows have no `fps`.",
+    )
+    max_seconds: float = Field(
+        default=3600.0, gt=0, le=10**6, description="A longer video is a bad sample; nothing of it is decoded."
+    )
+    max_megabytes: float = Field(
+        default=1000.0, gt=0, le=10**6, description="A larger file of video (10^6 bytes) is a bad sample."
+    )

@@ -1,0 +1,80 @@
+"""Videos in rows: where they name them, or hold them (:mod:`octavo.data.media`), under `video` or `videos`.
+
+A video is a file (mp4, mov, webm, mkv), by name or by its bytes, or a folder of frames as images, whose rate the row's
+`fps` tells. What is in one is read elsewhere (:mod:`octavo.data.films`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from octavo.data.errors import RowProblem, shown
+from octavo.data.images import locate
+from octavo.data.inline import Inline
+from octavo.data.media import Medium, Ref
+
+PLACEHOLDER = "<video>"
+VIDEO_KEYS = ("video", "videos")
+PHASES = "holds a video, which rows of this phase do not take in this version; use train.phase: sft"
+_OF_PART = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels",
+            "video_start", "video_end", "resized_height", "resized_width")  # fmt: skip
+
+
+class Clip(Inline):
+    """A file of video whose bytes stand in the row itself."""
+
+    what: ClassVar[str] = "video"
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A folder of frames; `fps` of them are a second, where its row says it."""
+
+    path: Path
+    fps: float | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+VideoFile = Path | Clip | Frames
+
+
+@dataclass(frozen=True)
+class VideoRef(Ref):
+    """The place of a video."""
+
+
+VIDEO = Medium(
+    "video", PLACEHOLDER, VIDEO_KEYS, ("video", "video_url"), ("video", "path", "url", "video_url"), VideoRef, Clip,
+    "a file of video or a folder of frames",
+)  # fmt: skip
+
+
+def video_part(part: Any, number: int) -> Ref | None:
+    """As `Medium.part`; what others write beside a file, to choose its frames, is refused and not passed over."""
+    found = VIDEO.part(part, number)
+    if found is not None and (own := next((key for key in _OF_PART if part.get(key) is not None), None)):
+        raise RowProblem(
+            f"turn {number} has a video part with {own!r}; frames are chosen as data.video of the configuration says "
+            "(of a folder of frames, the row's `fps` tells the rate): remove it"
+        )
+    return found
+
+
+def find_videos(turns: Sequence[Any], folder: Path, raw: Any = None) -> tuple[VideoFile, ...]:
+    """The files of the videos in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
+    `ImageProblem` and `RowProblem`."""
+    names = VIDEO.names(turns)
+    fps = raw.get("fps") if names and isinstance(raw, dict) else None
+    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 1000):
+        raise RowProblem(f"has the fps {shown(fps)}; expected a number of frames a second, above 0")
+    found: list[VideoFile] = []
+    for name in names:
+        path = name if isinstance(name, Clip) else locate(folder, name, "video", folders=True)
+        is_folder = isinstance(path, Path) and path.is_dir()
+        found.append(Frames(path, None if fps is None else float(fps)) if is_folder else path)
+    return tuple(found)

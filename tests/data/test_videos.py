@@ -1,0 +1,399 @@
+"""Rows with videos: where they stand, what of a file is taken, what is refused, and what becomes of it."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from octavo import models
+from octavo.config import Dataset
+from octavo.data import BadSample, DataError, LongSample, clips, films, parse, read
+from octavo.data.clips import Clip, Frames, VideoRef
+from octavo.data.collate import collate, collate_pack
+from octavo.data.counting import tokens
+from octavo.data.digits import Digits
+from octavo.data.encode import Encoder
+from octavo.data.expansion import Mismatch
+from octavo.data.films import FileLimits
+from octavo.data.pairs import PairEncoder, parse_pair
+from octavo.data.prompts import PromptEncoder, parse_prompt
+from octavo.models import tiny
+from octavo.models.videos import Videos
+from octavo.parallel import World
+from octavo.train.forward import Forward
+
+av = pytest.importorskip("av", reason="rows with videos need the extra `video`")
+KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")
+RATE = 8
+GREYS = [7 * n for n in range(30)]  # the grey that frame n has
+
+
+def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), audio: bool = False) -> Path:
+    """Frames of one grey each, a key frame every six; `times`: of a thousandth of a second, where they are not even."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=RATE)
+        stream.height, stream.width = size
+        stream.pix_fmt = "yuv444p" if codec == "libx264" else "yuv420p"
+        stream.options = (
+            {"qp": "0", "g": "6", "bf": "2", "sc_threshold": "0"} if codec == "libx264" else {"lossless": "1", "g": "6"}
+        )
+        if times:
+            stream.codec_context.time_base = Fraction(1, 1000)
+            stream.options = {**stream.options, "bf": "0"}
+        for number in range(count):
+            image = np.full((*size, 3), GREYS[number % 30], np.uint8)
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            if times:
+                frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+class Every:
+    """Takes the frames that it is told to, as they are."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def indices(self, total: int, fps: float) -> list[int]:
+        return list(self.numbers) or list(range(total))
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        return height, width
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        return frames
+
+
+def greys(path, *numbers: int, **limits) -> list[int]:
+    found = films.look(path, Every(*numbers), FileLimits(**limits))
+    shot = films.load(found, FileLimits(**limits))
+    return [round(float(frame.mean())) for frame in shot.frames]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("videos")
+    film(made / "a.mp4")
+    film(made / "b.webm", codec="libvpx-vp9")
+    whole = (made / "a.mp4").read_bytes()
+    (made / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    webm = (made / "b.webm").read_bytes()
+    (made / "cut.webm").write_bytes(webm[: len(webm) // 3])
+    (made / "noise.mp4").write_bytes(whole[:40] + np.random.RandomState(0).bytes(4000))
+    (made / "empty.mp4").write_bytes(b"")
+    (made / "text.mp4").write_text("#EXTM3U\nfile:///etc/passwd\n")
+    (made / "frames").mkdir()
+    for number in range(12):  # 10 and 11 stand behind 9
+        Image.new("RGB", (16, 16), (GREYS[number],) * 3).save(made / "frames" / f"f{number}.png")
+    (made / "nothing").mkdir()
+    Image.new("RGB", (16, 24), (9, 99, 9)).save(made / "i.png")
+    with av.open(str(made / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        stream.layout = "mono"
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        sound.rate = 16000
+        container.mux(stream.encode(sound))
+        container.mux(stream.encode())
+    for kind in KINDS:
+        tiny.write(kind, made / kind, size="mini")
+    return made
+
+
+@pytest.fixture(scope="module")
+def processors(folder):
+    return {kind: models.load_processor(folder / kind) for kind in KINDS}
+
+
+def row(folder: Path, *names, text="<video>what?", form="sharegpt", answer="a digit", **more):
+    said = [("human", text), ("gpt", answer)] if isinstance(text, str) else text
+    turns = [{"from": who, "value": words} for who, words in said]
+    listed = {"video": names[0] if len(names) == 1 else list(names)} if names else {}
+    return parse({"conversations": turns, **listed, **more}, form, file="rows", row=3, images=folder)
+
+
+def test_a_video_is_named_in_every_layout(folder):
+    plain = row(folder, "a.mp4")
+    assert plain.turns[0].parts[0] == VideoRef("a.mp4") and [path.name for path in plain.videos] == ["a.mp4"]
+    parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "what?"}]
+    answer = {"role": "assistant", "content": "a digit"}
+    for content, more in ((parts, {}), ([{"type": "video"}, parts[1]], {"videos": ["a.mp4"]})):
+        raw = {"messages": [{"role": "user", "content": content}, answer], **more}
+        assert parse(raw, "messages", file="rows", row=3, images=folder) == plain
+    alpaca = {"instruction": "<video>what?", "output": "a digit", "video": "a.mp4"}
+    assert parse(alpaca, "alpaca", file="rows", row=3, images=folder).turns == plain.turns
+    assert row(folder, "a.mp4", form="llava") == plain
+    held = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
+    assert isinstance(held.videos[0], Clip) and greys(held.videos[0], 3) == [GREYS[3]]
+    frames = row(folder, "frames", fps=4)
+    assert frames.videos == (Frames(folder / "frames", 4.0),)
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "said"),
+    [
+        (("a.mp4", "b.webm"), {}, r"1 <video> placeholder.s. in its text and 2 video"),
+        (("none.mp4",), {}, "video 'none.mp4' is missing"),
+        (("../x.mp4",), {}, "lies outside"),
+        (("https://x/y.mp4",), {}, "is not a local file"),
+        ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
+        (("frames",), {"fps": 0}, "has the fps 0; expected a number of frames a second"),
+    ],
+)
+def test_what_no_row_may_say(folder, names, more, said):
+    with pytest.raises(BadSample, match=said):
+        row(folder, *names, **more)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "b.webm"])
+def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monkeypatch):
+    film = films.look(folder / name, Every())
+    assert (film.total, film.fps) == (24, RATE)  # webm has no number of frames in its header
+    assert len(film.keys) == 4 or name != "a.mp4"
+    assert np.abs(np.array(greys(folder / name)) - GREYS[:24]).max() <= (1 if name == "a.mp4" else 2)
+    decoded = []
+    original = films._decoded
+
+    def counted(*args):
+        for frame in original(*args):
+            decoded.append(frame.pts)
+            yield frame
+
+    monkeypatch.setattr(films, "_decoded", counted)
+    assert np.abs(np.array(greys(folder / name, 1, 21)) - [GREYS[1], GREYS[21]]).max() <= 2
+    assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
+
+
+def test_a_variable_rate_keeps_its_time(tmp_path):
+    times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
+    path = film(tmp_path / "v.mp4", len(times), times=times)
+    found = films.look(path, Every())
+    assert found.total == 8 and found.fps == pytest.approx(7 / 2.7)
+    wanted = [max(n for n, at in enumerate(times) if at <= 1000 * (i + 0.25) / found.fps) for i in range(8)]
+    assert greys(path) == pytest.approx([GREYS[n] for n in wanted], abs=1)
+    assert wanted != list(range(8))
+
+
+def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
+    assert greys(Frames(folder / "frames", 4.0)) == GREYS[:12]
+    assert greys(Frames(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
+
+
+def test_a_video_is_upright(tmp_path):
+    """A phone writes how it was held into the matrix of the track: here a quarter turn to the right."""
+    image = np.zeros((16, 32, 3), np.uint8)
+    image[:8, :8] = 255
+    with av.open(str(tmp_path / "t.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt, stream.options = 32, 16, "yuv444p", {"qp": "0"}
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+    data = bytearray((tmp_path / "t.mp4").read_bytes())
+    at = data.find(b"tkhd") + 4 + 40
+    data[at : at + 36] = np.array([0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000], ">i4").tobytes()
+    (tmp_path / "t.mp4").write_bytes(data)
+    found = films.look(tmp_path / "t.mp4", Every())
+    [frame] = films.load(found).frames
+    assert found.size == (32, 16) and np.abs(frame.astype(int) - np.rot90(image, -1)).max() <= 2
+
+
+def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
+    frames = np.random.RandomState(0).randint(0, 256, (3, 40, 24, 3), np.uint8)
+    whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    wanted = F.interpolate(whole, (16, 32), mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(np.stack([films._resized(frame, (16, 32)) for frame in frames]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "said"),
+    [
+        ("cut.mp4", {}, "cannot be decoded|is truncated"),
+        ("cut.webm", {}, "cannot be decoded|is truncated"),
+        ("noise.mp4", {}, "cannot be decoded|holds no"),
+        ("empty.mp4", {}, "is empty"),
+        ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
+        ("sound.mp4", {}, "holds sound alone"),
+        ("nothing", {}, "a folder without a frame"),
+        ("frames", {}, "whose rate nobody says; give the row `fps`, or set data.video.folder_fps"),
+        ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
+        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
+        ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
+        ("a.mp4", {"megapixels": 1e-4}, "frames of 16 x 16 pixels, over the limit of 0.0001 megapixels"),
+    ],
+)
+def test_bad_videos_are_bad_samples(folder, processors, name, limits, said):
+    encoder = Encoder(processors["qwen3_vl"], 512, file_limits=FileLimits(**limits))
+    with pytest.raises(BadSample, match=said) as caught:
+        encoder.encode(row(folder, name))
+    assert caught.value.row == 3 and name in caught.value.reason
+
+
+def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
+    data = bytearray((folder / "b.webm").read_bytes())
+    at = data.find(b"\x44\x89\x88") + 3  # Duration, a float of 8 bytes
+    assert at > 3
+    for claimed, said in ((8.64e7, "is 86400 s long"), (1e6, "is truncated: 24 frames of 3.00 s")):
+        data[at : at + 8] = np.array([claimed], ">f8").tobytes()
+        (tmp_path / "lie.webm").write_bytes(data)
+        with pytest.raises(Mismatch, match=said):
+            films.look(tmp_path / "lie.webm", Every())
+
+
+def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name == "av":
+            raise ImportError("No module named 'av'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match=r"pip install 'octavo\[video\]'"):
+        Encoder(processors["qwen3_vl"], 512).encode(row(folder, "a.mp4"))
+
+
+def test_who_takes_no_videos_says_so(folder, processors, models):
+    for kind, said in (("gemma3", "videos of this model are not taken here"), ("qwen3", "videos of this model")):
+        with pytest.raises(BadSample, match=said):
+            Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
+    with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
+        Encoder(processors["qwen3_vl"], 512).encode(row(folder))
+    raw = {"prompt": "<video>what?", "answer": "a", "video": "a.mp4"}
+    prompt = parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
+    pair = parse_pair({"prompt": "<video>a", "chosen": "b", "rejected": "c", "video": "a.mp4"}, "pairs", file="rows",
+                      row=3, images=folder)  # fmt: skip
+    for encoder, asked in ((PromptEncoder, prompt), (PairEncoder, pair)):
+        with pytest.raises(BadSample, match="which rows of this phase do not take in this version; use train.phase"):
+            encoder(processors["qwen3_vl"], 512).encode(asked)
+
+
+def mixed(folder: Path) -> list:
+    return [
+        row(folder, "a.mp4"),
+        row(folder, "b.webm", text="<image>x<video>y<image>what?", images=["i.png", "i.png"]),
+        row(folder, text="only words?"),
+        row(folder, text="<image>what?", images=["i.png"]),
+        row(folder, "a.mp4", "frames", text="<video>and<video>?", fps=4),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(folder, processors, kind):
+    torch.manual_seed(0)
+    model = models.load(folder / kind, dtype=torch.float32)
+    encoder = Encoder(processors[kind], 512)
+    rows = mixed(folder)
+    samples = encoder.encode_all(rows)
+    assert not any(isinstance(made, Exception) for made in samples), samples
+    assert [len(made.input_ids) for made in samples] == tokens(encoder, rows)  # counted without decoding
+    assert [made.videos for made in samples] == [1, 1, 0, 0, 2]
+    for made, alone in zip(samples, map(encoder.encode, rows), strict=True):
+        assert np.array_equal(made.input_ids, alone.input_ids)
+        assert processors[kind].tokenizer.decode(made.input_ids[made.labels != -100]).startswith("a digit")
+        for name, one in made.more.items():
+            assert np.array_equal(one.values, alone.more[name].values)
+    batch = collate(samples, 0)
+    forward, given = Forward(model, World(), None), {k: v for k, v in batch.items() if k not in ("meta", "labels")}
+    mask = batch["attention_mask"].bool()
+    ours, stock = forward(dict(batch)), model(**given, use_cache=False).logits
+    assert torch.allclose(ours[mask], stock[mask], atol=1e-5)
+    assert forward.images and forward.sees(batch)
+    grads = []
+    for logits in (ours, stock):
+        model.zero_grad()
+        logits[mask].square().sum().backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert all(torch.allclose(grads[0][n], grads[1][n], atol=1e-3, rtol=1e-3) for n in grads[1])
+    packed = Forward(model, World(), None, packed=models.Packed(model, models.describe(model)))
+    with torch.no_grad():
+        pack, at = packed(collate_pack(samples, 0, 1024)), 0
+    for number, made in enumerate(samples):
+        length = len(made.input_ids)
+        assert torch.allclose(pack[0, at : at + length], ours[number, :length], atol=1e-4)
+        at += length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, kind):
+    encoder, cutting = Encoder(processors[kind], 512), None
+    turns = [("human", "<video>what?"), ("gpt", "one"), ("human", "<video><image>and?"), ("gpt", "two")]
+    held = row(folder, "a.mp4", "b.webm", text=turns, images=["i.png"])
+    whole = encoder.encode(held)
+    first = whole.films[0] if whole.films else whole.places[0]
+    seen = set()
+    for length in range(first[1] + 8, len(whole.input_ids)):
+        cutting = Encoder(processors[kind], length, on_long="cut")
+        try:
+            made = cutting.encode(held)
+        except LongSample:
+            continue
+        seen.add(len(made.input_ids))
+        assert len(made.input_ids) <= length and np.array_equal(made.input_ids, whole.input_ids[: len(made.input_ids)])
+        spans = (*made.films, *made.places)
+        assert all(end <= len(made.input_ids) for _, end in spans)
+        batch = collate([made], 0)
+        if kind == "internvl":
+            assert len(batch["pixel_values"]) * 4 == int((made.input_ids == processors[kind].image_token_id).sum())
+        else:
+            pads = int((made.input_ids == processors[kind].video_token_id).sum())
+            assert int(batch["video_grid_thw"].prod(-1).sum()) == 4 * pads == len(batch["pixel_values_videos"])
+            assert len(batch["video_grid_thw"]) == made.videos
+    assert len(seen) > 3
+    with pytest.raises(LongSample, match="has a video of 12 tokens .* lower data.video.fps"):
+        Encoder(processors[kind], 8, on_long="cut").encode(held)
+    with pytest.raises(DataError, match="has a video of 12 tokens"):
+        Encoder(processors[kind], 8, on_long="error").encode(held)
+    with pytest.raises(LongSample):
+        Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
+
+
+def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
+    import json
+    import tarfile
+
+    turns = [{"from": "human", "value": "<video>what?"}, {"from": "gpt", "value": "a digit"}]
+    for name, content in (("1.json", json.dumps({"conversations": turns}).encode()), ("1.mp4", b"")):
+        (tmp_path / name).write_bytes(content or (folder / "a.mp4").read_bytes())
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in ("1.json", "1.mp4"):
+            archive.add(tmp_path / name, name)
+    [video] = read(Dataset(path=str(tmp_path / "a.tar")))[0].videos
+    assert isinstance(video, Clip) and video.name == "1.mp4" and greys(video, 5) == [GREYS[5]]
+
+
+def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
+    shutil.copytree(folder / "frames", tmp_path / "f")
+    (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
+    with pytest.raises(Mismatch, match="whose f99.png lies elsewhere"):
+        films.look(Frames(tmp_path / "f", 4.0), Every())
+
+
+def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
+    from octavo.data import clips_of_digits
+
+    made = [clips_of_digits.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
+    assert isinstance(made[0], Digits)
+    files = [{p.relative_to(m.directory): p.read_bytes() for p in m.directory.rglob("*.*")} for m in made]
+    assert files[0] == files[1] and len([name for name in files[0] if name.suffix == ".mp4"]) == 5
+    held = read(Dataset(path=str(made[0].test)))[0]
+    assert held.turns[0].text == clips_of_digits.QUESTION and len(held.turns[1].text.split()) == 2
+    assert films.look(held.videos[0], Every()).total == 6
+    assert clips_of_digits.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
+    with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
+        clips_of_digits.write(tmp_path / "a", 3, 2, digits=4, hold=3)
+    next((tmp_path / "a" / "videos" / "train").glob("*.mp4")).unlink()
+    with pytest.raises(DataError, match="is not complete .2 of 3 train videos"):
+        clips_of_digits.write(tmp_path / "a", 3, 2, digits=2, hold=3)
+
+
+def test_names_of_the_protocol_are_those_of_the_families():
+    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and clips.PLACEHOLDER == "<video>"

@@ -1,0 +1,209 @@
+"""Videos to tensors, held against the stock video processors: indices, sizes, patches and times equal exactly. Their
+formulas run without torchvision, in whose place an empty module is imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from octavo import models
+from octavo.models import ModelError, tiny
+from octavo.models.videos import STOCK, Videos, metadata
+
+KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")
+FILES = {
+    "qwen3_vl": ("qwen3_vl", "Qwen3VL"),
+    "qwen2_5_vl": ("qwen2_vl", "Qwen2VL"),
+    "internvl": ("internvl", "InternVL"),
+}
+LENGTHS = [(2, 30.0), (5, 8.0), (24, 8.0), (97, 29.97), (300, 30.0), (1000, 23.976), (20000, 25.0)]
+SIZES = [(480, 640), (1080, 1920), (100, 37), (20, 30), (2160, 3840)]
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """kind -> (module, class) of the stock video processors."""
+    names = [f"transformers.models.{folder}.video_processing_{folder}" for folder, _ in FILES.values()]
+    empty = {}
+    if importlib.util.find_spec("torchvision") is None:
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            empty[name] = types.ModuleType(name)
+        empty["torchvision.transforms.v2.functional"] = types.ModuleType("torchvision.transforms.v2.functional")
+        empty["torchvision.transforms.v2"].functional = empty["torchvision.transforms.v2.functional"]
+    before = {name: sys.modules.pop(name, None) for name in [*names, *empty]}
+    sys.modules.update(empty)
+    try:
+        found = {
+            kind: (module := importlib.import_module(name), getattr(module, f"{FILES[kind][1]}VideoProcessor"))
+            for kind, name in zip(FILES, names, strict=True)
+        }
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+    return found
+
+
+def videos(kind: str, **more) -> Videos:
+    """As published."""
+    patch = {"qwen3_vl": {"patch": 16, "merge": 2, "depth": 2}, "qwen2_5_vl": {"patch": 14, "merge": 2, "depth": 2}}
+    return Videos(kind, **{**STOCK[kind], **patch.get(kind, {"tile": (448, 448), "tile_tokens": 256}), **more})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_stock_is_what_transformers_has(stock, kind):
+    own, theirs = STOCK[kind], stock[kind][1]
+    if kind != "internvl":
+        assert (own["min_pixels"], own["max_pixels"]) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
+        assert {n: own[n] for n in ("min_frames", "max_frames", "max_video_tokens")} == {
+            n: getattr(theirs, n) for n in ("min_frames", "max_frames", "max_video_tokens")
+        }
+    assert np.allclose(own["mean"], theirs.image_mean) and np.allclose(own["std"], theirs.image_std)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fps", [0.5, 2.0, 7.3, 30.0])
+def test_frames_are_those_of_the_stock_class(stock, kind, fps):
+    own, theirs = videos(kind, fps=fps), stock[kind][1]
+    bare = SimpleNamespace(
+        fps=None, num_frames=None, min_frames=own.min_frames, max_frames=own.max_frames, temporal_patch_size=2,
+        initial_shift=True,
+    )  # fmt: skip
+    for total, rate in LENGTHS:
+        if kind == "internvl" and not 1 <= int(total / rate * fps) <= min(total, own.max_frames):
+            continue  # the stock class refuses, and has no upper limit
+        found = theirs.sample_frames(bare, VideoMetadata(total_num_frames=total, fps=rate), fps=fps)
+        assert own.indices(total, rate) == [int(number) for number in found], (total, rate)
+
+
+def test_videos_too_short_for_a_step_are_refused_and_short_ones_of_internvl_have_a_frame():
+    with pytest.raises(ValueError, match="has 1 frame.s., and the model takes 2 at least"):
+        videos("qwen3_vl").indices(1, 30.0)
+    assert videos("internvl").indices(9, 30.0) == [4]
+    assert len(videos("internvl", fps=30.0).indices(9999, 30.0)) == 768
+
+
+@pytest.mark.parametrize("cap", [False, True])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_sizes_are_those_of_the_stock_class(stock, kind, cap, monkeypatch):
+    module, theirs = stock[kind]
+    own = videos(kind, cap_pixels_per_frame=cap)
+    monkeypatch.setattr(module.BaseVideoProcessor, "resize", lambda self, image, size, resample: size)
+    bare = theirs.__new__(theirs)
+    bare.max_video_tokens = own.max_video_tokens
+    size = SimpleNamespace(shortest_edge=own.min_pixels, longest_edge=own.max_pixels)
+    for frames in (2, 5, 12, 768):
+        for height, width in SIZES:
+            clip = torch.empty(1, frames, 3, height, width, device="meta")
+            factor = own.patch * own.merge
+            told = theirs.resize(bare, clip, size, None, factor=factor, temporal_factor=2, cap_pixels_per_frame=cap)
+            assert own.size(frames, height, width) == (told.height, told.width), (frames, height, width)
+    with pytest.raises(ValueError, match="is a strip of"):
+        own.size(4, 10, 3000)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("frames", [2, 5])
+def test_patches_lie_as_in_the_stock_class(stock, kind, frames):
+    own, theirs = videos(kind), stock[kind][1]
+    unit = own.patch * own.merge
+    clip = np.random.RandomState(0).randint(0, 256, (frames, 2 * unit, 3 * unit, 3), np.uint8)
+    made = own([clip], [metadata(frames, 2.0, range(frames))])
+    scaled = torch.from_numpy(own._normalized(clip))[None]
+    expected, *grid = theirs.patchify(None, scaled, own.patch, own.merge, own.depth)
+    assert torch.equal(made["pixel_values_videos"], expected[0])
+    assert made["video_grid_thw"].tolist() == [grid] == [own.grid(frames, *clip.shape[1:3])]
+    high = torch.from_numpy(clip).double().permute(0, 3, 1, 2) / 255
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (own.mean, own.std))
+    assert torch.allclose(scaled[0].double(), (high - mean) / std, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = tmp_path_factory.mktemp("videos")
+    return {kind: tiny.write(kind, made / kind, size="mini") for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def film():
+    """Five of twenty frames at 8 a second."""
+    frames = np.random.RandomState(1).randint(0, 256, (5, 16, 16, 3), np.uint8)
+    return SimpleNamespace(total=20, fps=8.0, indices=[0, 5, 10, 14, 19], size=(16, 16), frames=frames)
+
+
+def test_times_marks_and_seconds_stand_where_stock_code_puts_them(folders, film):
+    told = {}
+    for kind, folder in folders.items():
+        processor = models.load_processor(folder)
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "hi"}]}], tokenize=False
+        )
+        made = processor(text=[text], **processor.video_inputs([film]))
+        grown = text.replace(processor.video_token, processor.video_text(film))
+        assert made["input_ids"][0] == processor.tokenizer(grown)["input_ids"]
+        told[kind] = grown, made
+    step = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
+    times = "".join(f"<{seconds} seconds>{step}" for seconds in ("0.3", "1.5", "2.4"))
+    assert times in told["qwen3_vl"][0] and told["qwen3_vl"][1]["video_grid_thw"].tolist() == [[3, 4, 4]]
+    assert set(told["qwen3_vl"][1]["mm_token_type_ids"][0]) == {0, 2}
+    assert told["qwen2_5_vl"][0].count("<|video_pad|>") == 12 and "seconds" not in told["qwen2_5_vl"][0]
+    assert told["qwen2_5_vl"][1]["second_per_grid_ts"] == [2 / (5 / 20 * 8)]
+    assert "Frame5: <img><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></img>\nhi" in told["internvl"][0]
+    assert np.shape(told["internvl"][1]["pixel_values"]) == (5, 3, 16, 16)
+
+
+def test_images_and_videos_of_internvl_come_in_their_order(folders, film):
+    processor = models.load_processor(folders["internvl"])
+    short = SimpleNamespace(**{**vars(film), "indices": [0, 19], "frames": film.frames[:2]})
+    image, video = processor.image_token, processor.video_token
+    made = processor(
+        text=[f"{video}{image}", video], images=[Image.new("RGB", (32, 16))], **processor.video_inputs([film, short])
+    )
+    pixels = np.asarray(made["pixel_values"])
+    own = np.asarray(processor.videos([film.frames, short.frames])["pixel_values_videos"][0])
+    assert np.array_equal(pixels[:5], own) and np.array_equal(pixels[-2:], own[:2]) and len(pixels) > 8
+
+
+def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_path):
+    import shutil
+
+    folder = tmp_path / "m"
+    shutil.copytree(folders["qwen3_vl"], folder)
+    file = folder / "video_preprocessor_config.json"
+    own = json.loads(file.read_text())
+    assert models.load_processor(folder).videos.max_pixels == own["size"]["longest_edge"]
+    file.write_text(json.dumps({**own, "fps": 3, "max_frames": 32}))
+    found = models.load_processor(folder, video={"max_frames": 16, "fps": None}).videos
+    assert (found.fps, found.max_frames, found.min_frames) == (3, 16, 4)
+    file.unlink()
+    assert models.load_processor(folder).videos.max_pixels == 768 * 32 * 32
+    file.write_text(json.dumps({**own, "fps": "fast"}))
+    with pytest.raises(ModelError, match="gives fps 'fast': it is a number above 0"):
+        models.load_processor(folder)
+    file.write_text(json.dumps(own))
+    for asked, said in (
+        ({"min_frames": 9, "max_frames": 8}, "min_frames is 9, above max_frames, 8"),
+        ({"max_pixels": 63, "min_pixels": 1}, "less than one token. Give at least 64"),
+        ({"max_frames": 1, "min_frames": 1}, "the model takes 2 at least"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            models.load_processor(folder, video=asked)
+    with pytest.raises(ModelError, match="makes every frame one tile of a fixed size"):
+        models.load_processor(folders["internvl"], video={"max_pixels": 9999})
+
+
+def test_other_families_say_so(tmp_path):
+    folder = tiny.write("glm4v", tmp_path / "glm", size="mini")
+    with pytest.raises(ModelError, match="videos of model_type 'glm4v' are not taken here; those of qwen3_vl"):
+        models.load_processor(folder, video={})
