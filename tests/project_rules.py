@@ -23,11 +23,11 @@ LEVELS = [
     {"report", "doctor", "bench"},
     {"rl"},
     {"train"},
-    {"generation"},
+    {"generation", "sealing"},
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
     {"fp8"},
-    {"config", "environment", "atomic", "arithmetic"},
+    {"config", "environment", "atomic", "arithmetic", "sealed"},
     {"hub"},
     {"reading"},
 ]

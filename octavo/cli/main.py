@@ -36,6 +36,8 @@ COMMANDS: dict[str, str] = {
     "export": "write a run or a model folder in BF16 or FP8, as servers load it",
     "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
+    "seal": "write the permuted twin of a model, a data set or an adapter, by a key that training never sees",
+    "unseal": "give back weights or an adapter that were trained sealed, for the plain model",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the fix",
     "tiny": "write a small checkpoint of a real architecture",
