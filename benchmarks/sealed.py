@@ -10,6 +10,9 @@ which the plain tokenizer makes tokens of, gives another ranking; equal ranks ar
 one half of the files of Python's own documentation and source, and the public text the other half. Given are shares of
 all tokens that stand in the rows, and of the different ones, that are found, with an interval of 95 % over files
 (bootstrap, 1000 draws). Control tokens, whose places the twin's config.json tells, are not counted.
+
+Attack with the plain weights, where these are public: a row of the table of embeddings holds the same numbers in the
+twin, in another order. Sorted they are equal, and so each sealed token is told.
 """
 
 from __future__ import annotations
@@ -114,6 +117,25 @@ def attack(counts: np.ndarray, public: np.ndarray, left_out: np.ndarray) -> dict
     }
 
 
+def public_weights(place: Path) -> float:
+    """The share of the vocabulary that plain weights tell of the twin with key a: rows of equal sorted numbers."""
+    from safetensors.torch import load_file
+
+    from octavo import models
+    from octavo.sealing import read_key
+    from octavo.sealing.structure import structure
+
+    name = "model.embed_tokens.weight"
+    plain, sealed = (
+        [row.tobytes() for row in load_file(place / folder / "model.safetensors")[name].sort(1)[0].numpy()]
+        for folder in ("model", "model-a")
+    )
+    where = {row: number for number, row in enumerate(plain)}
+    told = np.asarray([where.get(row, -1) for row in sealed])
+    true = structure(models.empty(place / "model")).draw(read_key(place / "a.key"))["vocab"]
+    return float((told == true).mean())
+
+
 def token_counts(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(counts of the rows by document, of the public half, which tokens are control tokens); documents in turn."""
     from octavo import models
@@ -145,10 +167,18 @@ def main() -> int:
             }
         from octavo import environment
 
-        document = {"environment": environment.describe(), "runs": runs, "attack": attack(*token_counts(place))}
+        said = environment.describe()
+        by_weights = {"share_of_the_vocabulary": public_weights(place)}
+        document = {
+            "versions": {name: said[name]["version"] for name in ("octavo", "torch")} | {"cpu": said["cpu"]["model"]},
+            "runs": runs,
+            "attack": attack(*token_counts(place)),
+            "attack_with_public_weights": by_weights,
+        }
     FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps({**{r: {k: v for k, v in one.items() if k != "losses"} for r, one in runs.items()},
-                      "attack": document["attack"]}, indent=1))  # fmt: skip
+    short = {r: {k: v for k, v in one.items() if k != "losses"} for r, one in runs.items()}
+    print(json.dumps({**short,
+                      "attack": document["attack"], "weights": by_weights}, indent=1))  # fmt: skip
     return 0
 
 

@@ -18,6 +18,11 @@ from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried
 from tests.sealing.conftest import SECRET
 
+
+def turns(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
 FEW = ("qwen3_moe", "qwen2_5_vl", "mistral3", "qwen3_5")
 """Fused rows, GQA, experts, a merger, an unfolded one, a recurrence."""
 
@@ -92,11 +97,17 @@ def test_codes_in_fp8_are_refused(checkpoint, key, tmp_path):
         seal_model(source, tmp_path / "twin", key)
 
 
-def test_words_there_and_back(checkpoint, key):
+def test_words_there_and_back(checkpoint, key, tmp_path):
     source = checkpoint("qwen3")
     words = seal_text("Which digit is first?", source, key)
     assert "digit" not in words and len(words.split()) > 4
     assert "Which digit is first?" in unseal_text(words, source, key)
+    seal_model(source, tmp_path / "twin", key)
+    answers = [
+        models.generate(models.load(folder), models.load_processor(folder), turns(text), max_new_tokens=5)
+        for folder, text in ((source, "Which digit is first?"), (tmp_path / "twin", words))
+    ]
+    assert unseal_text(answers[1], source, key) == answers[0] != ""
     with pytest.raises(SealError, match="no word of a sealed model"):
         unseal_text("t1 hello", source, key)
 
