@@ -9,6 +9,7 @@ was seen (of recurrences; elsewhere 1e-5), and far below what one wrong axis doe
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ from octavo.sealing.key import Key
 from octavo.sealing.structure import structure
 
 TOLERANCE = 1e-3
-LARGEST = 4 << 30  # bytes of fp32 of one of the two models
+SHARE = 4  # of the memory of this machine one of the two models may take a part
 _TOKENS = 12
 _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw", "token_type_ids"}
 
 
-def check(folder: Path, key: Key, largest: int = LARGEST) -> float | None:
+def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
     """The largest difference of logits, as a part of the largest logit; None where even few blocks take more than
-    `largest` bytes. Raises SealError where plain and sealed differ."""
+    `largest` bytes (None: a quarter of this machine's memory). Raises SealError where plain and sealed differ."""
+    if largest is None:
+        largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     config = _cut(models.read_config(folder))
     if 4 * models.parameter_count(models.empty(config)) > largest:
         return None

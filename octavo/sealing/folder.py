@@ -29,7 +29,6 @@ from octavo.models.values import stored_dtypes
 from octavo.sealed import NOTE, Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.axes import Orders
-from octavo.sealing.check import LARGEST as CHECKED
 from octavo.sealing.check import check
 from octavo.sealing.errors import SealError
 from octavo.sealing.ids import with_ids
@@ -60,7 +59,7 @@ def seal_model(
     target: str | Path,
     key: Key,
     *,
-    largest: int = CHECKED,
+    largest: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Written:
     """Write the sealed twin of a model folder.

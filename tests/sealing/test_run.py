@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from octavo import data, sealing, train
+from octavo import adapters, data, sealing, train
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data import digits
 from octavo.models import tiny
 from tests.sealing.conftest import SECRET
+from tests.sealing.test_adapter import attached
 
 PLANTED = ("the orchid is planted at midnight", "copper lantern nine")
 STEPS = 10
@@ -98,6 +99,24 @@ def test_a_sealed_run_of_experts_beside_its_plain_twin(place, tmp_path):
         nothing_plain(str(file.relative_to(place.parent if file.is_relative_to(place) else tmp_path)).encode())
     nothing_plain((runs[1].dir / "skipped.jsonl").read_bytes())
     assert "left out (dropped) when it was sealed" in (runs[1].dir / "skipped.jsonl").read_text()
+
+
+@pytest.mark.long
+def test_adapters_beside_a_sealed_base(place, tmp_path):
+    """Both begin from one adapter of layers and experts; what the sealed run trained is the plain run's, unsealed."""
+    plain, twin, key = place / "text", place / "text-twin", sealing.Key(SECRET)
+    adapters.save(attached(plain), tmp_path / "plain", plain)
+    sealing.seal_adapter(tmp_path / "plain", tmp_path / "sealed", twin, key)
+    runs = []
+    for sealed, name in ((False, "plain"), (True, "sealed")):
+        more = ("train.precision=fp32", f"lora={{rank: 4, alpha: 8, adapter: {tmp_path / name}}}")
+        runs.append(train.run(configured(place, "text", sealed, tmp_path / f"s{sealed:d}", *more)))
+    assert apart(runs) < 1e-5
+    sealing.unseal_adapter(runs[1].dir / "adapter", tmp_path / "back", plain, key)
+    file = "adapter_model.safetensors"
+    began, here, back = (load_file(f / file) for f in (tmp_path / "plain", runs[0].dir / "adapter", tmp_path / "back"))
+    for name, tensor in here.items():
+        assert (back[name] - tensor).norm() <= 0.1 * (tensor - began[name]).norm() + 1e-7, name
 
 
 @pytest.mark.long
