@@ -7,7 +7,6 @@ lora_A.weight [r E, K], lora_B.weight [N, r E]                            of E e
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: 
     """Write a plain adapter for the sealed twin `base`: what a sealed run begins from (`lora.adapter`). Raises
     SealError and AdapterError."""
     sealed_by(base, key)
-    return _written(Path(source), Path(target), Path(base), Path(base), key, permute.sealed)
+    return _written(Path(source), Path(target), Path(base), key, permute.sealed)
 
 
 def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
@@ -50,21 +49,20 @@ def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key
     twin = Path(str(named.get("base_model_name_or_path") or "."))
     if (twin / "config.json").is_file():
         sealed_by(twin, key)
-    return _written(Path(source), Path(target), Path(base), Path(base), key, permute.plain)
+    return _written(Path(source), Path(target), Path(base), key, permute.plain)
 
 
-def _written(source: Path, target: Path, model: Path, named: Path, key: Key, move: Move) -> Path:
+def _written(source: Path, target: Path, base: Path, key: Key, move: Move) -> Path:
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     config, state = read_config(source), read_state(source)
-    stock = models.empty(model)
+    stock = models.empty(base)
     found = structure(stock)
     orders = found.draw(key)
     by = _Moving(stock, found, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
-    raw = json.loads((source / CONFIG).read_text("utf-8")) | {"base_model_name_or_path": str(named)}
+    raw = json.loads((source / CONFIG).read_text("utf-8")) | {"base_model_name_or_path": str(base)}
     with atomic.folder(target, SealError) as made:
-        shutil.copymode(source, made)
         save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
         (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         atomic.sync_tree(made)
