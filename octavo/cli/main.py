@@ -41,6 +41,8 @@ COMMANDS: dict[str, str] = {
     "encrypt": "encrypt a model, data or a run directory; every command reads what is encrypted, given the key",
     "decrypt": "write what is encrypted in plain; what was changed is refused",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
+    "seal": "write the permuted twin of a model, a data set or an adapter, by a key that training never sees",
+    "unseal": "give back weights or an adapter that were trained sealed, for the plain model",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the fix",
     "tiny": "write a small checkpoint of a real architecture",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from octavo.config import rules_adapt, rules_check, rules_lora, rules_packing, rules_parallel, rules_phases
+from octavo.config import (
+    rules_adapt,
+    rules_check,
+    rules_lora,
+    rules_packing,
+    rules_parallel,
+    rules_phases,
+    rules_sealed,
+)
 from octavo.config.findings import Finding, finding, glob_problem
 from octavo.config.phases import BEYOND_SFT
 from octavo.config.precision import Component, Fp8Section, Head, Rule
@@ -25,7 +33,7 @@ _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
 
 def check(config: Sections) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    others = (rules_lora, rules_phases, rules_packing, rules_parallel, rules_adapt, rules_check)
+    others = (rules_lora, rules_phases, rules_packing, rules_parallel, rules_adapt, rules_check, rules_sealed)
     parts = (_model, _fp8, *(other.rules for other in others), _data, _train, _memory, _run)
     return [finding for part in parts for finding in part(config)]
 

@@ -182,6 +182,11 @@ class DataSection(Section):
         description="Phase sft: a conversation becomes a row for each of its questions, which ends with the answer and "
         "teaches that alone. So all reasoning is learned by templates that leave out that of earlier turns.",
     )
+    sealed: bool = Field(
+        default=False,
+        description="Rows are those of `octavo seal data`, numbers in the order of a key that the run never sees, for "
+        "a model of `octavo seal model` with the same key. Phases sft and pretrain.",
+    )
 
 
 Recompute = Literal["none", "selective", "full"]

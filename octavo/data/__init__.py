@@ -52,6 +52,8 @@ from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, 
 from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
+from octavo.data.sealed import Sealed, SealedEncoder, read_sealed
+from octavo.data.sealed import check as check_sealed
 from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.data.splitting import Split, split
@@ -64,12 +66,13 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "file_limits", "files_of",
-    "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns", "prompt_loader", "prompt_set",
-    "read", "reward_columns", "rows_of_an_epoch", "shots", "text", "train_loader", "waste", "workers_of",
+    "Sealed", "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "file_limits",
+    "files_of", "learned", "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns",
+    "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text", "train_loader",
+    "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
-Rows = Source | Split | Joined
+Rows = Source | Split | Joined | Sealed
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
 
 
@@ -149,8 +152,15 @@ def train_loader(
     return loader
 
 
-def _learned(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Encoder, list[Rows]]:
-    """The rows that SFT and pretraining learn from, and what makes them numbers."""
+def learned(cfg: Config, processor: Any) -> tuple[Encoder, list[Rows]]:
+    """The rows of `data.train` that SFT and pretraining learn from, and what makes them numbers. Raises `DataError`."""
+    return _learned(cfg, processor, cfg.data.train, cfg.run.seed)
+
+
+def _learned(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Any, list[Rows]]:
+    check_sealed(cfg)
+    if cfg.data.sealed:
+        return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
     if cfg.train.phase != "pretrain":
         return encoder(cfg, processor), [_conversations(cfg, d) for d in datasets]
     encodes = encoder(cfg, processor, DocumentEncoder)
@@ -165,6 +175,9 @@ def _conversations(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source | 
 
 def prepare(cfg: Config, processor: Any, say: Say) -> None:
     """Make what is made of data files once, and say so; whoever reads them finds it. Raises `DataError`."""
+    check_sealed(cfg)
+    if cfg.data.sealed:  # all that was made of them, when they were sealed
+        return
     for dataset in (*cfg.data.train, *cfg.data.eval):
         opened(dataset, _cache(cfg), say)
         if cfg.train.phase == "pretrain":
@@ -266,7 +279,9 @@ def rows_of_an_epoch(cfg: Config, processor: Callable[[], Any]) -> int:
     rows that are split how many questions.
     `processor` is called where that needs tokens. Raises `DataError`."""
     sources: Sequence[Rows]
-    if cfg.train.phase == "pretrain":
+    if cfg.data.sealed:
+        sources = [read_sealed(d) for d in cfg.data.train]
+    elif cfg.train.phase == "pretrain":
         sources = _learned(cfg, processor(), cfg.data.train, cfg.run.seed)[1]
     elif cfg.data.split_turns:
         sources = [_conversations(cfg, d) for d in cfg.data.train]

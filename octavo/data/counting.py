@@ -28,6 +28,7 @@ from octavo.data.joined import Joined
 from octavo.data.loader import Place, by_workers
 from octavo.data.mixture import Mixture
 from octavo.data.sample import Sample
+from octavo.data.sealed import Sealed
 from octavo.data.sources import Source
 from octavo.data.splitting import Split
 from octavo.data.template import TemplateProblem
@@ -120,10 +121,10 @@ class Counts:
             pass
 
 
-def counts(source: Source | Split | Joined, encoder: Encoder, folder: Path | None, more: str) -> Counts:
+def counts(source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, more: str) -> Counts:
     """What the cache knows of a data set; `more`: what else than its file and the encoder decides what its rows are.
     Raises DataError where the cache cannot be used."""
-    if isinstance(source, Joined):
+    if isinstance(source, Joined | Sealed):
         return Counts(len(source), encoder.seq_length)
     of, asked = (source.source, len(source)) if isinstance(source, Split) else (source, None)
     length = len(of.rows) if asked is None else asked

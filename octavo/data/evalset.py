@@ -10,6 +10,7 @@ from octavo.data.collate import collate
 from octavo.data.joined import Joined
 from octavo.data.loader import CACHE_BYTES, Encodes, Judge, Processed
 from octavo.data.report import SkipReport
+from octavo.data.sealed import Sealed
 from octavo.data.sources import Source
 from octavo.data.splitting import Split
 
@@ -25,7 +26,7 @@ class EvalSet:
 
     def __init__(
         self,
-        sources: Sequence[Source | Split | Joined],
+        sources: Sequence[Source | Split | Joined | Sealed],
         encoder: Encodes,
         micro_batch: int,
         rank: int = 0,
@@ -58,7 +59,7 @@ class EvalSet:
         itself."""
         sources = (source.source if isinstance(source, Split) else source for source in self.sources)
         rows = next(source for source in sources if source.name == file and row < len(source))
-        if isinstance(rows, Joined):  # a sample of several documents
+        if isinstance(rows, Joined | Sealed):  # a sample of several documents, or one that names nothing
             return f"{file}:{row}"
         raw = rows.rows[row]
         named = raw.get("source") if isinstance(raw, dict) else None

@@ -27,7 +27,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how the names of files end that are pickles, usually
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
-#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings
+#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings,
+#: and of a sealed one the note of its key (octavo.sealed)
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -39,6 +40,7 @@ COMPANIONS = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "sealed.json",
 )
 #: the folders of a model that is stored in three (VILA, NVILA), each with a config.json and weights of its own
 PARTS = ("llm", "vision_tower", "mm_projector")

@@ -27,14 +27,19 @@ def random_model(
 
     Raises ModelError for an unknown shape.
     """
-    config = shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape)
+    config = shortened(shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape), layers, vision_layers)
+    with quiet(), torch.device(device):
+        return auto_class(config).from_config(config, dtype=dtype).train()
+
+
+def shortened(config: PreTrainedConfig, layers: int | None, vision_layers: int | None = None) -> PreTrainedConfig:
+    """The configuration, changed to its first so many blocks of the decoder and of the vision tower (None: all)."""
     if layers is not None:
         _shorten(config.get_text_config(), layers)
     vision = getattr(config, "vision_config", None)
     if vision_layers is not None and vision is not None:
         _shorten(vision, vision_layers)
-    with quiet(), torch.device(device):
-        return auto_class(config).from_config(config, dtype=dtype).train()
+    return config
 
 
 def _shorten(config: PreTrainedConfig, layers: int) -> None:

@@ -59,6 +59,18 @@ def stream(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tenso
                 (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = meta
 
 
+def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
+    """Parameter or persistent buffer -> the dtype of what `stream` gives of it, from headers alone."""
+    folder = Path(path)
+    quantization = read_quantization(folder)
+    with open_weights(folder, quantization is not None)[0] as shards:
+        model = empty(folder)
+        _, found, _ = checked(folder, model, shards, quantization, True)
+        ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        made = ((name, origin) for origin in found.origins for name in origin.makes or (origin.name,))
+        return {ties.get(name, name): _dtype(origin) for name, origin in made}
+
+
 def _dtype(origin: Origin) -> torch.dtype:
     """What the values of an origin are in: the widest of its tensors' dtypes, BF16 for codes."""
     found = {torch.bfloat16 if entry.is_codes else entry.dtype for entry in origin.stored}

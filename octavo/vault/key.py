@@ -71,7 +71,13 @@ _found: dict[str, Key] = {}  # the one of this process, by where it came from
 
 
 def from_file(path: str | os.PathLike[str]) -> Key:
-    """The key in a file. Raises NoKey for one that is missing, that others may read, or that holds no key."""
+    """The key in a file. Raises NoKey as :func:`secret_in` does."""
+    return Key(secret_in(path))
+
+
+def secret_in(path: str | os.PathLike[str]) -> bytes:
+    """The 32 bytes that a key file holds, for whoever makes a key of them that does not show itself. Raises NoKey for
+    one that is missing, that everybody may read, or that holds no key."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
@@ -82,13 +88,18 @@ def from_file(path: str | os.PathLike[str]) -> Key:
             raise NoKey(f"the key file {path} is no regular file")
         if found.st_mode & stat.S_IROTH:
             raise NoKey(f"the key file {path} can be read by everybody on this machine; chmod o-rwx it")
-        return Key(_decoded(os.read(handle, 1024), f"the key file {path}"))
+        return _decoded(os.read(handle, 1024), f"the key file {path}")
     finally:
         os.close(handle)
 
 
 def write_new(path: str | os.PathLike[str]) -> Key:
-    """Make a key and the file of it, in hex, for this user alone. Raises NoKey where something is there."""
+    """Make a key and the file of it. Raises NoKey as :func:`new_secret` does."""
+    return Key(new_secret(path))
+
+
+def new_secret(path: str | os.PathLike[str]) -> bytes:
+    """32 random bytes, and the file of them, in hex, for this user alone. Raises NoKey where something is there."""
     secret = os.urandom(SIZE)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -98,7 +109,7 @@ def write_new(path: str | os.PathLike[str]) -> Key:
         out.write(secret.hex().encode() + b"\n")
         out.flush()
         os.fsync(handle)
-    return Key(secret)
+    return secret
 
 
 def without_key() -> dict[str, str]:

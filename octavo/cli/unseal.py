@@ -1,0 +1,48 @@
+"""Gives back what was trained sealed, for the plain model, by the key that sealed it.
+
+octavo unseal model runs/sealed/hf ./trained --key-file seal.key --model ./Qwen3-VL-8B-Instruct
+octavo unseal adapter runs/sealed/adapter ./adapter --key-file seal.key --model ./Qwen3-VL-8B-Instruct
+octavo unseal text "t17 t4005" --key-file seal.key --model ./Qwen3-VL-8B-Instruct
+
+--model is the plain folder: of a model tokenizer and processor are copied from it (without it weights and configuration
+are written alone), of an adapter it is the base. Weights come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from octavo.cli import seal, terminal
+
+WHATS = ("model", "adapter", "text")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="WHAT", choices=WHATS, help=", ".join(WHATS))
+    seal.add_shared(parser)
+    parser.add_argument("--model", metavar="FOLDER", help="the plain model")
+
+
+def run(args: argparse.Namespace) -> int:
+    seal.check(args, args.what == "text", args.what != "model" or args.model is not None, key=True)
+
+    from octavo import sealing
+
+    key = sealing.read_key(args.key_file)
+    if args.what == "text":
+        found = sealing.unseal_text(args.source, args.model, key)
+        document, words = {"text": found}, found
+    elif args.what == "adapter":
+        made = sealing.unseal_adapter(args.source, args.target, args.model, key)
+        document, words = {"directory": str(made)}, f"{made}: an adapter of {args.model}"
+    else:
+        with terminal.progress("unseal") as progress:
+            done = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
+        document = {"directory": str(done.directory), "tensors": done.tensors, "bytes": done.bytes}
+        beside = "" if args.model else "; tokenizer and processor are yet to be copied from the plain model"
+        words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB{beside}"
+    if args.json:
+        terminal.show_json(document)
+    else:
+        print(words)
+    return 0

@@ -1,0 +1,52 @@
+"""The note in a sealed folder, a model's or a data set's: of which key it is, by that key's fingerprint.
+
+    sealed.json    {"octavo_sealed": 1, "of": "model" or "data", "key": 32 hexadecimal digits, ...}
+
+It holds no key, no word and no number from which an order could be found. Whoever trains compares two of them:
+:mod:`octavo.sealing` makes and reads what they stand in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo import reading
+from octavo.reading import Is
+
+NOTE = "sealed.json"
+FORMAT = 1
+_DIGITS = Is(lambda value: isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"),
+             "32 hexadecimal digits")  # fmt: skip
+_OF = Is(lambda value: value in ("model", "data"), "model or data")
+
+
+@dataclass(frozen=True)
+class Note:
+    """``of``: "model" or "data"; ``key``: the fingerprint; ``more``: what else the note says."""
+
+    of: str
+    key: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note | None:
+    """The note of a folder, None where it has none. Raises `error` for one that cannot be read."""
+    file = Path(folder) / NOTE
+    if not os.path.lexists(file):
+        return None
+    raw = reading.read_json(file, error)
+    if raw.get("octavo_sealed") != FORMAT:
+        found = raw.get("octavo_sealed")
+        raise error(f"{file} is of format {found!r:.20}, and this version reads {FORMAT}: seal it again")
+    reading.check_form(raw, {"of": _OF, "key": _DIGITS}, file, error)
+    return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Write the note of a folder that is being made."""
+    document = {"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.more}
+    (folder / NOTE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,26 @@
+"""Permuted twins of models and data sets, exact by construction: what trains need not be what is meant.
+
+What that hides and what it does not is in docs/confidential.md.
+"""
+
+from octavo.sealing.adapter import seal_adapter, unseal_adapter
+from octavo.sealing.errors import SealError
+from octavo.sealing.folder import Written, seal_model, unseal_model
+from octavo.sealing.key import Key, read_key
+from octavo.sealing.rows import Rows, seal_data
+from octavo.sealing.text import seal_text, unseal_text
+
+__all__ = [
+    "Key",
+    "Rows",
+    "SealError",
+    "Written",
+    "read_key",
+    "seal_adapter",
+    "seal_data",
+    "seal_model",
+    "seal_text",
+    "unseal_adapter",
+    "unseal_model",
+    "unseal_text",
+]

@@ -1,0 +1,113 @@
+"""Adapters sealed and unsealed: A takes what its layer takes, B gives what it gives, and both move as its axes do.
+
+lora_A.weight [r, K], lora_B.weight [N, r], lora_magnitude_vector [N]     of a linear layer [N, K]
+lora_A.weight [r E, K], lora_B.weight [N, r E]                            of E experts (octavo.adapters.experts)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo import atomic, models
+from octavo.adapters.files import CONFIG, WEIGHTS, read_config, read_state
+from octavo.sealed import read_note
+from octavo.sealing import permute
+from octavo.sealing.axes import Axis, Layout, Orders
+from octavo.sealing.errors import SealError
+from octavo.sealing.folder import sealed_by
+from octavo.sealing.key import Key
+from octavo.sealing.structure import Structure, structure
+
+_START = "base_model.model."
+_EXPERTS = ("gate_up_proj", "down_proj")
+Move = Callable[[Tensor, Layout, Orders], Tensor]
+
+
+def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
+    """Write a plain adapter for the sealed twin `base`: what a sealed run begins from (`lora.adapter`). Raises
+    SealError and AdapterError."""
+    sealed_by(base, key)
+    return _written(Path(source), Path(target), Path(base), key, permute.sealed)
+
+
+def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
+    """Write the plain adapter of one that was trained beside a sealed twin.
+
+    base  the plain model that it is for. The twin that the adapter names must be of this key, if it is still there
+
+    Raises SealError and AdapterError.
+    """
+    if read_note(base, SealError) is not None:
+        raise SealError(f"{base} is sealed. Name the plain model that the adapter is to stand beside")
+    named = json.loads((Path(source) / CONFIG).read_text("utf-8")) if (Path(source) / CONFIG).is_file() else {}
+    twin = Path(str(named.get("base_model_name_or_path") or "."))
+    if (twin / "config.json").is_file():
+        sealed_by(twin, key)
+    return _written(Path(source), Path(target), Path(base), key, permute.plain)
+
+
+def _written(source: Path, target: Path, base: Path, key: Key, move: Move) -> Path:
+    if target.exists():
+        raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
+    config, state = read_config(source), read_state(source)
+    stock = models.empty(base)
+    found = structure(stock)
+    orders = found.draw(key)
+    by = _Moving(stock, found, orders, config, move)
+    moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
+    raw = json.loads((source / CONFIG).read_text("utf-8")) | {"base_model_name_or_path": str(base)}
+    with atomic.folder(target, SealError) as made:
+        save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
+        (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        atomic.sync_tree(made)
+    return target
+
+
+class _Moving:
+    """The tensors of one adapter, by name."""
+
+    def __init__(self, model: Any, found: Structure, orders: Orders, config: Any, move: Move) -> None:
+        self.modules, self.layouts = dict(model.named_modules()), found.layouts
+        self.orders, self.config, self.move = orders, config, move
+
+    def moved(self, name: str, value: Tensor) -> Tensor:
+        path, _, kind = name.removeprefix(_START).rpartition(".lora_")
+        depth = path.count(".base_layer")
+        module = path.replace(".base_layer", "")
+        first = kind.startswith("A")
+        if f"{module}.weight" in self.layouts:
+            out, into = self.layouts[f"{module}.weight"].axes
+            if kind.startswith("magnitude"):
+                return self.move(value, Layout((out,)), self.orders)
+            return self.move(value, Layout(((), into) if first else (out, ())), self.orders)
+        adapted = [p for p in _EXPERTS if any(t.endswith(f".{p}") for t in self.config.target_parameters or ())]
+        if f"{module}.{_EXPERTS[0]}" not in self.layouts or depth >= len(adapted):
+            raise SealError(f"{name} belongs to no layer of the model that sealing knows")
+        layout = self.layouts[f"{module}.{adapted[len(adapted) - 1 - depth]}"]  # the first parameter is innermost
+        transposed = bool(getattr(self.modules[module], "is_transposed", False))
+        return self._experts(value, layout, first, transposed)
+
+    def _experts(self, value: Tensor, layout: Layout, first: bool, transposed: bool) -> Tensor:
+        """A [r E, K], expert by expert, or B [N, r E], whose columns are by rank and then by expert."""
+        experts = len(layout.each)
+
+        def axis(axes: tuple[Axis, ...]) -> Axis:
+            out, into = axes[::-1] if transposed else axes
+            return into if first else out
+
+        each = tuple(((), axis(axes)) for axes in layout.each)
+        own = Layout(layout.axes, each=each)
+        if first:
+            return self.move(value.reshape(experts, -1, value.shape[1]), own, self.orders).reshape(value.shape)
+        stacked = value.reshape(value.shape[0], -1, experts).permute(2, 1, 0)
+        back: Tensor = self.move(stacked, own, self.orders).permute(2, 1, 0).reshape(value.shape)
+        return back
+
+
+__all__ = ["seal_adapter", "unseal_adapter"]

@@ -1,0 +1,207 @@
+"""Model folders sealed and unsealed: tensor by tensor, whole or not at all.
+
+    seal_model     SRC -> DST: weights, config.json and generation settings in the sealed world, a tokenizer of numbers,
+                   the processor's settings as they are, sealed.json
+    unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model; bits as they are
+
+A tensor is held at a time (of experts that are written as one tensor, those). Weights keep their dtypes. Codes in FP8
+are refused: seal the folder in high precision, and let `model.load_in_fp8` make codes of it; blocks move whole, so that
+they are the plain model's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octavo import atomic, models
+from octavo.checkpoint.export.files import Shards, nbytes
+from octavo.checkpoint.hf import LARGEST, planned
+from octavo.checkpoint.stock import Stock
+from octavo.models.folder import companions, copy_companions, one_folder, read_companion, read_json
+from octavo.models.quantization import read_quantization
+from octavo.models.values import stored_dtypes
+from octavo.sealed import NOTE, Note, read_note, write_note
+from octavo.sealing import permute
+from octavo.sealing.axes import Orders
+from octavo.sealing.check import check
+from octavo.sealing.errors import SealError
+from octavo.sealing.ids import with_ids
+from octavo.sealing.key import Key
+from octavo.sealing.structure import Structure, structure
+from octavo.sealing.tokenizer import write_tokenizer
+
+Progress = Callable[[int, int], None]
+#: what of COMPANIONS holds words, and is written anew or left out
+_WORDS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the folder, tensors and bytes, the largest difference of logits that the trial found (None: no
+    trial), and what of the model did not move."""
+
+    directory: Path
+    tensors: int
+    bytes: int
+    difference: float | None
+    stays: tuple[str, ...]
+
+
+def seal_model(
+    source: str | Path,
+    target: str | Path,
+    key: Key,
+    *,
+    largest: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Written:
+    """Write the sealed twin of a model folder.
+
+    largest   bytes that each of the two models of the trial may take (:func:`octavo.sealing.check.check`)
+    progress  called with bytes done and bytes in all
+
+    Raises SealError for a target that is there, a folder that is sealed, in FP8 or in three folders, and a structure
+    that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
+    """
+    source, target = Path(source), Path(target)
+    _ready(source, target)
+    if read_note(source, SealError) is not None:
+        raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
+    stock = Stock(models.empty(source))
+    found = structure(stock.model)
+    orders = found.draw(key)
+    difference = check(source, key, largest)
+    with atomic.folder(target, SealError) as made:
+        tensors, size = _weights(source, made, stock, found, orders, permute.sealed, progress)
+        _write_configs(source, made, orders, back=False)
+        write_tokenizer(source, made, orders["vocab"])
+        for file in companions(source):
+            if not file.name.startswith(_WORDS) and file.name not in (*_CONFIGS, NOTE):
+                _write_settings(file, made / file.name)
+        _name_processor(source, made)
+        note = {"family": stock.model.config.model_type, "stays": found.stays, "difference": difference}
+        write_note(made, Note("model", key.fingerprint, note))
+        models.load_processor(made)  # what training would refuse
+        atomic.sync_tree(made)
+    return Written(target, tensors, size, difference, tuple(found.stays))
+
+
+def unseal_model(
+    source: str | Path,
+    target: str | Path,
+    key: Key,
+    like: str | Path | None = None,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Written:
+    """Write the plain model of a sealed folder.
+
+    like  the plain folder that was sealed: tokenizer, template and processor are copied from it. None: weights and
+          configuration alone
+
+    Raises SealError for a folder that is not sealed or of another key, and as :func:`seal_model` does.
+    """
+    source, target = Path(source), Path(target)
+    _ready(source, target)
+    sealed_by(source, key)
+    if like is not None and read_note(like, SealError) is not None:
+        raise SealError(f"--like {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
+    stock = Stock(models.empty(source))
+    found = structure(stock.model)
+    orders = found.draw(key)
+    with atomic.folder(target, SealError) as made:
+        tensors, size = _weights(source, made, stock, found, orders, permute.plain, progress)
+        if like is not None:
+            copy_companions(Path(like), made)
+        _write_configs(source, made, orders, back=True)
+        atomic.sync_tree(made)
+    return Written(target, tensors, size, None, tuple(found.stays))
+
+
+def sealed_by(folder: str | Path, key: Key) -> Note:
+    """The note of a sealed folder. Raises SealError for one that is not sealed, or with another key."""
+    note = read_note(folder, SealError)
+    if note is None:
+        raise SealError(f"{folder} is not sealed: it has no {NOTE}")
+    if note.key != key.fingerprint:
+        raise SealError(f"{folder} was sealed with the key {note.key}, and this one is {key.fingerprint}")
+    return note
+
+
+def _ready(source: Path, target: Path) -> None:
+    one_folder(source, "octavo seal")
+    if read_quantization(source) is not None:
+        raise SealError(
+            f"{source} holds codes in FP8, which sealing does not move. Seal its values (`octavo export {source} DIR "
+            "--format bf16`); model.load_in_fp8 makes codes of the sealed folder, in the blocks of the plain one"
+        )
+    if target.exists():
+        raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
+    here, there = target.absolute(), source.resolve()
+    if there == here or there in here.parents:
+        raise SealError(f"{target} lies in {source}, which is only read. Name a folder elsewhere")
+
+
+def _weights(
+    source: Path, made: Path, stock: Stock, found: Structure, orders: Orders,
+    move: Callable[[Tensor, Any, Orders], Tensor], progress: Progress,
+) -> tuple[int, int]:  # fmt: skip
+    """Write every tensor, moved; (how many, bytes)."""
+    parts = planned(stock, stored_dtypes(source), 1)
+    group_of = {name: part for part in parts for name in part.parameters}
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    total = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
+    waiting: dict[str, Tensor] = {}
+    done = 0
+    with Shards(made, tensors, LARGEST) as shards:
+        for name, value in models.stream(source):
+            if name not in group_of:
+                continue  # what transformers makes anew and does not save
+            assert isinstance(value, Tensor)
+            waiting[name] = move(value, found.layouts[name], orders)
+            group = group_of[name].parameters
+            if all(one in waiting for one in group):
+                for disk, tensor in stock.revert({one: waiting.pop(one) for one in group}).items():
+                    shards.write(disk, tensor)
+                    done += nbytes(tensor.dtype, tuple(tensor.shape))
+                progress(done, total)
+        shards.finish()
+    return len(tensors), total
+
+
+# Beside the weights --------------------------------------------------------------------------------------------------
+
+
+def _write_configs(source: Path, made: Path, orders: Orders, back: bool) -> None:
+    for name in _CONFIGS:
+        if (source / name).exists():
+            raw = read_json(source / name)
+            raw.pop("auto_map", None)
+            _dump(made / name, with_ids(raw, orders["vocab"], back))
+
+
+def _write_settings(file: Path, target: Path) -> None:
+    """The settings of a processor, without words that it might hold."""
+    raw = read_companion(file)
+    if file.suffix != ".json":
+        target.write_bytes(raw)
+        return
+    _dump(target, {name: value for name, value in json.loads(raw).items() if name != "chat_template"})
+
+
+def _name_processor(source: Path, made: Path) -> None:
+    """The tokenizer's word for its processor, by which transformers finds that."""
+    named: Any = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").exists() else {}
+    if kind := named.get("processor_class"):
+        _dump(made / "tokenizer_config.json", {**read_json(made / "tokenizer_config.json"), "processor_class": kind})
+
+
+def _dump(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,65 @@
+"""What a model takes of rows, in the sealed world: numbers of tokens, pixels within their patches, bins of sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from octavo.sealing.draw import inverse
+from octavo.sealing.errors import SealError
+
+IGNORE = -100
+
+
+def tokens(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
+    """Numbers of tokens in the sealed vocabulary (`back`: in the plain one). Negative ones, which are no tokens, and
+    those behind the table of embeddings, which stand for media alone, stay."""
+    to = np.asarray(vocab if back else inverse(vocab))
+    inside = (ids >= 0) & (ids < len(to))
+    return np.where(inside, to[np.where(inside, ids, 0)], ids)
+
+
+def pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.ndarray:
+    """Pixels with the numbers of each patch in the order of the key.
+
+    values  [patches, features], or [..., C, H, W], of which what is left over at the right and below is seen by no
+            patch, and becomes zero
+    order   of the features of a patch, C x (frames) x tall x wide
+    """
+    if values.ndim == 2:
+        if values.shape[1] != len(order):
+            raise SealError(f"patches have {values.shape[1]} numbers, and the model's embedding takes {len(order)}")
+        return np.ascontiguousarray(values[:, order])
+    (tall, wide), (channels, height, width) = patch, values.shape[-3:]
+    rows, columns = height // tall, width // wide
+    if channels * tall * wide != len(order):
+        raise SealError(f"{channels} channels of {tall} x {wide} patches, and the embedding takes {len(order)} numbers")
+    lead = values.shape[:-3]
+    cut = values[..., : rows * tall, : columns * wide]
+    cells = cut.reshape(*lead, channels, rows, tall, columns, wide)
+    cells = np.moveaxis(cells, (-4, -2), (-5, -4))  # [..., rows, columns, C, tall, wide]
+    moved = cells.reshape(*lead, rows, columns, -1)[..., order].reshape(cells.shape)
+    out = np.zeros_like(values)
+    back = np.moveaxis(moved, (-5, -4), (-4, -2))
+    out[..., : rows * tall, : columns * wide] = back.reshape(cut.shape)
+    return out
+
+
+def spectrum(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """[sounds, bins, frames] with the bins in the order of the key."""
+    return np.ascontiguousarray(values[:, order])
+
+
+def batch(inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tuple[int, int]) -> dict[str, np.ndarray]:
+    """The tensors of a processor, as arrays by their names, in the sealed world."""
+    out = {name: np.asarray(values) for name, values in inputs.items()}
+    for name in ("input_ids", "labels"):
+        if name in out:
+            out[name] = tokens(out[name], orders["vocab"])
+    if "pixel_values" in out:
+        out["pixel_values"] = pixels(out["pixel_values"], orders["patch"], patch)
+    if "input_features" in out:
+        out["input_features"] = spectrum(out["input_features"], orders["bins"])
+    return out

@@ -1,0 +1,60 @@
+"""The key of a sealed run: 32 random bytes in a file, and the streams of numbers drawn from it.
+
+    file      as those of encrypted files are (octavo/vault/key.py); one may serve as both, since what is drawn here and
+              what is derived there are told apart by their labels
+    stream    of a label: HMAC-SHA256(HMAC-SHA256(key, "octavo seal 1 " + label), counter), counter = 0, 1, ... as eight
+              bytes, big-endian; read as 32-bit big-endian words. Equal on every machine
+    print     the first 16 bytes of HMAC-SHA256(key, "octavo seal 1 fingerprint"), in hexadecimal: what a twin may say
+              of its key, by which another key is told
+
+An HMAC with a secret key cannot be told from random bits (it is HKDF's expansion, RFC 5869, without its chaining).
+A key stands in no message, in no `repr` and in no file but its own.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator
+from pathlib import Path
+from struct import unpack
+
+from octavo import vault
+from octavo.sealing.errors import SealError
+
+BYTES = 32
+_LABEL = b"octavo seal 1 "
+
+
+class Key:
+    """A key that draws, and does not show itself."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != BYTES:
+            raise SealError(f"a key has {BYTES} bytes, and {len(secret)} were given. `octavo seal key FILE` makes one")
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"Key({self.fingerprint})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise SealError("a key is not stored with anything else; pass the name of its file")
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that tell keys apart and do not give one away."""
+        return hmac.digest(self._secret, _LABEL + b"fingerprint", "sha256")[:16].hex()
+
+    def words(self, label: str) -> Iterator[int]:
+        """The endless stream of 32-bit numbers of a label."""
+        own = hmac.digest(self._secret, _LABEL + label.encode(), "sha256")
+        counter = 0
+        while True:
+            yield from unpack(">8I", hmac.digest(own, counter.to_bytes(8, "big"), "sha256"))
+            counter += 1
+
+
+def read_key(file: str | Path) -> Key:
+    """The key in a file. Raises NoKey for one that is missing, that everybody may read, or that holds no key."""
+    return Key(vault.secret_in(file))

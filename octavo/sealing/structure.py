@@ -1,0 +1,238 @@
+"""A model's tensors as axes, and its permutations drawn: by its structure, from a key.
+
+What moves is found by :mod:`octavo.sealing.rules`; how far a permutation may reach by the uses of its items
+(:mod:`octavo.sealing.draw`). What stays, and why, is listed in :attr:`Structure.stays`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from octavo import models
+from octavo.sealing.axes import FIXED, Axis, Layout, Stretch, size
+from octavo.sealing.draw import Use, free, heads, within
+from octavo.sealing.errors import SealError
+from octavo.sealing.key import Key
+from octavo.sealing.rules import rule_of
+
+FREE = ("vocab", "patch", "bins")
+_OF_EXPERTS = re.compile(r"\.(experts|gate|router)(\..*)?$")
+_TIMES = re.compile(r"(\d+)\*(.+)")
+
+
+@dataclass
+class Structure:
+    """What of a model moves.
+
+    layouts  parameter or persistent buffer -> its axes
+    sizes    permutation -> how many items it has
+    uses     permutation -> where its items stand (`draw.Use`)
+    heads    attention -> (permutation of its groups, of its heads)
+    groups   permutation of experts -> groups of them that a router chooses first
+    stays    what is not moved, in words
+    """
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    uses: dict[str, set[Use]] = field(default_factory=lambda: defaultdict(set))
+    heads: dict[str, tuple[str, str]] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
+    stays: list[str] = field(default_factory=list)
+
+    def draw(self, key: Key) -> dict[str, np.ndarray]:
+        """Permutation -> its order."""
+        orders: dict[str, np.ndarray] = {}
+        for outer, inner in self.heads.values():
+            count, every = self.sizes[outer], self.sizes[inner]
+            if {outer, inner} & self.fixed:
+                orders[outer], orders[inner] = np.arange(count), np.arange(every)
+                continue
+            orders[outer], orders[inner] = heads(key, outer, count, every // count, self.uses[outer], self.uses[inner])
+        for name, count in self.sizes.items():
+            if name in orders:
+                continue
+            if name in self.groups:
+                orders[name] = within(key, name, count, [(1, 0)], (count // self.groups[name],))
+            elif name in FREE:
+                orders[name] = free(key, name, count)
+            else:
+                orders[name] = within(key, name, count, self.uses[name])
+        return orders
+
+
+def structure(model: nn.Module) -> Structure:
+    """The structure of a stock model (the meta device will do). Raises SealError, naming the tensor, for one that no
+    rule knows or whose sizes do not fit."""
+    return _Reading(model).read()
+
+
+class _Reading:
+    """One model being read."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config, self.found = model, model.config, Structure()
+        self.family = models.describe(model)
+        self.modules = dict(model.named_modules())
+
+    def read(self) -> Structure:
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        for name, tensor in self.model.state_dict().items():
+            if name not in tied:
+                self.found.layouts[name] = self._layout(name, tuple(tensor.shape))
+        text = self.config.get_text_config()
+        attention = getattr(text, "attn_config", None)
+        if getattr(text, "alibi", False) or getattr(attention, "alibi", False):
+            self.found.fixed |= {name for pair in self.found.heads.values() for name in pair}
+            self.found.stays.append("heads: ALiBi gives each its slope by its place")
+        self.found.stays += ["places within a head: rotary positions pair them", "layers", "places of patches"]
+        return self.found
+
+    def _layout(self, name: str, shape: tuple[int, ...]) -> Layout:
+        owner, _, leaf = name.rpartition(".")
+        module = self.modules[owner]
+        subject = owner if leaf in ("weight", "bias") else name
+        rule = rule_of(subject, type(module).__name__)
+        if rule is None:
+            raise SealError(
+                f"{name} {list(shape)} of {type(self.model).__name__} is of no kind that sealing knows, and what is "
+                "left as it is would give the order of its neighbours away: this model cannot be sealed"
+            )
+        words = [word.strip() for word in rule.split(",")]
+        view = shape
+        if words[-1] == "patch" and len(shape) > 1:
+            view = (shape[0], int(np.prod(shape[1:])))
+        if len(shape) == 1:
+            words = words[:1]
+        if len(words) == 1:  # [1, E] of Ernie's corrections
+            words = ["-"] * (len(view) - 1) + words
+        if words[0] == "experts" and len(view) == 3:
+            return self._experts(name, subject, module, words, view)
+        if len(words) != len(view):
+            raise self._odd(name, shape, rule)
+        axes = tuple(self._axis(word, places, subject, name) for word, places in zip(words, view, strict=True))
+        for axis in axes:
+            self._use(axis)
+        return Layout(axes, None if view == shape else view)
+
+    def _experts(self, name: str, subject: str, module: Any, words: list[str], shape: tuple[int, ...]) -> Layout:
+        """Stacked experts [E, N, K], each of whom has an order of its own width."""
+        if getattr(module, "is_transposed", False):
+            words = [words[0], words[2], words[1]]
+        first = self._axis(words[0], shape[0], subject, name)
+        each = tuple(
+            tuple(
+                self._axis(word.replace("@width", f"@width{number}"), places, subject, name)
+                for word, places in zip(words[1:], shape[1:], strict=True)
+            )
+            for number in range(shape[0])
+        )
+        for axes in each:
+            for axis in axes:
+                self._use(axis)
+        return Layout((first,), each=each)
+
+    def _use(self, axis: Axis) -> None:
+        start = 0
+        for name, unit in axis:
+            self.found.uses[name].add((unit, start))
+            start += self.found.sizes[name] * unit
+
+    # Words -----------------------------------------------------------------------------------------------------------
+
+    def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
+        """The axis that a word of a rule means, of so many places."""
+        if word == "-":
+            return FIXED
+        parts = [part.strip() for part in word.split("+")]
+        if len(parts) == 1 and (times := _TIMES.fullmatch(parts[0])):
+            label = self._label(times[2], subject)
+            count = int(times[1]) or places // self._size(label, places, name)
+            parts = [times[2]] * count
+        if word.endswith("^"):
+            label = self._label(word[:-1], subject)
+            return self._fitting(((label, places // self._size(label, places, name)),), places, name)
+        labels = [self._label(part, subject) for part in parts]
+        if all(part in ("q", "kv", "lk", "lv") for part in parts):
+            return self._fitting(self._of_heads(parts, labels, places, subject), places, name)
+        return self._fitting(tuple((one, 1) for one in labels), places, name, len(labels))
+
+    def _fitting(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
+        for label, _ in axis:
+            self._size(label, places // parts, name)
+        made = tuple(Stretch(*one) for one in axis)
+        if size(made, self.found.sizes) != places:
+            expected = " + ".join(f"{self.found.sizes[label]} x {unit} of {label}" for label, unit in axis)
+            raise SealError(f"{name} has an axis of {places}, and {expected} were expected: this cannot be sealed")
+        return made
+
+    def _size(self, label: str, places: int, name: str) -> int:
+        """How many items a permutation has; of a new one as many as there are places."""
+        return self.found.sizes.setdefault(label, places)
+
+    def _label(self, word: str, subject: str) -> str:
+        """The name of the permutation that a word means here."""
+        parent = subject.rpartition(".")[0]
+        if word == "own":
+            return self._part(subject)
+        if word == "experts":
+            label = f"{_OF_EXPERTS.sub('', subject)}@experts"
+            if (groups := getattr(self.config.get_text_config(), "n_group", None)) and groups > 1:
+                self.found.groups[label] = groups
+            return label
+        if word in ("q", "kv", "lk", "lv"):
+            return f"{parent}@{word}"
+        if word.startswith("@"):
+            base = parent.rpartition(".")[0] if word.startswith("@@") else parent
+            rest = word.lstrip("@")
+            return f"{base}{'.' if '@' in rest else '@'}{rest}"
+        return word
+
+    def _part(self, subject: str) -> str:
+        for place, label in ((self.family.tower, "tower"), (self.family.audio_tower, "ear")):
+            if place and subject.startswith(f"{place}."):
+                return label
+        return "res"
+
+    def _of_heads(self, parts: list[str], labels: list[str], places: int, subject: str) -> tuple[tuple[str, int], ...]:
+        """Stretches of heads, whose numbers the configuration says."""
+        config: Any = self._config(subject)
+        if parts[0] in ("lk", "lv"):
+            counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
+            unit = {"lk": config.linear_key_head_dim, "lv": config.linear_value_head_dim}
+        else:
+            many = _first(config, "num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
+            few = getattr(config, "num_key_value_heads", None) or many
+            counts, unit = {"q": many, "kv": few}, {}
+        parent = subject.rpartition(".")[0]
+        outer, inner = [f"{parent}@{word}" for word in (("lk", "lv") if "lk" in counts else ("kv", "q"))]
+        self.found.heads[parent] = (outer, inner)
+        for word, count in counts.items():
+            self.found.sizes.setdefault(f"{parent}@{word}", count)
+        total = sum(counts[part] for part in parts)
+        alone = len(set(parts)) == 1 or not unit
+        return tuple(
+            (label, places // total if alone else unit[part]) for part, label in zip(parts, labels, strict=True)
+        )
+
+    def _config(self, subject: str) -> Any:
+        part = self._part(subject)
+        if part == "tower":
+            return self.config.vision_config
+        return self.config.audio_config if part == "ear" else self.config.get_text_config()
+
+    def _odd(self, name: str, shape: tuple[int, ...], rule: str) -> SealError:
+        return SealError(f"{name} has the shape {list(shape)}, and {rule} was expected: this model cannot be sealed")
+
+
+def _first(config: Any, *names: str) -> int:
+    found = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if found is None:
+        raise SealError(f"the configuration of a {type(config).__name__} does not say how many heads attention has")
+    return int(found)

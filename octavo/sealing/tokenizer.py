@@ -1,0 +1,38 @@
+"""The tokenizer of a sealed model: it writes numbers, `t17 t4005`, and knows no word.
+
+A plain tokenizer with its numbers changed would be the permutation itself. So token n of the sealed vocabulary is
+the word `tn`. Control tokens alone keep their names, since config.json and the processor name their places anyway:
+where answers end, and what stands for an image. The chat template puts contents behind each other: what a model is
+asked is sealed before (:func:`octavo.sealing.text.seal_text`), template and all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo import models
+from octavo.models.folder import read_json
+from octavo.models.numbered import numbered_tokenizer
+from octavo.sealing.ids import named_ids
+from octavo.sealing.inputs import tokens
+
+
+def word(number: int) -> str:
+    """The word of a token of the sealed vocabulary."""
+    return f"t{number}"
+
+
+def write_tokenizer(source: Path, made: Path, vocab: np.ndarray) -> None:
+    """Write the tokenizer of a twin: as many words as the table of embeddings has rows, and the control tokens of the
+    plain one where the key puts them."""
+    plain: Any = models.load_tokenizer(source)
+    control = {number: str(token) for number, token in plain.added_tokens_decoder.items() if token.special}
+    # NVILA's config.json names the number of a line break, which is no control token
+    also = {number: plain.decode([number]) for number in named_ids(read_json(source / "config.json"))}
+    kept = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in {**also, **control}.items() if name}
+    behind = [number for number in kept if number >= len(vocab)]
+    words = {kept.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
+    numbered_tokenizer(words, {name: number for number, name in kept.items()}, plain).save_pretrained(made)

@@ -1,0 +1,58 @@
+"""Adapters beside a twin: sealed ones add what plain ones add, and trained ones come back for the plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from octavo import adapters, models
+from octavo.config.sections import LoraSection
+from octavo.sealing import SealError, seal_adapter, seal_model, structure, unseal_adapter
+
+pytest.importorskip("peft")
+
+
+def attached(folder: Path) -> torch.nn.Module:
+    """The model with adapters of layers and of experts, B too of random values."""
+    model = models.load(folder)
+    adapters.attach(model, models.describe(model), LoraSection(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
+    source, twin = checkpoint("qwen3_moe"), tmp_path / "twin"
+    seal_model(source, twin, key)
+    model = attached(source)
+    adapters.save(model, tmp_path / "plain", source)
+    seal_adapter(tmp_path / "plain", tmp_path / "sealed", twin, key)
+    sealed = models.load(twin).eval()
+    adapters.load(sealed, tmp_path / "sealed")
+    state = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    assert any(".experts.base_layer.lora_A" in name for name in state)
+
+    orders = structure.structure(models.empty(source)).draw(key)
+    vocab = torch.from_numpy(orders["vocab"])
+    ids = torch.randint(0, len(vocab), (2, 9), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        bare = models.load(source).eval()(input_ids=ids).logits
+        here, there = model(input_ids=ids).logits, sealed(input_ids=torch.argsort(vocab)[ids]).logits
+    assert float((here - bare).abs().max()) > 0.1  # the adapters say something
+    torch.testing.assert_close(there, here[..., vocab], rtol=0, atol=2e-5)
+
+    unseal_adapter(tmp_path / "sealed", tmp_path / "back", source, key)
+    back = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    adapters.load(models.load(source), tmp_path / "back")
+
+    with pytest.raises(SealError, match="is sealed"):
+        unseal_adapter(tmp_path / "sealed", tmp_path / "again", twin, key)
+    with pytest.raises(SealError, match="not sealed"):
+        seal_adapter(tmp_path / "plain", tmp_path / "again", source, key)

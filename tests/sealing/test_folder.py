@@ -1,0 +1,116 @@
+"""Twins of model folders: they answer as the plain model, come back bit for bit, and are refused where they cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DeepseekV3Config
+
+from octavo import models
+from octavo.models.tiny import FAMILIES
+from octavo.sealed import read_note
+from octavo.sealing import Key, SealError, seal_model, seal_text, structure, unseal_model, unseal_text
+from octavo.sealing import rules as rules_of
+from octavo.sealing.check import check as tried
+from tests.sealing.conftest import SECRET
+
+
+def turns(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+FEW = ("qwen3_moe", "qwen2_5_vl", "mistral3", "qwen3_5")
+"""Fused rows, GQA, experts, a merger, an unfolded one, a recurrence."""
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_sealed_model_answers_as_the_plain_one(checkpoint, key, family):
+    assert tried(checkpoint(family), key) < 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in FEW])
+def test_every_family_that_trains(checkpoint, key, family):
+    assert tried(checkpoint(family), key) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "internvl"])
+def test_there_and_back_bit_for_bit(checkpoint, key, tmp_path, family):
+    source, twin, back = checkpoint(family), tmp_path / "twin", tmp_path / "back"
+    steps: list[tuple[int, int]] = []
+    done = seal_model(source, twin, key, progress=lambda *at: steps.append(at))
+    assert steps[-1] == (done.bytes, done.bytes) and 1 < len(steps) <= done.tensors
+    unseal_model(twin, back, key, like=source)
+    plain, sealed, found = (load_file(folder / "model.safetensors") for folder in (source, twin, back))
+    assert found.keys() == plain.keys() == sealed.keys()
+    assert all(torch.equal(plain[name], found[name]) and plain[name].dtype == found[name].dtype for name in plain)
+    large = [name for name, tensor in plain.items() if tensor.dim() == 2 and min(tensor.shape) > 32]
+    assert large and not any(torch.equal(plain[name], sealed[name]) for name in large)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((back / name).read_text()) == json.loads((source / name).read_text())
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    note = read_note(twin)
+    assert note is not None and note.key == key.fingerprint and not (back / "sealed.json").exists()
+    texts = b"".join(file.read_bytes() for file in twin.iterdir())
+    for form in (SECRET, SECRET.hex().encode(), b"assistant", b"top left"):
+        assert form not in texts
+    models.load_processor(twin)
+
+    other = Key(SECRET[::-1])
+    with pytest.raises(SealError, match=f"{key.fingerprint}.*{other.fingerprint}"):
+        unseal_model(twin, tmp_path / "wrong", other)
+    with pytest.raises(SealError, match="sealed already"):
+        seal_model(twin, tmp_path / "twice", key)
+    with pytest.raises(SealError, match="not sealed"):
+        unseal_model(source, tmp_path / "nothing", key)
+    with pytest.raises(SealError, match="nothing is overwritten"):
+        seal_model(source, twin, key)
+    with pytest.raises(SealError, match="only read"):
+        seal_model(source, source / "twin", key)
+    assert not (tmp_path / "wrong").exists() and not (tmp_path / "twice").exists()
+
+
+def test_what_cannot_be_sealed_is_named(checkpoint, key, tmp_path, monkeypatch):
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    latent = DeepseekV3Config(**small, vocab_size=64, intermediate_size=64, n_routed_experts=4, first_k_dense_replace=9)
+    with pytest.raises(SealError, match=r"self_attn\.(q_a|kv_a)_\w+"):
+        structure.structure(models.empty(latent))
+
+    wrong = [(p, "@mlp, -" if axes == "@mlp, own" else axes) for p, axes in rules_of.RULES]
+    monkeypatch.setattr(rules_of, "RULES", wrong)
+    with pytest.raises(SealError, match="does not answer as the plain one"):
+        seal_model(checkpoint("qwen3"), tmp_path / "twin", key)
+    assert not (tmp_path / "twin").exists()
+
+
+def test_codes_in_fp8_are_refused(checkpoint, key, tmp_path):
+    source = tmp_path / "fp8"
+    shutil.copytree(checkpoint("qwen3"), source)
+    raw = json.loads((source / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(SealError, match="load_in_fp8"):
+        seal_model(source, tmp_path / "twin", key)
+
+
+def test_words_there_and_back(checkpoint, key, tmp_path):
+    source = checkpoint("qwen3")
+    words = seal_text("Which digit is first?", source, key)
+    assert "digit" not in words and len(words.split()) > 4
+    assert "Which digit is first?" in unseal_text(words, source, key)
+    seal_model(source, tmp_path / "twin", key)
+    answers = [
+        models.generate(models.load(folder), models.load_processor(folder), turns(text), max_new_tokens=5)
+        for folder, text in ((source, "Which digit is first?"), (tmp_path / "twin", words))
+    ]
+    assert unseal_text(answers[1], source, key) == answers[0] != ""
+    with pytest.raises(SealError, match="no word of a sealed model"):
+        unseal_text("t1 hello", source, key)
+
+
+def test_large_models_are_not_tried(checkpoint, key):
+    assert tried(checkpoint("qwen3"), key, largest=1000) is None

@@ -1,0 +1,199 @@
+"""Runs beside their sealed twins: the same losses, weights that come back, and nothing plain left behind."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import traceback
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from octavo import adapters, data, sealing, train
+from octavo.cli.main import main
+from octavo.config import ConfigError, load_config_text, override
+from octavo.data import digits
+from octavo.models import tiny
+from tests.sealing.conftest import SECRET
+from tests.sealing.test_adapter import attached
+
+PLANTED = ("the orchid is planted at midnight", "copper lantern nine")
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`text/` and `see/` with models, rows and their sealed twins, made by the command line."""
+    folder = tmp_path_factory.mktemp("sealed")
+    (folder / "seal.key").write_bytes(SECRET)
+    (folder / "seal.key").chmod(0o600)
+    answers = [f"{PLANTED[n % 2]} {n}" for n in range(24)]
+    turns = [[{"role": "user", "content": f"{PLANTED[1]}?"}, {"role": "assistant", "content": a}] for a in answers]
+    rows = [{"id": f"orchid-{n}", "messages": t} for n, t in enumerate(turns)]
+    rows.insert(5, {"messages": [{"role": "user", "content": "copper " * 300}, turns[0][1]]})  # is left out: too long
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write("qwen3_moe", folder / "text", size="mini")
+    tiny.write("qwen3_vl", folder / "see", size="mini")
+    digits.write(folder / "digits", train=24, test=4)
+    for model, source in (("text", "text.jsonl"), ("see", "digits/train.json")):
+        key = ["--key-file", str(folder / "seal.key")]
+        assert main(["seal", "model", str(folder / model), str(folder / f"{model}-twin"), *key]) == 0
+        made = ["seal", "data", str(folder / source), str(folder / f"{model}-rows"), "train.seq_length=192"]
+        made += ["data.train_on_prompt=true"] if model == "see" else []
+        assert main([*made, "--model", str(folder / model), *key]) == 0
+    return folder
+
+
+def configured(place: Path, model: str, sealed: bool, dir: Path, *more: str):
+    rows = place / (f"{model}-rows" if sealed else "text.jsonl" if model == "text" else "digits/train.json")
+    folder = place / (f"{model}-twin" if sealed else model)
+    prompt = "true" if model == "see" and not sealed else "false"
+    text = f"""
+model: {{path: {folder}}}
+fp8: {{recipe: off}}
+data: {{train: [{{path: {rows}}}], sealed: {str(sealed).lower()}, train_on_prompt: {prompt}}}
+train: {{steps: {STEPS}, seq_length: 192, micro_batch: 2, global_batch: 4, lr: 2e-5}}
+run: {{dir: {dir}, health_every: 0, tensorboard: false, threads: 1, save_every: 0}}
+"""
+    return load_config_text(text, more)
+
+
+def pair(place: Path, tmp_path: Path, model: str, *more: str) -> list[train.Result]:
+    return [train.run(configured(place, model, sealed, tmp_path / f"s{sealed:d}", *more)) for sealed in (False, True)]
+
+
+def apart(runs: list[train.Result]) -> float:
+    """The largest relative difference of their losses."""
+    plain, sealed = (list(run.losses().values()) for run in runs)
+    assert len(plain) == len(sealed) == STEPS and len(set(plain)) == STEPS
+    return max(abs(a - b) / a for a, b in zip(plain, sealed, strict=True))
+
+
+def nothing_plain(text: bytes) -> None:
+    secrets = (SECRET, SECRET.hex().encode(), base64.b64encode(SECRET)[:40], repr(SECRET)[2:-1].encode())
+    for form in (*secrets, *(words.encode() for words in PLANTED), b"orchid", b"lantern"):
+        assert form not in text, form
+
+
+@pytest.mark.long
+def test_a_sealed_run_of_experts_beside_its_plain_twin(place, tmp_path):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        runs = pair(place, tmp_path, "text", "fp8.recipe=off")
+    assert apart(runs) < 1e-5
+    key = ["--key-file", str(place / "seal.key"), "--model", str(place / "text")]
+    assert main(["unseal", "model", str(runs[1].dir / "hf"), str(tmp_path / "back"), *key]) == 0
+    plain, back = (load_file(folder / "model.safetensors") for folder in (runs[0].dir / "hf", tmp_path / "back"))
+    began = load_file(place / "text" / "model.safetensors")
+    for name, tensor in plain.items():
+        assert (back[name] - tensor).norm() <= 0.1 * (tensor - began[name]).norm() + 1e-7, name
+
+    assert main(["report", str(runs[1].dir)]) == 0
+    files = [file for file in runs[1].dir.rglob("*") if file.is_file()]
+    assert {"metrics.jsonl", "config.yaml"} < {file.name for file in files} and any(f.suffix == ".html" for f in files)
+    for file in [*files, *(f for name in ("text-twin", "text-rows") for f in (place / name).iterdir())]:
+        nothing_plain(file.read_bytes())
+        nothing_plain(str(file.relative_to(place.parent if file.is_relative_to(place) else tmp_path)).encode())
+    nothing_plain((runs[1].dir / "skipped.jsonl").read_bytes())
+    assert "left out (dropped) when it was sealed" in (runs[1].dir / "skipped.jsonl").read_text()
+
+
+@pytest.mark.long
+def test_adapters_beside_a_sealed_base(place, tmp_path):
+    """Both begin from one adapter of layers and experts; what the sealed run trained is the plain run's, unsealed."""
+    plain, twin, key = place / "text", place / "text-twin", sealing.Key(SECRET)
+    adapters.save(attached(plain), tmp_path / "plain", plain)
+    sealing.seal_adapter(tmp_path / "plain", tmp_path / "sealed", twin, key)
+    runs = []
+    for sealed, name in ((False, "plain"), (True, "sealed")):
+        more = ("train.precision=fp32", f"lora={{rank: 4, alpha: 8, adapter: {tmp_path / name}}}")
+        runs.append(train.run(configured(place, "text", sealed, tmp_path / f"s{sealed:d}", *more)))
+    assert apart(runs) < 1e-5
+    sealing.unseal_adapter(runs[1].dir / "adapter", tmp_path / "back", plain, key)
+    file = "adapter_model.safetensors"
+    began, here, back = (load_file(f / file) for f in (tmp_path / "plain", runs[0].dir / "adapter", tmp_path / "back"))
+    for name, tensor in here.items():
+        assert (back[name] - tensor).norm() <= 0.1 * (tensor - began[name]).norm() + 1e-7, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_images_in_fp8_beside_their_plain_twin(place, tmp_path, recipe):
+    """Scales are equal. But another order of fp32 sums turns some roundings to FP8, as another machine does, and what
+    is left of that in a loss falls with the tokens that it is a mean of: here all of eight rows."""
+    assert apart(pair(place, tmp_path, "see", f"fp8.recipe={recipe}", "train.global_batch=8")) < 1e-3
+
+
+def test_worlds_are_not_mixed(place, tmp_path):
+    """A model, or rows, of another world are refused before anything is built."""
+    for sealed, key, path, words in (
+        (True, "model.path", place / "text", "is not sealed"),
+        (False, "model.path", place / "text-twin", "to it plain rows are noise"),
+        (True, "data.train", place / "text.jsonl", "is not sealed"),
+        (False, "data.train", place / "text-rows", "holds sealed rows"),
+    ):
+        value = f"[{{path: {path}}}]" if key == "data.train" else path
+        cfg = configured(place, "text", sealed, tmp_path / "run", f"{key}={value}")
+        with pytest.raises(data.DataError, match=words) as refused:
+            train.run(cfg)
+        nothing_plain("".join(traceback.format_exception(refused.value)).encode())
+    other = tmp_path / "other"
+    sealing.seal_model(place / "text", other, sealing.Key(SECRET[::-1]))
+    with pytest.raises(data.DataError, match="to each other they are noise"):
+        train.run(configured(place, "text", True, tmp_path / "run", f"model.path={other}"))
+
+
+def test_sealed_rows_are_read_as_they_were_made(place, tmp_path):
+    plain = data.read(configured(place, "text", False, tmp_path).data.train[0])
+    sealed = data.Sealed(place / "text-rows")
+    assert len(sealed) == len(plain) == 25
+    with pytest.raises(data.LongSample, match="left out"):
+        sealed[5]
+    assert (sealed[0].labels >= 0).sum() > 3 and sealed[0].id is None
+    seen = data.Sealed(place / "see-rows")[0]
+    assert seen.pixel_values.shape[0] == seen.image_grid_thw.prod() and seen.images == 1
+
+    short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
+    with pytest.raises(train.TrainError, match="4 dropped"):
+        train.run(short)
+    whole = (place / "text-rows" / "rows.arrow").read_bytes()
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "sealed.json").write_bytes((place / "text-rows" / "sealed.json").read_bytes())
+    (broken / "rows.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(data.DataError, match="no whole Arrow file"):
+        data.Sealed(broken)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.system=Be brief.", "numbers already"),
+        ("data.max_pixels=1000", "seal data"),
+        ("data.train.0.format=messages", "one form"),
+        ("train.phase=rl", "sealed rows hold none"),
+    ],
+)
+def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
+    with pytest.raises(ConfigError, match=words):
+        configured(place, "text", True, tmp_path, setting)
+
+
+def test_the_command_line_says_what_it_needs(place, tmp_path, capsys):
+    key = ["--key-file", str(place / "seal.key")]
+    for line, words in (
+        (["seal", "model", "a", "b"], "--key-file FILE"),
+        (["seal", "data", "a", "b", *key], "--model FOLDER"),
+        (["seal", "model", "a", *key], "SRC and DST"),
+        (["seal", "model", "a", "b", "train.steps=1", *key], "belongs to seal data"),
+        (["unseal", "adapter", "a", "b", *key], "--model FOLDER"),
+    ):
+        assert main(line) == 2 and words in capsys.readouterr().err
+    made = ["seal", "data", str(place / "text.jsonl"), str(tmp_path / "rows"), "--model", str(place / "text"), *key]
+    assert main([*made, "train.phase=preference"]) == 1 and "no other phase" in capsys.readouterr().err
+    assert (
+        main([*made, "data.on_long=error", "train.seq_length=8"]) == 1 and "train.seq_length" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "rows").exists()
