@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "merge": "fold an adapter into a model folder, in BF16 or FP8; measures what of it FP8 keeps",
     "export": "write a run or a model folder in BF16 or FP8, as servers load it",
     "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
+    "import": "translate a configuration of another framework, and say what became of every key",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
     "bench": "time kernels, layers and steps beside high precision and other libraries",
     "doctor": "what this machine can run, what it cannot, and the fix",
