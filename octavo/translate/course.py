@@ -10,24 +10,32 @@ from octavo.translate.draft import Draft
 
 #: bytes of a data file that is opened to count its rows
 _COUNTED = 64 << 20
-_LAUNCH = ("nproc_per_node", "nnodes", "num_processes", "num_machines", "num_gpus", "$NPROC_PER_NODE", "$NNODES")
-_LAUNCH += ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
+_NODES = ("nnodes", "num_machines", "$NNODES")
+_EACH = ("nproc_per_node", "num_gpus", "$NPROC_PER_NODE", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
+_VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 
 
 def processes(draft: Draft) -> int:
     """How many processes trained there: as the user says, as the launch says, or one, which is then a note."""
-    nodes = draft.whole("nnodes") or draft.whole("$NNODES") or draft.whole("num_machines") or 1
-    each = next((n for key in _LAUNCH[:1] + ("num_gpus", *_LAUNCH[5:6], *_LAUNCH[9:]) if (n := draft.whole(key))), None)
-    everywhere = draft.whole("num_processes")
-    visible = draft.words("$CUDA_VISIBLE_DEVICES") or draft.words("$ASCEND_RT_VISIBLE_DEVICES")
-    found = everywhere or (each * nodes if each else len(visible) * nodes if visible else None)
+    nodes = next((n for key in _NODES if (n := draft.whole(key))), 1)
+    each = next((n for key in _EACH if (n := draft.whole(key))), None)
+    visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
+    found = draft.whole("num_processes") or (each or len(visible)) * nodes or None
     world = draft.world or found
     if draft.world and found and draft.world != found:
         draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
     if world is None:
         draft.note("how many processes trained there is said nowhere: 1 is assumed; give --world N if it was another")
         world = 1
-    draft.told("octavo train --nproc", world, *_LAUNCH, why="the number of processes is of the launch, not of the file")
+    draft.told(
+        "octavo train --nproc",
+        world,
+        "num_processes",
+        *_NODES,
+        *_EACH,
+        *_VISIBLE,
+        why="the number of processes is of the launch, not of the file",
+    )
     if world > 1:
         draft.note(f"start it as there: octavo train FILE --nproc {world}, or by torchrun on several hosts")
     return world

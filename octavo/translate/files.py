@@ -120,10 +120,13 @@ def _resolved(document: Document, name: str) -> dict[str, Any]:
                 values[path], changed = filled, True
                 _set(root, path, filled)
         if not changed:
-            return root
-    circle = next(path for path, value in values.items() if isinstance(value, str) and "${" in value)
-    found = f"{values[circle]!r} refers to itself, or through more than {_ROUNDS} others"
-    raise ConfigError([Problem(_place(document, circle), dotted(circle), found, "write the value out")])
+            break
+    for path, value in values.items():
+        inside = _open(value)
+        if inside and all(_there(name, root) for name in inside):
+            found = f"{value!r} refers to itself, or through more than {_ROUNDS} others"
+            raise ConfigError([Problem(_place(document, path), dotted(path), found, "write the value out")])
+    return root
 
 
 def _filled(value: str, path: tuple, root: dict, values: dict) -> Any:

@@ -222,9 +222,8 @@ def resume(draft: Draft, key: str) -> None:
     if word in ("true", "latest", "auto"):
         draft.put("run.resume", "auto", key)
     elif word not in (None, "false", "none", "null"):
-        why = "a checkpoint of theirs has states that are not Octavo's; name a Hugging Face folder in model.path to "
-        "begin "
-        draft.none(key, why=why + "with its weights")
+        why = "a checkpoint of theirs has states that are not Octavo's; to begin with its weights name a Hugging Face"
+        draft.none(key, why=f"{why} folder in model.path")
     elif word is not None:
         draft.same(key, why="begins anew")
 

@@ -83,7 +83,9 @@ def flags(words: Sequence[Word], source: str) -> list[Given]:
 
 
 def _begins(text: str) -> bool:
-    """Whether a word begins another flag or is an override behind the last one."""
+    """Whether a word begins another flag, is the script that a launcher starts, or an override behind the last flag."""
+    if text.endswith(".py"):
+        return True
     if text.startswith("-") and len(text) > 1 and not _NUMBER.fullmatch(text):
         return True
     override = _OVERRIDE.fullmatch(text)

@@ -98,8 +98,8 @@ def translate(draft: Draft) -> None:
     if kind != "lora":
         draft.table("dead", {f"finetuning_type is {kind}, so there are no adapters": _OF_LORA})
     if stage not in ("dpo", "kto"):
-        of = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight "
-        "ref_model"
+        of = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight"
+        of += " ref_model"
         draft.table("dead", {f"stage is {stage}, which compares no answers": of})
     draft.table("none", {"not used by what this file asks for": "adapter_folder create_new_adapter"})
     hf_trainer.rest(draft)

@@ -49,15 +49,15 @@ NONE = {
     "save_filename save_ignore_keys load_ignore_keys load_strict_model_weights save_overwrite run_id",
     "of the process there": "max_split_size_mb expandable_segments cuda_load_lazy code_paths* dist_timeout "
     "compile_config* autoresume_* device_train_batch_size n_gpus device_train_grad_accum train_loader.replication",
+    "layers are Octavo's": "model.use_cache model.use_pad_tok_in_ffn model.attn_config.attn_impl "
+    "model.attn_config.fused_qkv model.attn_config.flex_attn_* model.attn_config.rope_* model.attn_config.kv_* "
+    "model.attn_config.reuse_* model.attn_config.attn_logit_softcapping model.attn_config.prefix_lm "
+    "model.block_overrides* model.final_logit_softcapping",
     "the architecture of a model of the hub is its config.json's": "model.config_overrides* model.use_auth_token "
     "model.use_train_metrics model.additional_*metrics* model.shift_labels model.attn_config.* model.init_config.* "
     "model.allow_embedding_resizing model.use_flash_attention_2 model.should_save_peft_only",
     "losses never make full logits (train.logits: chunked)": "model.loss_fn model.return_lm_predictions",
     "FP8 codes are kept between steps": "precision_config.*",
-    "layers are Octavo's": "model.use_cache model.use_pad_tok_in_ffn model.attn_config.attn_impl "
-    "model.attn_config.fused_qkv model.attn_config.flex_attn_* model.attn_config.rope_* model.attn_config.kv_* "
-    "model.attn_config.reuse_* model.attn_config.attn_logit_softcapping model.attn_config.prefix_lm "
-    "model.block_overrides* model.final_logit_softcapping",
 }  # fmt: skip
 SAME = {
     "a value that other keys refer to": "variables variables.* data_local data_remote global_seed seed_everything",
@@ -150,13 +150,12 @@ def _data(draft: Draft, phase: str) -> None:
                 draft.sizes = course.rows_of(draft.root / name)
             if split and not (draft.root / name).exists():
                 draft.put(f"{entry}.split", split, f"{at}split")
+        elif str(local).endswith((".jsonl", ".json", ".parquet", ".tar", ".txt")):
+            parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
-            why = "to be filled in: MDS shards of mosaicml-streaming are not read; name the text or JSON they were "
-            "made of"
+            why = "to be filled in: MDS shards are not read; name the text or JSON that they were made of"
             parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False, why=why)
-            draft.note(
-                f"data.{of}.0.path: {local} holds MDS shards, which are not read; name the files they were made of"
-            )
+            draft.note(f"data.{of}.0.path: {local} holds MDS shards, which are not read; name what they were made of")
         draft.same(f"{at}split", f"{at}local", why="a part of the data's folder there")
         draft.same(f"{at}max_seq_len", why="train.seq_length")
         draft.same(f"{loader}.name", why="by train.phase")

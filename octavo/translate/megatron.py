@@ -305,8 +305,10 @@ RING = (
     "products "
     "and gradients, other memory and other timing, and any mask of packs"
 )
-USP = "USP is a ring of groups that exchange heads: context is their product, ulysses the heads' part; keys and "
-"values of the ring's part are gathered"
+USP = (
+    "USP is a ring of groups that exchange heads: context is their product, ulysses the heads' part; keys and values "
+    "of the ring's part are gathered"
+)
 
 
 def expert(draft: Draft, u: Under, key: str = "expert_model_parallel_size", lora: bool = False) -> None:

@@ -369,9 +369,8 @@ def _shared(draft: Draft, packed: bool) -> int:
     if both == 1:
         draft.same("sequence_parallel_size", "context_parallel_size", why="no rows are shared")
         return 1
-    why = "heads are exchanged as far as they go, and keys and values gathered beyond that (parallel.ulysses: "
-    "auto); a ring "
-    why += "passes them on instead"
+    why = "heads are exchanged as far as they go, and keys and values gathered beyond that (parallel.ulysses: auto);"
+    why += " a ring passes them on instead"
     draft.put("parallel.context", both, "sequence_parallel_size", "context_parallel_size", why=why)
     if not packed:
         draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")

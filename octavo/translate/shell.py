@@ -79,7 +79,9 @@ class _Reader:
                 self.at += 1
                 found.append([Word(c, self.line)])
             else:
-                found.append(self.word())
+                word = self.word()
+                if not (word[0].text.isdigit() and self.text[self.at : self.at + 1] in ("<", ">")):  # 2>&1
+                    found.append(word)
         return found
 
     def redirection(self) -> None:

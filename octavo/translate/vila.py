@@ -199,8 +199,9 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
     else:
         draft.same("row_blocksize", "col_blocksize", why="-1: one scale for a tensor")
     if word in _LINEAR and hidden is not None and hidden < SMALLEST:
-        why = f"their FP8 layer computes in BF16 where the smaller side is below {SMALLEST}, and this model's width "
-        f"is {hidden}"
+        why = (
+            f"their FP8 layer computes in BF16 where its smaller side is below {SMALLEST}; this model is {hidden} wide"
+        )
         draft.dead("quantize_model", *inner, why=why)
         parts.no_fp8(draft)
         return
