@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config.words import RECIPES
+
+if TYPE_CHECKING:
+    from octavo.translate import Translation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"-o {args.out}: a configuration is a .yaml file")
     if not Path(args.root).is_dir():
         raise UsageError(f"--root {args.root}: there is no such folder")
-    made = translate.translate(
-        [args.file, *([args.flags] if args.flags else [])], out, framework=args.framework, root=args.root,
-        world=args.world, rows=args.rows, variables=_variables(args.variables), fp8=args.fp8_recipe,
-    )  # fmt: skip
+    try:
+        made = _translated(args, out)
+    except translate.TranslateError as error:
+        raise UsageError(str(error)) from error
     contents = {**made.extra, made.report: translate.markdown(made), made.out: made.content}
     there = [str(path) for path in contents if path.exists()]
     if there and not args.force:
@@ -72,6 +76,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if made.refused else 0
 
 
+def _translated(args: argparse.Namespace, out: Path) -> Translation:
+    from octavo import translate
+
+    return translate.translate(
+        [args.file, *([args.flags] if args.flags else [])],
+        out,
+        framework=args.framework,
+        root=args.root,
+        world=args.world,
+        rows=args.rows,
+        variables=_variables(args.variables),
+        fp8=args.fp8_recipe,
+    )
+
+
 def _variables(words: list[str]) -> dict[str, str]:
     found = {}
     for word in words:
@@ -82,11 +101,10 @@ def _variables(words: list[str]) -> dict[str, str]:
     return found
 
 
-def _show(made: object, out: Path) -> None:
+def _show(made: Translation, out: Path) -> None:
     from octavo import translate
     from octavo.config.problems import brief
 
-    assert isinstance(made, translate.Translation)
     print(f"{made.sources} ({made.framework}) -> {out}, {made.report.name}")
     for kind, heading in translate.HEADINGS.items():
         rows = [row for row in made.rows if row.kind == kind]
@@ -96,6 +114,6 @@ def _show(made: object, out: Path) -> None:
             for row in shown:
                 print(f"  {row.given.place}: {brief(row.given.key, 60)}: {brief(row.why, 240)}")
     for note in made.notes:
-        print(f"\nnote: {note}")
+        print(f"\nnote: {brief(note, 400)}")
     for problem in made.refused:
         print(f"\nOctavo refuses {out.name} as it stands: {problem}")

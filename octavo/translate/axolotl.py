@@ -38,6 +38,8 @@ NONE = {
     "skip_prepare_dataset "
     "push_dataset_to_hub hf_use_auth_token datasets.*.shards datasets.*.shards_idx datasets.*.preprocess_shards "
     "datasets.*.ds_type datasets.*.input_transform datasets.*.input_format pretraining_dataset.*.type",
+    "a prompt of one's own format is the model's chat template here; other names of keys are given by columns":
+    "datasets.*.type.*",
     "roles and keys of messages are recognised (role and content, from and value)": "datasets.*.message_* "
     "datasets.*.roles.* datasets.*.roles datasets.*.field_* datasets.*.template_thinking_key datasets.*.split_thinking "
     "datasets.*.drop_system_message test_datasets.*.message_* test_datasets.*.field_* test_datasets.*.roles.*",
@@ -112,9 +114,7 @@ def _phase(draft: Draft) -> str:
         draft.put("train.phase", phase)
         return phase
     if word not in _RL:
-        draft.none("rl", why=f"rl: {word} is not translated; phase rl has GRPO and its relatives (docs/rl.md)")
-        draft.put("train.phase", "sft", why=f"in the place of rl: {word}")
-        return "sft"
+        draft.refuse("rl", "SFT and preferences are; phase rl has GRPO and its relatives (docs/rl.md)")
     draft.put("train.phase", "preference", "rl")
     draft.put("preference.loss", _RL[word], "rl")
     beta = draft.number("orpo_alpha") if word == "orpo" else draft.number("rl_beta")

@@ -14,12 +14,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from octavo.config.problems import ConfigError, Problem, named, nearest
 from octavo.config.texts import is_url
 from octavo.hub import is_name
-from octavo.translate.given import Foreign, Given
+from octavo.translate.given import Foreign, Given, TranslateError
 from octavo.translate.rows import Kind, Row, Setting
 
 #: of what a script or a file leaves open, the value cannot be known
@@ -161,6 +161,11 @@ class Draft:
     def dead(self, *keys: str, why: str) -> None:
         """It did nothing there."""
         self._say("dead", keys, why)
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        """A run of a kind that is not translated: nothing that stands in its place would be that run."""
+        given = self.given[key]
+        raise TranslateError(f"{given.place}: {key}: {named(given.value)} is not translated: {why}.")
 
     def wrong(self, key: str, wanted: str, fix: str = "") -> None:
         """The value is nonsense: an error, with its line."""

@@ -63,7 +63,7 @@ def _one(path: Path, known: Mapping[str, str]) -> tuple[str, list[Given], list[t
 def _script(
     text: str, name: str, known: Mapping[str, str]
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    script = shell.read(text, known)
+    script = shell.read(text, known, name)
     words = launch.command_of(script, name)
     skipped = [(Place(name, line), what, why) for line, what, why in script.unread]
     skipped += [

@@ -26,6 +26,8 @@ _ADAMW += ("adamw", "paged_adamw_32bit", "paged_adamw", "adamw_anyprecision")
 
 #: reasons for keys of which nothing else is said
 NONE = {
+    "accelerate's own file, which is not read: FSDP2 shards over all ranks; optimizer.offload moves states to the host":
+    "config_file",
     "evaluation takes train.micro_batch samples at a time": "per_device_eval_batch_size eval_accumulation_steps",
     "nothing is uploaded here; the run's directory holds all that is written": "push_to_hub hub_* run_name project "
     "trackio_*",

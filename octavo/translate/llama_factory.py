@@ -135,9 +135,8 @@ def _model(draft: Draft, kind: str) -> bool:
 def _phase(draft: Draft, stage: str) -> str:
     phase = _PHASES[stage]
     if phase is None:
-        instead = "train a reward model elsewhere" if stage == "rm" else "phase rl with algorithm: ppo (docs/rl.md)"
-        draft.none("stage", why=f"a file of stage {stage} is not translated: {instead}; phase sft stands here")
-        phase = "sft"
+        instead = "reward models are used here, not trained" if stage == "rm" else "phase rl has ppo (docs/rl.md)"
+        draft.refuse("stage", f"it trains no answers and no pairs; {instead}")
     draft.put("train.phase", phase, "stage")
     if stage == "kto":
         draft.put("preference.loss", "kto", "stage")

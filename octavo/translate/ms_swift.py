@@ -155,9 +155,7 @@ def _phase(draft: Draft) -> str:
             (draft.same if same else draft.none)("ref_model", why="the policy's own first weights are the reference")
         return "preference"
     if kind is not None:
-        draft.none(
-            "rlhf_type", why=f"{kind} is not translated; phase rl has GRPO, PPO and their relatives (docs/rl.md)"
-        )
+        draft.refuse("rlhf_type", "SFT and preferences are; phase rl has GRPO, PPO and their relatives (docs/rl.md)")
     phase = "pretrain" if "pt" in draft.command else "sft"
     draft.put("train.phase", phase, why="swift pt" if phase == "pretrain" else "")
     return phase

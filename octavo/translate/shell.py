@@ -12,6 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from octavo.translate.given import TranslateError
+
+_UNCLOSED = "{}:{}: a quote begins here and never ends. Close it."
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _BEGIN = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
@@ -38,8 +41,8 @@ class Script:
 
 
 class _Reader:
-    def __init__(self, text: str, known: Mapping[str, str]) -> None:
-        self.text, self.at, self.line = text, 0, 1
+    def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
+        self.text, self.at, self.line, self.source = text, 0, 1, source
         self.scalars: dict[str, Word] = {name: Word(value, 0) for name, value in known.items()}
         self.forced = frozenset(known)
         self.arrays: dict[str, list[Word]] = {}
@@ -112,7 +115,8 @@ class _Reader:
                 self.at += 2
             elif c == "'":
                 end = self.text.find("'", self.at + 1)
-                end = len(self.text) if end < 0 else end
+                if end < 0:
+                    raise TranslateError(_UNCLOSED.format(self.source, self.line))
                 text.append(self.text[self.at + 1 : end])
                 self.line += text[-1].count("\n")
                 self.at = end + 1
@@ -135,6 +139,7 @@ class _Reader:
         return [Word("".join(text), line, tuple(dict.fromkeys(missing)))]
 
     def quoted(self, text: list[str], missing: list[str]) -> None:
+        begun = self.line
         while self.at < len(self.text) and self.text[self.at] != '"':
             c = self.text[self.at]
             if c == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
@@ -152,6 +157,8 @@ class _Reader:
                 self.line += c == "\n"
                 text.append(c)
                 self.at += 1
+        if self.at >= len(self.text):
+            raise TranslateError(_UNCLOSED.format(self.source, begun))
         self.at += 1
 
     def variable(self, text: list[str], missing: list[str]) -> list[Word] | None:
@@ -188,7 +195,7 @@ class _Reader:
             return [*self.arrays.get(name, []), *([] if name in self.arrays else [Word("", self.line, (name,))])]
         value = self.scalars.get(name)
         if value is None and rest[:2] in (":-", ":=") or (value is None and rest[:1] in ("-", "=")):
-            inner = _Reader(rest.lstrip(":")[1:], {})
+            inner = _Reader(rest.lstrip(":")[1:], {}, self.source)
             inner.scalars, inner.arrays = self.scalars, self.arrays
             words = [word for part in inner.statement() for word in part]
             value = Word(" ".join(word.text for word in words), self.line, tuple(n for w in words for n in w.open))
@@ -269,6 +276,7 @@ class _Reader:
         self.script.unread.append((parts[0][0].line, text, why))
 
 
-def read(text: str, known: Mapping[str, str] | None = None) -> Script:
-    """``known``: values of variables that whoever asks gives; they win over the script's own."""
-    return _Reader(text, known or {}).run()
+def read(text: str, known: Mapping[str, str], source: str) -> Script:
+    """``known``: values of variables that whoever asks gives; they win over the script's own. Raises TranslateError for
+    a quote that never ends."""
+    return _Reader(text, known, source).run()

@@ -310,6 +310,14 @@ def test_a_file_that_nobody_wrote_or_several_could_have(tmp_path: Path) -> None:
         text(tmp_path, "a.sh", "echo hello\n")
     with pytest.raises(TranslateError, match="starts 2 trainings"):
         text(tmp_path, "a.sh", "swift sft --model a\nswift sft --model b\n")
+    with pytest.raises(TranslateError, match="a.sh:2: a quote begins here"):
+        text(tmp_path, "a.sh", "\nswift sft --model 'a\n")
+    with pytest.raises(TranslateError, match="a.yaml:2: stage: 'ppo' is not translated: .*phase rl"):
+        text(tmp_path, "a.yaml", "model_name_or_path: a\nstage: ppo\ncutoff_len: 8\nfinetuning_type: lora\n")
+    with pytest.raises(TranslateError, match="rl: 'grpo' is not translated"):
+        text(tmp_path, "a.yaml", "base_model: a\nrl: grpo\nsequence_len: 8\n")
+    with pytest.raises(TranslateError, match="rlhf_type: 'gkd' is not translated"):
+        text(tmp_path, "a.sh", "swift rlhf --rlhf_type gkd --model a\n")
     with pytest.raises(TranslateError, match="is not read here"):
         text(tmp_path, "a.toml", "a = 1\n")
     with pytest.raises(TranslateError, match="missing"):
@@ -356,7 +364,7 @@ def test_the_command_writes_whole_files_and_overwrites_none(tmp_path: Path, monk
     assert "refuses q.yaml as it stands" in capsys.readouterr().out and (tmp_path / "q.yaml").exists()
     for wrong in (["-o", "run.txt"], ["-o", "a.yaml", "--root", "nowhere"], ["-o", "a.yaml", "--set", "no-name=1"]):
         assert main(["import", file, *wrong]) == 2
-    assert main(["import", "gone.yaml", "-o", "a.yaml"]) == 1
+    assert main(["import", "gone.yaml", "-o", "a.yaml"]) == 2
     assert capsys.readouterr().err.count("octavo import:") == 4
 
 
