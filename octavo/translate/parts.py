@@ -114,10 +114,21 @@ def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool
 
 
 def thinking(draft: Draft, key: str) -> None:
-    """`enable_thinking` is a variable of the chat template."""
+    """`enable_thinking` is a variable of the chat template, and one that a template does not read is an error here; so
+    the template is looked at where the model's folder is here."""
     found = draft.flag(key)
-    if found is not None:
-        draft.put("data.template_args", {"enable_thinking": found}, key, why="only for templates that read it")
+    if found is None:
+        return
+    source = draft.settings["model.path"].source
+    folder = draft.root / str(source[0].value) if source else draft.root / "nowhere"
+    files = [folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
+    texts = [reading.read_text(file) for file in files if file.is_file()]
+    if texts and not any("enable_thinking" in text for text in texts):
+        draft.dead(key, why="the chat template of this model reads no such variable")
+        return
+    draft.put("data.template_args", {"enable_thinking": found}, key, why="a variable of the chat template")
+    if not texts:
+        draft.note("data.template_args: remove enable_thinking if the model's chat template does not read it")
 
 
 TEMPLATE = "the chat template is that of the model's folder; a template of another name there has no equivalent"

@@ -246,6 +246,14 @@ def test_vilas_linear_layers_that_are_too_small_never_ran_in_fp8(tmp_path: Path)
         assert ("k_proj" in made.content) == (kind == "translated")
 
 
+def test_a_variable_that_the_chat_template_does_not_read_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    file = "model_name_or_path: model\nstage: sft\nfinetuning_type: full\ncutoff_len: 8\nenable_thinking: false\n"
+    for template, kind in (("{{ messages }}", "dead"), ("{% if enable_thinking %}", "translated")):
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+        assert become(text(tmp_path, "a.yaml", file))["enable_thinking"] == kind
+
+
 def test_batches_epochs_and_shares_follow_from_processes_and_rows(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(
