@@ -22,7 +22,7 @@ TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
 SEVERAL = EXAMPLES / "tiny" / "scale.yaml"  # on four processes, which train/test_scale.py does
 
 
-CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "launch")
+CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("launch", "import"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

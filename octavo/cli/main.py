@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "digits": "write the embedded dataset of handwritten digits",
     "examples": "copy the example configurations into a folder",
     "text": "write a dataset of plain text: source and documentation of the installed Python",
+    "import": "translate a configuration of another framework, and say what became of every key",
     "schema": "print the JSON schema of the configuration, for editors",
 }
 

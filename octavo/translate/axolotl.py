@@ -1,0 +1,380 @@
+"""axolotl's YAML (read at its schema of October 2026): SFT, pretraining and preferences, full, LoRA or QLoRA."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from octavo.hub import is_name
+from octavo.translate import course, hf_trainer, parts
+from octavo.translate.draft import Draft, choice
+from octavo.translate.megatron import RING
+
+NAME = "axolotl"
+MARKS = ("base_model", "sequence_len", "sample_packing", "lora_target_linear", "datasets.*", "micro_batch_size",
+         "pretraining_dataset.*", "rl", "adapter")  # fmt: skip
+FIRST_WINS = False
+_USUAL = hf_trainer.Usual(micro=1, schedule="cosine", epochs=1.0, save=None)
+_RL = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+_KERNELS = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "flex_attention": "flex",
+            "eager_attention": "eager", "xformers_attention": "efficient"}  # fmt: skip
+_OF_LORA = (
+    "lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules lora_target_parameters peft_use_dora "
+    "peft_use_rslora lora_modules_to_save lora_fan_in_fan_out peft_* lora_mlp_kernel lora_qkv_kernel lora_o_kernel"
+)
+
+NONE = {
+    parts.TEMPLATE: "chat_template chat_template_jinja datasets.*.chat_template datasets.*.chat_template_jinja "
+    "test_datasets.*.chat_template eot_tokens datasets.*.conversation",
+    "the model's class is found by its config.json": "model_type tokenizer_type tokenizer_config processor_type "
+    "base_model_config tokenizer_use_fast tokenizer_legacy is_*_derived_model overrides_of_model_config*",
+    "model code is Octavo's or transformers'; none is fetched": "trust_remote_code datasets.*.trust_remote_code",
+    "tokens are those of the model's folder": "special_tokens special_tokens.* tokens tokens.* added_tokens_overrides* "
+    "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings fix_untrained_tokens*",
+    "layers and their kernels are Octavo's (fp8.fuse), and losses never make full logits": "plugins plugins.* liger_* "
+    "cut_cross_entropy unsloth_* flash_attn_* flash_optimum lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
+    "llama4_linearized_experts flex_attn_compile_kwargs* use_kernels",
+    "rows are read as they are, and kept as Arrow (data.cache)": "dataset_* shuffle_merged_datasets "
+    "skip_prepare_dataset "
+    "push_dataset_to_hub hf_use_auth_token datasets.*.shards datasets.*.shards_idx datasets.*.preprocess_shards "
+    "datasets.*.ds_type datasets.*.input_transform datasets.*.input_format pretraining_dataset.*.type",
+    "a prompt of one's own format is the model's chat template here; other names of keys are given by columns":
+    "datasets.*.type.*",
+    "roles and keys of messages are recognised (role and content, from and value)": "datasets.*.message_* "
+    "datasets.*.roles.* datasets.*.roles datasets.*.field_* datasets.*.template_thinking_key datasets.*.split_thinking "
+    "datasets.*.drop_system_message test_datasets.*.message_* test_datasets.*.field_* test_datasets.*.roles.*",
+    "loss falls on the assistant's turns with the token that ends them; weight: 0 in a row's turn takes it off":
+    "datasets.*.roles_to_train datasets.*.train_on_eos roles_to_train train_on_eos",
+    "adapters begin with B = 0, have one learning rate, and nothing beside them is trained": "lora_modules_to_save "
+    "lora_fan_in_fan_out peft_init_lora_weights peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+    "peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype loraplus_* lora_on_cpu "
+    "qlora_sharded_model_loading loftq_config peft.* bnb_config_kwargs* merge_lora merge_method relora* jagged_* "
+    "lisa_* "
+    "lora_target_parameters",
+    "bitsandbytes and GPTQ are not used": "gptq gptq_*",
+    "packs are as full as data.window makes them, and batches of packs are micro-batches": "sample_packing_* "
+    "eval_sample_packing pad_to_sequence_len batch_flattening multipack_real_batches curriculum_sampling "
+    "pretrain_multipack_* pretraining_sample_concatenation min_sample_len",
+    "Octavo's schedules have train.min_lr alone, and one learning rate": "cosine_constant_lr_ratio lr_quadratic_warmup "
+    "lr_div_factor lr_groups lr_groups.* lr_scheduler_kwargs* embedding_lr embedding_lr_scale torchdistx_path",
+    "not built": "use_pose pose_* neftune_noise_alpha s2_attention unfrozen_parameters reward_model "
+    "process_reward_model num_labels qat* quantization* llmcompressor* diffusion* trl.* vllm.* dpo_use_weighting "
+    "dpo_use_logits_to_keep cpo_alpha rpo_alpha loss_watchdog_* gc_steps do_bench_eval bench_* eval_table_size "
+    "eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics profiler_steps dynamic_checkpoint* adam_epsilon2 "
+    "adam_beta3 batch_size tensor_parallel_size chunked_cross_entropy* image_resize_algorithm skip_move_to_device",
+    "set in the tracker's own environment": "wandb_* mlflow_* comet_* use_comet gradio_* use_mlflow",
+    "memory is planned ahead (octavo plan FILE --card 24GB)": "max_memory* gpu_memory_limit device device_map",
+    "one process group, by --nproc or torchrun": "use_ray ray_* resources_per_worker* world_size ddp",
+}  # fmt: skip
+SAME = {
+    "an unknown key is always an error": "strict",
+    "weights are read shard by shard": "low_cpu_mem_usage",
+    "one of them, whatever the precision": "float16 float32 embeddings_skip_upcast",
+    "written with the checkpoints": "save_safetensors save_first_step",
+}
+
+
+def translate(draft: Draft) -> None:
+    world = course.processes(draft)
+    path = parts.model(draft, "base_model")
+    if revision := draft.text("revision_of_model"):
+        draft.put("model.revision", revision, "revision_of_model")
+    seeing = parts.sees(draft, path)
+    phase = _phase(draft)
+    packed = _packing(draft, phase)
+    lora = _adapters(draft, seeing)
+    _attention(draft, packed)
+    _data(draft, phase)
+    context = _context(draft, packed)
+    packed = packed or context > 1
+    _steps(draft, max(1, world // context), packed)
+    if phase != "preference":
+        draft.put("train.loss", "token", why="tokens of the whole step")
+    hf_trainer.optimizer(draft, _USUAL, "optimizer")
+    _precision(draft, lora)
+    _recompute(draft)
+    _saving(draft, world)
+    hf_trainer.ranks(draft)
+    _fp8(draft, lora)
+    if not lora:
+        draft.table("dead", {"adapter is empty, so there are none": _OF_LORA})
+    if phase != "preference":
+        draft.table("dead", {"rl is empty, so no answers are compared": "rl_beta orpo_alpha simpo_gamma "
+        "kto_desirable_weight "
+                    "kto_undesirable_weight max_prompt_len"})  # fmt: skip
+    draft.table("none", NONE)
+    draft.table("default", SAME)
+    hf_trainer.rest(draft)
+
+
+def _phase(draft: Draft) -> str:
+    word = draft.text("rl")
+    if word in (None, "false", "none"):
+        phase = "pretrain" if draft.under("pretraining_dataset") else "sft"
+        draft.put("train.phase", phase)
+        return phase
+    if word not in _RL:
+        draft.refuse("rl", "SFT and preferences are; phase rl has GRPO and its relatives (docs/rl.md)")
+    draft.put("train.phase", "preference", "rl")
+    draft.put("preference.loss", _RL[word], "rl")
+    beta = draft.number("orpo_alpha") if word == "orpo" else draft.number("rl_beta")
+    usual = 2.0 if word == "simpo" else 0.1
+    draft.put("preference.beta", usual if beta is None else beta, "orpo_alpha" if word == "orpo" else "rl_beta")
+    if word == "simpo":
+        draft.put("preference.gamma", 0.5 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
+    if word == "kto":
+        for ours, theirs in (
+            ("desirable_weight", "kto_desirable_weight"),
+            ("undesirable_weight", "kto_undesirable_weight"),
+        ):
+            if (weight := draft.number(theirs)) is not None:
+                draft.put(f"preference.{ours}", weight, theirs)
+    return "preference"
+
+
+def _packing(draft: Draft, phase: str) -> bool:
+    on = draft.flag("sample_packing")
+    if phase == "sft" and on:
+        parts.packing(draft, "sample_packing")
+        return True
+    if phase == "pretrain":
+        draft.same("sample_packing", why="documents are joined and cut to seq_length (data.join)")
+    elif on:
+        draft.none("sample_packing", why="pairs are rows of one batch")
+    else:
+        draft.same("sample_packing", why="a row is a sample")
+    return False
+
+
+def _adapters(draft: Draft, seeing: bool) -> bool:
+    word = draft.text("adapter")
+    bits = 4 if draft.flag("load_in_4bit") else 8 if draft.flag("load_in_8bit") else None
+    draft.same(*[key for key in ("load_in_4bit", "load_in_8bit") if draft.flag(key) is False], why="off")
+    if word is None:
+        return False
+    if word not in ("lora", "qlora"):
+        draft.none("adapter", why=f"{word} adapters are not built; LoRA stands here")
+    else:
+        draft.same("adapter", why="the section lora is there")
+    if bits or word == "qlora":
+        parts.eight_bits(draft, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
+    rank = draft.whole("lora_r") or 8
+    targets = draft.words("lora_target_modules")
+    everything = draft.flag("lora_target_linear") or "all-linear" in targets or not targets
+    keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    keys["targets"] = "lora_target_linear" if draft.flag("lora_target_linear") else "lora_target_modules"
+    pattern = len(targets) == 1 and re.search(r"[\\^$|()]", targets[0])
+    if pattern:
+        draft.none(
+            "lora_target_modules", why="a regular expression: the language model's layers stand here; write globs"
+        )
+    components = ["foundation", "image_encoder", "image_projector"] if seeing and not pattern else ["foundation"]
+    found = components if everything or pattern else targets
+    alpha = draft.number("lora_alpha") or 16
+    parts.lora(
+        draft, rank, alpha, draft.number("lora_dropout") or 0.0, found, keys=keys, seeing=seeing and not everything
+    )
+    parts.adapt(draft, keys, "peft_use_rslora", "peft_use_dora")
+    if adapter := draft.text("lora_model_dir"):
+        draft.put("lora.adapter", draft.path(adapter), "lora_model_dir")
+    return True
+
+
+def _attention(draft: Draft, packed: bool) -> None:
+    for key, kernel in _KERNELS.items():
+        on = draft.flag(key)
+        if on and packed and kernel.startswith("flash"):
+            draft.put("model.attention", "sdpa", key, why="packs take torch's flash attention by themselves")
+        elif on and kernel == "flex" and not packed:
+            draft.put("model.attention", "sdpa", key, why="flex is for packs here")
+        elif on:
+            draft.put("model.attention", kernel, key)
+        else:
+            draft.same(key, why="off")
+
+
+def _data(draft: Draft, phase: str) -> None:
+    section = "pretraining_dataset" if phase == "pretrain" else "datasets"
+    if phase == "pretrain" and (single := draft.text("pretraining_dataset")):
+        parts.dataset(draft, "train", 0, single, "pretraining_dataset")
+    for of, name in (("train", section), ("eval", "test_datasets")):
+        for number in range(draft.count(name)):
+            _entry(draft, of, number, f"{name}.{number}.", phase)
+    if "data.train.0.path" not in draft.settings:
+        draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
+        draft.note("data.train is to be filled in")
+    draft.put("train.seq_length", draft.whole("sequence_len") or 512, "sequence_len")
+    excess = (draft.text("excess_length_strategy") or "drop").lower()
+    draft.put(
+        "data.on_long",
+        {"drop": "drop", "truncate": "cut", "raise": "error"}.get(excess, "drop"),
+        "excess_length_strategy",
+    )
+    if draft.flag("train_on_inputs") and phase == "sft":
+        draft.put("data.train_on_prompt", True, "train_on_inputs")
+    else:
+        draft.same("train_on_inputs", why="loss falls on answers")
+    if system := draft.text("default_system_message"):
+        draft.put("data.system", system, "default_system_message")
+    if share := draft.number("val_set_size"):
+        draft.none("val_set_size", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
+    else:
+        draft.same("val_set_size", why="none are split off")
+    if (size := draft.whole("image_size")) is not None:
+        draft.put("data.max_pixels", size * size, "image_size", why="its square: the sides keep their ratio here")
+
+
+def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
+    files = draft.words(f"{at}data_files")
+    path = files[0] if files else draft.text(f"{at}path")
+    if path is None:
+        return
+    entry = parts.dataset(draft, of, number, path, f"{at}path", f"{at}data_files")
+    if len(files) > 1:
+        draft.none(f"{at}data_files", why=f"{len(files)} files: one entry of data.{of} each, or their folder")
+    if of == "train" and number == 0 and draft.sizes is None:
+        draft.sizes = course.rows_of(draft.root / path)
+    kind = draft.text(f"{at}type") or ""
+    layout = {"alpaca": "alpaca", "completion": "text", "pretrain": "text"}.get(kind.partition(".")[0])
+    mapping = draft.mapping(f"{at}message_property_mappings")
+    field = draft.text(f"{at}field_messages")
+    if kind.startswith("chat_template"):
+        layout = "sharegpt" if mapping.get("role") == "from" else "messages" if mapping.get("role") == "role" else None
+    if layout == "text" and phase != "pretrain":
+        draft.none(f"{at}type", why="completion is plain text: that is train.phase: pretrain")
+    elif layout and phase != "preference":
+        draft.put(f"{entry}.format", layout, f"{at}type")
+    else:
+        draft.same(f"{at}type", why="the layout of rows is recognised (docs/data.md)")
+    ours = "conversations" if layout == "sharegpt" else "messages"
+    if phase != "preference" and field and field != ours:
+        draft.put(f"{entry}.columns", {ours: field}, f"{at}field_messages")
+    if (text := draft.text(f"{at}field") or draft.text(f"{at}text_column")) and text != "text":
+        draft.put(f"{entry}.columns", {"text": text}, f"{at}field", f"{at}text_column")
+    split = draft.text(f"{at}split")
+    if split and "[" in split:
+        draft.none(
+            f"{at}split", why=f"a part of a split ({split}): data.{of}.{number}.max_samples takes the first rows"
+        )
+        split = split.partition("[")[0]
+    hub = is_name(path, draft.root)
+    for theirs, mine in (
+        ("split", split),
+        ("name", draft.text(f"{at}name")),
+        ("revision", draft.text(f"{at}revision")),
+    ):
+        if mine and hub:
+            draft.put(f"{entry}.{'subset' if theirs == 'name' else theirs}", mine, f"{at}{theirs}")
+        elif mine:
+            draft.dead(f"{at}{theirs}", why="a local file has none")
+    if skip := draft.whole(f"{at}skip"):
+        draft.none(f"{at}skip", why=f"{skip} rows are not skipped here: take them out of the file")
+
+
+def _context(draft: Draft, packed: bool) -> int:
+    key = "context_parallel_size" if draft.has("context_parallel_size") else "sequence_parallel_degree"
+    size = draft.whole(key) or 1
+    draft.asked.update(("context_parallel_size", "sequence_parallel_degree"))
+    if size == 1:
+        draft.same(key, why="no rows are shared")
+        draft.dead("ring_attn_func", "heads_k_stride", why=f"{key} is 1, so no row is shared by ranks")
+        return 1
+    draft.put("parallel.context", size, key, why=RING)
+    draft.none("ring_attn_func", "heads_k_stride", why=RING)
+    if not packed:
+        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+    return size
+
+
+def _steps(draft: Draft, ranks: int, packed: bool) -> None:
+    micro, accumulation = draft.whole("micro_batch_size") or 1, draft.whole("gradient_accumulation_steps")
+    total = draft.whole("batch_size")
+    if accumulation is None:
+        accumulation = max(1, total // (micro * ranks)) if total else 1
+    course.batch(draft, micro, accumulation, ranks, "micro_batch_size", "gradient_accumulation_steps", packed=packed)
+    epochs = draft.number("num_epochs")
+    course.length(draft, draft.whole("max_steps"), 1.0 if epochs is None else epochs, "max_steps", "num_epochs")
+    draft.put("train.lr", draft.number("learning_rate") or 5e-5, "learning_rate")
+    kind = course.schedule(draft, "lr_scheduler", "cosine")
+    least = draft.number("cosine_min_lr_ratio")
+    if least is not None and kind == "cosine":
+        draft.put(
+            "train.min_lr", least * draft.settings["train.lr"].value, "cosine_min_lr_ratio", why=f"{least:g} x lr"
+        )
+    elif least is not None:
+        draft.dead("cosine_min_lr_ratio", why="read with a cosine schedule alone")
+    course.warmup(draft, ranks, "warmup_steps", "warmup_ratio")
+    if (clip := draft.number("max_grad_norm")) is not None:
+        draft.put("train.clip", clip, "max_grad_norm")
+    if (word := draft.text("torch_compile")) in ("true", "auto"):
+        if packed:
+            draft.none("torch_compile", why="every pack ends its samples elsewhere, and would be compiled anew")
+        else:
+            draft.put("train.compile", True, "torch_compile")
+    elif word:
+        draft.same("torch_compile", why="off")
+    if (coefficient := draft.number("router_aux_loss_coef")) is not None:
+        draft.put("train.router_aux_loss_coef", coefficient, "router_aux_loss_coef")
+
+
+def _precision(draft: Draft, lora: bool) -> None:
+    word = draft.text("bf16")
+    if draft.flag("bfloat16"):
+        draft.put("optimizer.master", "bf16+sr", "bfloat16", why="no AMP: BF16 weights, here rounded stochastically")
+        if lora:
+            draft.put("lora.dtype", "bf16", "bfloat16")
+    if word == "auto":
+        draft.put("train.precision", "auto", "bf16")
+        draft.same("fp16", why="bf16 decides")
+    else:
+        hf_trainer.precision(draft, lora)
+
+
+def _recompute(draft: Draft) -> None:
+    word = draft.text("gradient_checkpointing")
+    if word in ("offload", "offload_disk"):
+        draft.put("train.recompute", "full", "gradient_checkpointing", why="inputs of blocks stay on the GPU here")
+    elif "train.recompute" not in draft.settings:
+        hf_trainer.recompute(draft, _USUAL)
+
+
+def _saving(draft: Draft, world: int) -> None:
+    for target, key, times in (("run.save_every", "saves_per_epoch", draft.whole("saves_per_epoch")),
+                               ("run.eval_every", "evals_per_epoch", draft.whole("evals_per_epoch"))):  # fmt: skip
+        if not times:
+            continue
+        one = course.steps_of_epoch(draft, world)
+        if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
+            draft.none(key, why="there are no held-out rows in what was translated (data.eval)")
+        elif one is None:
+            draft.none(key, why=f"{target} counts steps, and those of an epoch are not known: give --rows N, or set it")
+        else:
+            draft.put(target, max(1, math.ceil(one / times)), key, why=f"{one} steps an epoch")
+    hf_trainer.saving(draft, _USUAL, world)
+    if draft.flag("auto_resume_from_checkpoints"):
+        draft.put("run.resume", "auto", "auto_resume_from_checkpoints")
+    names = [name for name, key in (("wandb", "wandb_project"), ("mlflow", "mlflow_tracking_uri")) if draft.text(key)]
+    if names:
+        draft.put(
+            "run.trackers", names, "wandb_project", "mlflow_tracking_uri", why="the project is of their environment"
+        )
+    if draft.flag("use_tensorboard") is not None:
+        draft.put("run.tensorboard", bool(draft.flag("use_tensorboard")), "use_tensorboard")
+
+
+def _fp8(draft: Draft, lora: bool) -> None:
+    recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
+    gather = "fp8_enable_fsdp_float8_all_gather"
+    if not draft.flag("fp8"):
+        draft.same("fp8", why="off")
+        draft.dead(gather, "fp8_config.recipe", why="fp8 is off there, and this alone converts no layer")
+        parts.no_fp8(draft)
+        return
+    recipe = choice(draft, "fp8_config.recipe", recipes) or "tensorwise"
+    draft.put("fp8.recipe", recipe, "fp8", "fp8_config.recipe", why="torchao, a scale a tensor by default")
+    if draft.text("fp8_config.recipe") == "rowwise_with_gw_hp":
+        draft.put("fp8.wgrad", "bf16", "fp8_config.recipe")
+    if draft.flag(gather) and not lora:
+        draft.put("fp8.param", True, gather, why="FSDP2 gathers codes")
+    else:
+        draft.same(gather, why="weights are gathered as they are stored")

@@ -1,0 +1,277 @@
+"""The draft of a translation: it reads their keys, sets ours, and writes down what became of each.
+
+A framework's file asks for a value (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of ours (``put``), or
+says why it does not (``same``, ``none``, ``dead``, ``table``). Whatever was asked for or named in a table is a key that
+the framework has; a key that nobody named is unknown, and stands in the report as such. So no list of names can
+disagree with the code, and no key can be forgotten.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from octavo.config.problems import ConfigError, Problem, named, nearest
+from octavo.config.texts import is_url
+from octavo.hub import is_name
+from octavo.translate.given import Foreign, Given, TranslateError
+from octavo.translate.rows import Kind, Row, Setting
+
+#: of what a script or a file leaves open, the value cannot be known
+_OPEN = "its value is a variable that the script does not set ({}); give it with --set {}=VALUE"
+_REFERS = "its value refers to {}, which only a running process there knows"
+_EMPTY = "empty there, as if it were absent"
+_FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
+
+
+class Draft:
+    """``root``: the folder that their relative paths are seen from; ``out``: the file that is written; ``world``: the
+    number of processes, and ``sizes``: the rows of the data, where somebody said them."""
+
+    def __init__(
+        self,
+        foreign: Foreign,
+        root: Path,
+        out: Path,
+        *,
+        world: int | None = None,
+        sizes: int | None = None,
+    ) -> None:
+        self.given = {given.key: given for given in foreign.given}
+        self.command = foreign.words
+        self.root, self.home, self.world, self.sizes = root, out.parent, world, sizes
+        self.home_name = out.stem
+        self.rows: dict[str, Row] = {}
+        self.settings: dict[str, Setting] = {}
+        self.asked: set[str] = set()
+        self.patterns: list[str] = []
+        self.notes: list[str] = []
+        self.problems: list[Problem] = []
+        self.files: dict[str, str] = {}
+
+    # ---- what was given
+
+    def has(self, key: str) -> bool:
+        """Whether a key has a value that can be known."""
+        return self.value(key) is not None
+
+    def value(self, key: str) -> Any:
+        """The value of a key as it was found; None where it is absent, empty, or open."""
+        self.asked.add(key)
+        found = self.given.get(key)
+        return None if found is None or found.open else found.value
+
+    def number(self, key: str) -> float | None:
+        value = self.value(key)
+        if isinstance(value, str):
+            value = _number(value)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+            return value
+        return self._wrong(key, "a number")
+
+    def whole(self, key: str) -> int | None:
+        value = self.number(key)
+        if value is None or value == int(value):
+            return None if value is None else int(value)
+        return self._wrong(key, "a whole number")
+
+    def flag(self, key: str) -> bool | None:
+        value = self.value(key)
+        if value is None or isinstance(value, bool):
+            return value
+        known = _FLAGS.get(str(value).lower())
+        return self._wrong(key, "true or false") if known is None else known
+
+    def text(self, key: str) -> str | None:
+        value = self.value(key)
+        if isinstance(value, dict | list):
+            return self._wrong(key, "a word")
+        return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+    def words(self, key: str, split: str = ",") -> list[str]:
+        """Several words: a list, or a text with commas between."""
+        value = self.value(key)
+        if value is None:
+            return []
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
+            return self._wrong(key, "words") or []
+        parts = value if isinstance(value, list) else [value]
+        return [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
+
+    def numbers(self, key: str) -> list[float]:
+        """Several numbers: a list, or a text with commas between."""
+        found = [_number(word) for word in self.words(key)]
+        if any(isinstance(value, str) for value in found):
+            return self._wrong(key, "numbers") or []
+        return [float(value) for value in found]
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A mapping: of YAML (then its keys are leaves of their own, which are taken here), or JSON in a text."""
+        value = self.value(key)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return self._wrong(key, "a mapping (JSON)") or {}
+        if value is not None and not isinstance(value, dict):
+            return self._wrong(key, "a mapping") or {}
+        inner = {k.removeprefix(f"{key}."): g.value for k, g in self.given.items() if k.startswith(f"{key}.")}
+        return dict(value or {}) | inner
+
+    def under(self, prefix: str) -> list[str]:
+        """The keys that begin with a prefix."""
+        return [key for key in self.given if key.startswith(prefix)]
+
+    def count(self, prefix: str) -> int:
+        """How many entries a list of mappings has: ``datasets`` of ``datasets.0.path``, ``datasets.1.path``."""
+        heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.under(f"{prefix}.")}
+        return 1 + max((int(head) for head in heads if head.isdecimal()), default=-1)
+
+    # ---- what becomes of it
+
+    def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
+        """``target`` of ours gets a value, which comes from these keys; from none that is there: their default."""
+        self.asked.update(key for key in keys if key)
+        source = tuple(self.given[key] for key in dict.fromkeys(keys) if self.has(key))
+        before = self.settings.get(target)
+        self.settings[target] = Setting(value, source or (before.source if before else ()), why)
+        for given in source:
+            self._row(given, "translated", why, (target, value))
+
+    def told(self, what: str, value: Any, *keys: str, why: str = "") -> None:
+        """Keys that become something outside the file: an option of a command, a variable of the environment."""
+        self.asked.update(keys)
+        for key in keys:
+            if self.has(key):
+                self._row(self.given[key], "translated", why, (what, value))
+
+    def same(self, *keys: str, why: str) -> None:
+        """Equal to what Octavo does anyway."""
+        self._say("default", keys, why)
+
+    def none(self, *keys: str, why: str) -> None:
+        """Nothing here does that: why, and what to do instead."""
+        self._say("none", keys, why)
+
+    def dead(self, *keys: str, why: str) -> None:
+        """It did nothing there."""
+        self._say("dead", keys, why)
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        """A run of a kind that is not translated: nothing that stands in its place would be that run."""
+        given = self.given[key]
+        raise TranslateError(f"{given.place}: {key}: {named(given.value)} is not translated: {why}.")
+
+    def wrong(self, key: str, wanted: str, fix: str = "") -> None:
+        """The value is nonsense: an error, with its line."""
+        self._wrong(key, wanted, fix)
+
+    def table(self, kind: Kind, reasons: Mapping[str, str]) -> None:
+        """Reasons, each with the keys (or globs over them) that it is true of, for keys of which nothing was said."""
+        for why, names in reasons.items():
+            for name in names.split():
+                self.asked.add(name)
+                if any(sign in name for sign in "*?["):
+                    self.patterns.append(name)
+                    for key in fnmatch.filter(self.given, name):
+                        self._say(kind, (key,), why, late=True)
+                else:
+                    self._say(kind, (name,), why, late=True)
+
+    def note(self, text: str) -> None:
+        """Something to know that is of no single key."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def path(self, text: str, *, hub: bool = True) -> str:
+        """A path of theirs as it is seen from the folder of the file that is written."""
+        if not text or text.startswith(("/", "~", "$")) or is_url(text):
+            return text
+        if hub and is_name(text, self.root) and not (self.root / text).exists():
+            return text
+        return os.path.relpath(self.root / text, self.home)
+
+    def finish(self) -> None:
+        """Everything of which nothing was said: open, empty, or unknown. Raises ConfigError for values of nonsense."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        shared = self.settings.get("parallel.context")
+        if shared is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
+            self.note(
+                f"parallel.context: {shared.value} needs as many processes, and packed rows: train.global_batch "
+                f"counts packs, "
+                "of which each holds several samples; lower it to keep the samples of a step"
+            )
+        known = sorted(name for name in self.asked if not any(sign in name for sign in "*?["))
+        for key, given in self.given.items():
+            if key in self.rows:
+                continue
+            theirs = key in self.asked or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.patterns)
+            if given.open:
+                text = _REFERS if given.place.source.endswith((".yaml", ".yml", ".json")) else _OPEN
+                self.rows[key] = Row(given, "none", text.format(", ".join(given.open), given.open[0]))
+            elif theirs and given.value in (None, "", [], {}):
+                self.rows[key] = Row(given, "default", _EMPTY)
+            elif theirs:
+                self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
+            else:
+                close = nearest(key, known)
+                why = "no key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
+                self.rows[key] = Row(given, "unknown", why)
+
+    # ---- within
+
+    def _say(self, kind: Kind, keys: Iterable[str], why: str, late: bool = False) -> None:
+        for key in keys:
+            self.asked.add(key)
+            given = self.given.get(key)
+            if given is None or (given.value is None and not given.open) or (late and key in self.rows):
+                continue
+            self._row(given, kind, why)
+
+    def _row(self, given: Given, kind: Kind, why: str, target: tuple[str, Any] | None = None) -> None:
+        row = self.rows.get(given.key)
+        if row is None:
+            self.rows[given.key] = Row(given, kind, why, (target,) if target else ())
+        else:
+            if row.kind == "default" and kind != "default":
+                row.kind = kind
+            row.more(why, target)
+
+    def _wrong(self, key: str, wanted: str, fix: str = "") -> Any:
+        given = self.given[key]
+        problem = Problem(given.place, key, f"{named(given.value)}, where {wanted} belongs", fix or "correct it there")
+        if problem not in self.problems:
+            self.problems.append(problem)
+        return None
+
+
+def _number(text: str) -> float | str:
+    """PyYAML reads 1e-4 as a text, and whoever takes it makes a number of it; so do we."""
+    try:
+        found = float(text.strip().replace("_", ""))
+    except ValueError:
+        return text
+    return int(found) if math.isfinite(found) and found == int(found) and "e" not in text.lower() else found
+
+
+def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:
+    """The meaning of one of several words; an unknown one is nonsense, with the nearest."""
+    word = draft.text(key)
+    if word is None:
+        return None
+    if word.lower() in known:
+        return known[word.lower()]
+    close = nearest(word, known)
+    draft.wrong(key, f"one of {', '.join(known)}", f"did you mean {close}?" if close else "")
+    return None
+
+
+def globs(words: Sequence[str]) -> list[str]:
+    """Names of modules as PEFT takes them, by their end, as globs over whole names."""
+    return [word if "*" in word else f"**.{word}" for word in words]

@@ -1,0 +1,47 @@
+"""The same keys under a prefix: ``lr`` of ``training.lr``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octavo.translate.draft import Draft
+
+
+class Under:
+    """A draft seen from a section of their file; ``Under(draft)("lr")`` is the whole name of a key."""
+
+    def __init__(self, draft: Draft, prefix: str = "") -> None:
+        self.draft, self.prefix = draft, prefix
+
+    def __call__(self, key: str) -> str:
+        return f"{self.prefix}{key}"
+
+    def has(self, key: str) -> bool:
+        return self.draft.has(self(key))
+
+    def number(self, key: str) -> float | None:
+        return self.draft.number(self(key))
+
+    def whole(self, key: str) -> int | None:
+        return self.draft.whole(self(key))
+
+    def flag(self, key: str) -> bool | None:
+        return self.draft.flag(self(key))
+
+    def text(self, key: str) -> str | None:
+        return self.draft.text(self(key))
+
+    def words(self, key: str) -> list[str]:
+        return self.draft.words(self(key))
+
+    def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
+        self.draft.put(target, value, *(self(key) for key in keys), why=why)
+
+    def same(self, *keys: str, why: str) -> None:
+        self.draft.same(*(self(key) for key in keys), why=why)
+
+    def none(self, *keys: str, why: str) -> None:
+        self.draft.none(*(self(key) for key in keys), why=why)
+
+    def dead(self, *keys: str, why: str) -> None:
+        self.draft.dead(*(self(key) for key in keys), why=why)

@@ -1,0 +1,405 @@
+"""ms-swift's arguments (read at 3.9 and 4): launch scripts of `swift sft`, `pt`, `rlhf` and of `megatron sft`, or their
+YAML. Most are transformers' own; those of `megatron` are Megatron's."""
+
+from __future__ import annotations
+
+import re
+
+from octavo.translate import course, hf_trainer, megatron, parts
+from octavo.translate.draft import Draft, choice
+from octavo.translate.keys import Under
+
+NAME = "ms-swift"
+MARKS = (
+    "train_type",
+    "tuner_type",
+    "tuner_backend",
+    "rlhf_type",
+    "split_dataset_ratio",
+    "torch_dtype",
+    "freeze_vit",
+    "freeze_aligner",
+    "attn_impl",
+    "dataset_num_proc",
+    "load_from_cache_file",
+    "target_modules",
+    "model",
+)
+COMMANDS = ("swift", "megatron")
+FIRST_WINS = False
+_HF = hf_trainer.Usual(micro=1, schedule="cosine", betas=(0.9, 0.95), decay=0.1, recompute=True)
+_MEGATRON = megatron.Usual(total=16, schedule="cosine", betas=(0.9, 0.95), decay=0.1, lr=1e-5, seed=42)
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sigmoid_norm": "sigmoid_norm"}
+_KERNELS = {
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "flash_attn": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "flex_attention": "flex",
+}
+_OF_LORA = (
+    "lora_rank lora_alpha lora_dropout target_modules target_regex target_parameters use_rslora use_dora lora_dtype "
+    "lora_bias modules_to_save init_weights"
+)
+
+NONE = {
+    parts.TEMPLATE: "template agent_template use_chat_template template_backend response_prefix norm_bbox "
+    "chat_template",
+    "the model's class is found by its config.json": "model_type model_name model_author task_type num_labels "
+    "problem_type "
+    "local_repo_path experts_impl architectures llm_architectures",
+    "rows are read as they are, and kept as Arrow (data.cache)": "dataset_num_proc load_from_cache_file download_mode "
+    "custom_dataset_info disable_auto_column_mapping cached_dataset cached_val_dataset packing_* interleave_prob "
+    "stopping_strategy dataset_shuffle val_dataset_shuffle train_dataloader_shuffle shuffle_buffer_size lazy_tokenize "
+    "val_dataset_* group_by_length",
+    "models are taken of the Hugging Face hub, or of a folder": "use_hf hub_token check_model",
+    "positions are those of config.json": "rope_scaling max_model_len",
+    "tokens are those of the model's folder": "new_special_tokens",
+    "one learning rate for all that is trained": "vit_lr aligner_lr lorap_lr_ratio",
+    "adapters begin with B = 0, and nothing beside them is trained": "init_weights lora_ga_* lora_bias modules_to_save "
+    "target_parameters",
+    "other tuners are not built": "fourier_* boft_* vera_* adapter_act adapter_length adalora_* llamapro_* lisa_* "
+    "reft_* "
+    "use_galore galore_* tuner_backend",
+    "whole parts are frozen by model.freeze; parameters by share are not": "freeze_parameters* trainable_parameters* "
+    "freeze_parameters_ratio",
+    "bitsandbytes and its kind are not used": "quant_method bnb_4bit_* hqq_axis quantization_*",
+    "of rollouts by vLLM; here the modules that train write completions (docs/rl.md)": "vllm_* use_vllm sleep_level "
+    "async_generate multi_turn_* offload_model offload_optimizer move_model_batches num_generations* reward_* "
+    "max_completion_length cosine_* repetition_* soft_* dynamic_sample max_resample_times overlong_filter "
+    "scale_rewards log_completions epsilon epsilon_high delta num_iterations advantage_estimator kl_in_reward "
+    "importance_sampling_level steps_per_generation generation_batch_size teacher_* lmbda sft_alpha seq_kd gkd_* "
+    "top_entropy_quantile log_entropy max_new_tokens temperature top_k top_p repetition_penalty num_ppo_epochs "
+    "whiten_rewards kl_coef cliprange* vf_coef gamma lam num_mini_batches local_rollout_* num_sample_generations "
+    "response_length missing_eos_penalty ref_model_type ref_model_revision ref_adapters sync_ref_model "
+    "ref_model_sync_* "
+    "ref_model_mixup_alpha",
+    "figures and pages are in the run's directory": "add_version create_checkpoint_symlink logging_dir metric "
+    "eval_use_evalscope eval_dataset eval_dataset_args eval_limit eval_generation_config extra_eval_args swanlab_*",
+    "one process group, by --nproc or torchrun": "use_ray ray_* device_groups device_groups.* device_map max_memory",
+    "not built": "enable_dft_loss enable_channel_loss discopop_tau ld_alpha loss_weights center_rewards_coefficient "
+    "cpo_alpha use_logits_to_keep use_flash_ckpt acc_strategy is_binary_loss_scale reference_free f_divergence_type "
+    "calculate_KL zero_hpz_partition_size init_strategy callbacks external_plugins custom_register_path use_muonclip "
+    "mlp_padding_free loss_scale_type",
+    "Megatron's copy of the weights is made by a conversion; Octavo reads the Hugging Face folder": "load_safetensors "
+    "save_safetensors adapter_load ref_load ref_adapter_load finetune merge_lora max_shard_size use_shared_expert_gate "
+    "original_max_position_embeddings partial_rotary_factor linear_* layer_types mlp_padding_free",
+}  # fmt: skip
+SAME = {
+    "Octavo's loss never makes full logits (train.logits: chunked)": "use_liger_kernel cross_entropy_loss_fusion",
+    "the file that was given": "config load_args",
+    "rows of a batch are padded on the right": "padding_side",
+    "rows of a batch are padded; packs are not": "padding_free",
+    "the empty block of thinking has no loss (data.mask_empty_think)": "disable_ignore_empty_think "
+    "add_non_thinking_prefix",
+}
+
+
+def translate(draft: Draft) -> None:
+    mega = "megatron" in draft.command or any(
+        key in draft.given
+        for key in (
+            "tensor_model_parallel_size",
+            "train_iters",
+            "global_batch_size",
+            "lr_warmup_fraction",
+            "fp8_format",
+        )
+    )
+    world = course.processes(draft)
+    path = parts.model(draft, "model")
+    if revision := draft.text("model_revision"):
+        draft.put("model.revision", revision, "model_revision")
+    seeing = parts.sees(draft, path)
+    phase = _phase(draft)
+    packed = _packing(draft, phase)
+    _data(draft, phase)
+    lora = _adapters(draft, seeing)
+    _model(draft, packed)
+    if mega:
+        _megatron(draft, world, packed, lora, phase)
+    else:
+        _trainer(draft, world, packed, lora, phase)
+    if not lora:
+        draft.table("dead", {"train_type is full, so there are no adapters": _OF_LORA})
+    if phase != "preference":
+        of = "rlhf_type beta rpo_alpha simpo_gamma desirable_weight undesirable_weight label_smoothing ref_model"
+        draft.table("dead", {"no answers are compared in this run": of})
+    draft.table("none", NONE)
+    draft.table("default", SAME)
+    hf_trainer.rest(draft)
+
+
+def _phase(draft: Draft) -> str:
+    kind = draft.text("rlhf_type") or ("dpo" if "rlhf" in draft.command else None)
+    if kind in ("dpo", "orpo", "simpo", "kto"):
+        draft.put("train.phase", "preference", "rlhf_type")
+        beta = draft.number("beta")
+        if kind == "dpo":
+            hf_trainer.preference(draft, "loss_type", _LOSSES, 0.1 if beta is None else beta, "beta")
+            if smooth := draft.number("label_smoothing"):
+                draft.put("preference.label_smoothing", smooth, "label_smoothing")
+        else:
+            draft.put("preference.loss", kind, "rlhf_type")
+            draft.put("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
+        if (share := draft.number("rpo_alpha")) and kind in ("dpo", "simpo"):
+            draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
+        if kind == "simpo":
+            draft.put("preference.gamma", draft.number("simpo_gamma") or 1.0, "simpo_gamma")
+        for weight in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
+            if (found := draft.number(weight)) is not None:
+                draft.put(f"preference.{weight}", found, weight)
+        if reference := draft.text("ref_model"):
+            same = reference == draft.text("model")
+            (draft.same if same else draft.none)("ref_model", why="the policy's own first weights are the reference")
+        return "preference"
+    if kind is not None:
+        draft.refuse("rlhf_type", "SFT and preferences are; phase rl has GRPO, PPO and their relatives (docs/rl.md)")
+    phase = "pretrain" if "pt" in draft.command else "sft"
+    draft.put("train.phase", phase, why="swift pt" if phase == "pretrain" else "")
+    return phase
+
+
+def _packing(draft: Draft, phase: str) -> bool:
+    on = draft.flag("packing")
+    if on and phase == "sft":
+        parts.packing(draft, "packing")
+        return True
+    if phase == "pretrain":
+        draft.same("packing", why="documents are joined and cut to seq_length (data.join)")
+    elif on:
+        draft.none("packing", why="pairs are rows of one batch")
+    else:
+        draft.same("packing", why="a row is a sample")
+    return False
+
+
+def _data(draft: Draft, phase: str) -> None:
+    for of, key in (("train", "dataset"), ("eval", "val_dataset")):
+        for number, word in enumerate(draft.words(key, "")):
+            found = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
+            name, subset, count = found.groups() if found else (word, None, None)
+            at = parts.dataset(draft, of, number, name, key)
+            if count:
+                draft.put(
+                    f"{at}.max_samples", int(count), key, why="the first rows, where there a random part is taken"
+                )
+            if subset:
+                draft.put(f"{at}.subset", subset, key)
+            if draft.flag("streaming"):
+                draft.put(f"{at}.stream", True, "streaming")
+            if columns := {v: k for k, v in draft.mapping("columns").items()}:
+                draft.put(f"{at}.columns", columns, "columns", *draft.under("columns."))
+            if of == "train" and number == 0 and draft.sizes is None:
+                rows = course.rows_of(draft.root / name)
+                draft.sizes = rows if rows is None or not count else min(rows, int(count))
+    if not draft.has("dataset"):
+        draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no flag named data")
+        draft.note("data.train is to be filled in")
+    if (share := draft.number("split_dataset_ratio")) and not draft.has("val_dataset"):
+        draft.none("split_dataset_ratio", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
+    else:
+        draft.same("split_dataset_ratio", why="none are split off")
+    length = draft.whole("max_length") or draft.whole("seq_length")
+    draft.put(
+        "train.seq_length", length or 2048, "max_length", "seq_length", why="" if length else "there the model's own"
+    )
+    words = {"delete": "drop", "left": "cut", "right": "cut", "split": "cut"}
+    strategy = choice(draft, "truncation_strategy", {word: word for word in words})
+    draft.put("data.on_long", words[strategy or "delete"], "truncation_strategy")
+    if strategy in ("left", "split"):
+        draft.note(f"truncation_strategy {strategy}: Octavo cuts the end of a row, never inside an image")
+    if (strict := draft.flag("strict")) is not None or phase:
+        draft.put(
+            "data.on_bad_sample",
+            "error" if strict else "skip",
+            "strict",
+            why="" if strict else "there bad rows are left out",
+        )
+    if system := draft.text("system"):
+        draft.put("data.system", system, "system")
+    _loss_scale(draft, phase)
+    if pixels := draft.whole("max_pixels") or draft.whole("$MAX_PIXELS"):
+        draft.put("data.max_pixels", pixels, "max_pixels", "$MAX_PIXELS")
+    if low := draft.whole("$MIN_PIXELS"):
+        draft.put("data.min_pixels", low, "$MIN_PIXELS")
+    draft.none("$IMAGE_MAX_TOKEN_NUM", "$IMAGE_MIN_TOKEN_NUM", why="tokens of an image: data.max_pixels counts pixels")
+    draft.none(*[k for k in draft.given if k.startswith(("$VIDEO", "$FPS"))], why=parts.VIDEO)
+    parts.thinking(draft, "enable_thinking")
+
+
+def _loss_scale(draft: Draft, phase: str) -> None:
+    """What has loss: ms-swift calls weights of tokens `loss_scale`."""
+    word = draft.text("loss_scale")
+    if word is None:
+        return
+    words = word.split("+")
+    if "last_round" in words and phase == "sft":
+        draft.put("data.split_turns", True, "loss_scale", why="each question is a row; its answer alone has loss")
+    elif "all" in words and phase == "sft":
+        draft.put("data.train_on_prompt", True, "loss_scale")
+    elif set(words) <= {"default", "last_round", "all", "ignore_empty_think"}:
+        draft.same("loss_scale", why="every answer has loss; an empty block of thinking none (data.mask_empty_think)")
+    if odd := [w for w in words if w not in ("default", "last_round", "all", "ignore_empty_think")]:
+        draft.none("loss_scale", why=f"weights by {', '.join(odd)} are not built: a turn has weight 0 or 1")
+
+
+def _adapters(draft: Draft, seeing: bool) -> bool:
+    key = "tuner_type" if "tuner_type" in draft.given else "train_type"
+    kind = draft.text(key) or ("full" if "megatron" in draft.command else "lora")
+    frozen = {name: bool(default if (found := draft.flag(name)) is None else found)
+              for name, default in (("freeze_llm", False), ("freeze_vit", True), ("freeze_aligner", True))}  # fmt: skip
+    ours = {"freeze_vit": "image_encoder", "freeze_aligner": "image_projector", "freeze_llm": "foundation"}
+    draft.asked.update(("tuner_type", "train_type"))
+    if not seeing:
+        draft.dead(*frozen, why="a text model has no tower, no projector")
+    if kind != "lora":
+        if kind != "full":
+            draft.none(key, why=f"{kind} is not built; all parameters are trained here")
+        draft.same(key, why="no lora section")
+        if seeing:
+            parts.freeze(draft, {ours[name]: (name,) for name, on in frozen.items() if on})
+            draft.same(*[name for name, on in frozen.items() if not on], why="trained")
+        return False
+    draft.same(key, why="the section lora is there")
+    targets = draft.words("target_modules") or ["all-linear"]
+    if draft.text("target_regex"):
+        draft.none("target_regex", why="a regular expression: write globs in lora.targets")
+    keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+    everything = bool({"all-linear", "all-linears", "ALL", "all"} & set(targets))
+    if everything:
+        targets = [ours[name] for name, on in frozen.items() if not on] if seeing else ["foundation"]
+    odd = [
+        word
+        for word in targets
+        if word in ("all-embedding", "all-router", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    ]
+    if odd:
+        names = {"linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_proj": ["o_proj"],
+                 "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}  # fmt: skip
+        targets = [name for word in targets for name in names.get(word, [] if word in odd else [word])] or [
+            "foundation"
+        ]
+        if left := [word for word in odd if word not in names]:
+            draft.none("target_modules", why=f"{', '.join(left)}: embeddings and routers get no adapters")
+    rank, alpha = draft.whole("lora_rank") or 8, draft.number("lora_alpha") or 32
+    dropout = draft.number("lora_dropout")
+    parts.lora(
+        draft, rank, alpha, 0.05 if dropout is None else dropout, targets, keys=keys, seeing=seeing and not everything
+    )
+    if everything and seeing:
+        draft.put("lora.targets", targets, *frozen)
+    parts.adapt(draft, keys, "use_rslora", "use_dora")
+    if (kind := draft.text("lora_dtype")) == "bfloat16":
+        draft.put("lora.dtype", "bf16", "lora_dtype")
+    if adapter := draft.words("adapters"):
+        draft.put("lora.adapter", draft.path(adapter[0]), "adapters")
+    return True
+
+
+def _model(draft: Draft, packed: bool) -> None:
+    if kernel := choice(draft, "attn_impl", _KERNELS):
+        if packed and kernel.startswith("flash_attention"):
+            draft.put("model.attention", "sdpa", "attn_impl", why="packs take torch's flash attention by themselves")
+        elif kernel == "flex" and not packed:
+            draft.put("model.attention", "sdpa", "attn_impl", why="flex is for packs here")
+        else:
+            draft.put("model.attention", kernel, "attn_impl")
+    if (bits := draft.whole("quant_bits")) is not None:
+        parts.eight_bits(draft, "quant_bits", bits)
+
+
+def _precision(draft: Draft, lora: bool) -> None:
+    word = choice(draft, "torch_dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+    if word == "bf16" and not draft.flag("fp16"):
+        draft.put("train.precision", "bf16", "torch_dtype", "bf16")
+    elif word == "fp16" and lora:
+        draft.none("torch_dtype", why="the base of LoRA is BF16 here, and adapters compute as it does")
+    elif word:
+        draft.put("train.precision", word, "torch_dtype")
+    else:
+        hf_trainer.precision(draft, lora)
+
+
+def _trainer(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> None:
+    context = _shared(draft, packed)
+    packed = packed or context > 1
+    ranks = max(1, world // context)
+    micro = draft.whole("per_device_train_batch_size") or 1
+    usual = hf_trainer.Usual(
+        **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * ranks)))}
+    )
+    hf_trainer.steps(draft, usual, ranks, packed)
+    if phase != "preference":
+        draft.put("train.loss", "token", why="tokens of the whole step")
+    hf_trainer.optimizer(draft, usual)
+    _precision(draft, lora)
+    hf_trainer.recompute(draft, usual)
+    _vit(draft)
+    if (coefficient := draft.number("router_aux_loss_coef")) is not None:
+        draft.put("train.router_aux_loss_coef", coefficient, "router_aux_loss_coef")
+    hf_trainer.saving(draft, usual, ranks)
+    if draft.flag("resume_only_model"):
+        draft.none("resume_only_model", why="run.start_from begins anew with the weights of a checkpoint")
+    hf_trainer.ranks(draft)
+    parts.no_fp8(draft)
+
+
+def _vit(draft: Draft) -> None:
+    vit = draft.flag("vit_gradient_checkpointing")
+    if vit is None:
+        return
+    found = draft.settings["train.recompute"].value
+    draft.put("train.recompute", {"image_encoder": "full" if vit else "none", "foundation": found}
+              if isinstance(found, str) else found, "vit_gradient_checkpointing")  # fmt: skip
+
+
+def _shared(draft: Draft, packed: bool) -> int:
+    """Sequence parallelism is Ulysses' exchange, with a ring over it where heads do not suffice."""
+    size, context = draft.whole("sequence_parallel_size") or 1, draft.whole("context_parallel_size") or 1
+    expert = draft.whole("expert_parallel_size") or 1
+    if expert > 1:
+        draft.put("parallel.expert", expert, "expert_parallel_size")
+    else:
+        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
+    both = max(size, context)
+    if both == 1:
+        draft.same("sequence_parallel_size", "context_parallel_size", why="no rows are shared")
+        return 1
+    why = "heads are exchanged as far as they go, and keys and values gathered beyond that (parallel.ulysses: auto);"
+    why += " a ring passes them on instead"
+    draft.put("parallel.context", both, "sequence_parallel_size", "context_parallel_size", why=why)
+    if not packed:
+        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+    return both
+
+
+def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> None:
+    u = Under(draft)
+    ranks = megatron.data_parallel(draft, u, world)
+    usual = megatron.Usual(**{**vars(_MEGATRON), "lr": 1e-4 if lora else 1e-5})
+    megatron.context(draft, u)
+    packed = packed or "data.packing" in draft.settings
+    megatron.steps(draft, u, usual, ranks, packed)
+    if phase != "preference":
+        by_token = draft.flag("calculate_per_token_loss")
+        draft.put("train.loss", "token" if by_token in (None, True) else "microbatch", "calculate_per_token_loss")
+    megatron.optimizer(draft, u, usual)
+    if draft.has("torch_dtype"):
+        _precision(draft, lora)
+    else:
+        megatron.precision(draft, u)
+    megatron.fp8(draft, u, param=not lora)
+    parts.no_fp8(draft)
+    megatron.aux_loss(draft, u)
+    megatron.recompute(draft, u, "selective")
+    _vit(draft)
+    megatron.saving(draft, u)
+    megatron.expert(draft, u, lora=lora)
+    word = draft.text("attention_backend")
+    if word:
+        draft.put("model.attention", "sdpa" if word in ("flash", "fused", "auto") else "eager", "attention_backend",
+                  why="torch chooses at each call, flash where it can")  # fmt: skip
+    draft.none("load", why="a checkpoint of Megatron's layout: Octavo reads the Hugging Face folder (model.path)")
+    megatron.rest(draft, u)
