@@ -84,6 +84,7 @@ def describe() -> dict[str, Any]:
         "memory_bytes": read("memory_bytes", _memory),
         "torch": read("torch", _torch),
         "gpus": read("gpus", _gpus) or [],
+        "accelerator": read("accelerator", _accelerator) or {},
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -200,41 +201,41 @@ def _memory() -> int | None:
 def _torch() -> dict[str, Any]:
     import torch
 
+    from octavo import accelerator
+
+    found = accelerator.found()
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cuda_build": torch.version.cuda,
-        "cuda_available": torch.cuda.is_available(),
-        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
-        "nccl": _nccl(),
+        "cuda_build": accelerator.toolkit(),
+        "rocm_build": torch.version.hip,
+        "cuda_available": found is not None and accelerator.is_gpu(found),
+        "cudnn": torch.backends.cudnn.version() if accelerator.toolkit() else None,
+        "nccl": None if found is None else accelerator.nccl_version(found),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
-def _nccl() -> str | None:
-    import torch
-    import torch.distributed
-
-    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _gpus() -> list[dict[str, Any]]:
-    import torch
+    """What torch calls GPUs, NVIDIA's and AMD's; :func:`_accelerator` has what this process computes on."""
+    from octavo import accelerator
 
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    return found
+    found = accelerator.found()
+    return [] if found is None or not accelerator.is_gpu(found) else accelerator.each(found)
+
+
+def _accelerator() -> dict[str, Any]:
+    """What this process computes on, of whatever vendor, and what it lacks; of a CPU its type alone."""
+    from octavo import accelerator
+
+    device = accelerator.here()
+    record: dict[str, Any] = {"type": device.type, "high": "bf16" if accelerator.low_precision(device) else "fp32"}
+    if accelerator.beside_host(device):
+        lacks = [name for name, has in accelerator.abilities(device).items() if not has]
+        record |= {"devices": accelerator.each(device), "lacks": lacks}
+    elif (found := accelerator.found()) is not None:
+        record |= {"left_out": accelerator.left_out(found) or f"{found.type}: {accelerator.VARIABLE}={device.type}"}
+    return record
 
 
 def _driver() -> str | None:

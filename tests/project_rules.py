@@ -28,7 +28,7 @@ LEVELS = [
     {"models", "data"},
     {"fp8"},
     {"config", "environment", "atomic", "arithmetic"},
-    {"hub"},
+    {"hub", "accelerator"},
     {"reading"},
 ]
 LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from octavo import reading
+from octavo import accelerator, reading
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 
@@ -96,7 +96,8 @@ class SafeWriter(FileSystemWriter):
     """DCP's writer, fsyncing, without the absolute path that DCP otherwise leaves in every checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        ahead = {} if accelerator.module_has_streams() else {"per_thread_copy_ahead": 0}
+        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False, **ahead)
 
     def storage_meta(self) -> StorageMeta | None:
         return None

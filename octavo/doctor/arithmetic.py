@@ -17,12 +17,13 @@ MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "s
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
-    import torch
 
+    from octavo import accelerator
     from octavo.fp8 import kernels
 
     if devices is None:
-        devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
+        here = accelerator.here()
+        devices = ("cpu", f"{here.type}:0") if accelerator.beside_host(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 
