@@ -197,6 +197,17 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def multiplies_wide(device: torch.device) -> bool:
+    """Whether a product of BF16 matrices can be had in fp32 (``torch.mm(..., out_dtype=)``)."""
+    return is_gpu(device) or (beside_host(device) and _multiplies_wide(device.type))
+
+
+@lru_cache(maxsize=8)
+def _multiplies_wide(kind: str) -> bool:
+    one = torch.ones(16, 16, device=kind, dtype=torch.bfloat16)
+    return _fails(lambda: torch.mm(one, one, out_dtype=torch.float32)) is None
+
+
 def takes_place(device: torch.device) -> bool:
     """Whether ``parameter.data`` of the CPU can become a tensor there, as torch has it for the devices it knows."""
     return not beside_host(device) or is_gpu(device) or _takes_place(device.type)

@@ -85,6 +85,7 @@ def describe() -> dict[str, Any]:
         "torch": read("torch", _torch),
         "gpus": read("gpus", _gpus) or [],
         "accelerator": read("accelerator", _accelerator) or {},
+        "signs": read("signs", _signs) or [],
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -228,14 +229,35 @@ def _accelerator() -> dict[str, Any]:
     """What this process computes on, of whatever vendor, and what it lacks; of a CPU its type alone."""
     from octavo import accelerator
 
-    device = accelerator.here()
-    record: dict[str, Any] = {"type": device.type, "high": "bf16" if accelerator.low_precision(device) else "fp32"}
+    device, found = accelerator.here(), accelerator.found()
+    record: dict[str, Any] = {
+        "type": device.type,
+        "found": "cpu" if found is None else found.type,
+        "high": "bf16" if accelerator.low_precision(device) else "fp32",
+    }
     if accelerator.beside_host(device):
         lacks = [name for name, has in accelerator.abilities(device).items() if not has]
         record |= {"devices": accelerator.each(device), "lacks": lacks}
-    elif (found := accelerator.found()) is not None:
+    elif found is not None:
         record |= {"left_out": accelerator.left_out(found) or f"{found.type}: {accelerator.VARIABLE}={device.type}"}
     return record
+
+
+#: what shows an accelerator to those who cannot ask it: a file of its driver
+_FILES = {"ascend": "/dev/davinci_manager", "amd": "/dev/kfd"}
+_INTEL = "0x8086"
+
+
+def _signs() -> list[str]:
+    """Accelerators that this machine shows, whether or not torch sees them: ascend, amd, intel, apple."""
+    found = [name for name, path in _FILES.items() if Path(path).exists()]
+    # An Intel CPU has graphics too, which are no accelerator: XPU means a card with memory of its own.
+    for card in Path("/sys/class/drm").glob("card[0-9]*/device"):
+        vendor, own = card / "vendor", card / "tile0/physical_vram_size_bytes"
+        if vendor.exists() and vendor.read_text().strip() == _INTEL and (own.exists() or any(card.glob("lmem*"))):
+            found.append("intel")
+            break
+    return found + ["apple"] * (platform.system() == "Darwin" and platform.machine() == "arm64")
 
 
 def _driver() -> str | None:

@@ -92,9 +92,9 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     """calc_diff to high precision of y, dx and dw; raises where a GEMM did not run in FP8 on this backend."""
     import torch
 
-    from octavo import fp8
+    from octavo import accelerator, fp8
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = accelerator.low_precision(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(TOKENS, n, generator=generator).to(device, dtype) for n in (INPUTS, OUTPUTS))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).to(device, dtype)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo import accelerator
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
 from octavo.fp8.invariance import active
@@ -326,7 +327,12 @@ class _Statistics(torch.autograd.Function):
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)
-                head.gradients(dx if dx.is_cpu else dx.to(low), block, dh, None if dw is None else dw[block])
+                head.gradients(
+                    dx.to(low) if accelerator.multiplies_wide(dx.device) else dx,
+                    block,
+                    dh,
+                    None if dw is None else dw[block],
+                )
         return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None
 
 
