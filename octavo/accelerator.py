@@ -103,14 +103,14 @@ def beside_host(device: torch.device) -> bool:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether torch calls it ``cuda``: a GPU of NVIDIA's, or of AMD's where torch is built for those (:func:`is_rocm`).
+    """Whether torch calls it ``cuda``: a GPU of NVIDIA's, or of AMD's where torch is built for those (:func:`rocm`).
     For kernels and libraries that are made for these alone."""
     return device.type == "cuda"
 
 
-def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it then calls ``cuda``."""
-    return torch.version.hip is not None
+def rocm() -> str | None:
+    """The version of ROCm that this torch is built with, which calls AMD's GPUs ``cuda``; None: it is for others."""
+    return torch.version.hip
 
 
 def toolkit() -> str | None:
@@ -120,7 +120,7 @@ def toolkit() -> str | None:
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """NVIDIA's compute capability; None for every other device, AMD's GPUs among them, whose numbers mean others."""
-    if not is_gpu(device) or is_rocm():
+    if not is_gpu(device) or rocm():
         return None
     return torch.cuda.get_device_capability(device)
 
@@ -135,7 +135,7 @@ def properties(device: torch.device) -> dict[str, Any]:
         "capability": None if sm is None else f"{sm[0]}.{sm[1]}",
         "memory_bytes": getattr(told, "total_memory", None),
         "multiprocessors": getattr(told, "multi_processor_count", None),
-        "architecture": getattr(told, "gcnArchName", None) if is_rocm() else None,
+        "architecture": getattr(told, "gcnArchName", None) if rocm() else None,
     }
     return {key: value for key, value in found.items() if value is not None}
 

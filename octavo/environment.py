@@ -209,7 +209,7 @@ def _torch() -> dict[str, Any]:
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "cuda_build": accelerator.toolkit(),
-        "rocm_build": torch.version.hip,
+        "rocm_build": accelerator.rocm(),
         "cuda_available": found is not None and accelerator.is_gpu(found),
         "cudnn": torch.backends.cudnn.version() if accelerator.toolkit() else None,
         "nccl": None if found is None else accelerator.nccl_version(found),
