@@ -47,9 +47,9 @@ class Memory:
 
     def report(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """weights, master (what makes weights exact beside them), gradients, optimizer (moments), codes (FP8 codes of
-        weights), activations, logits, peak_rss (of the process); peak_cuda, or of
-        another type of device that counts it. Phases that hold more add it:
-        reference (weights of a frozen copy), kv_cache (what the rollout's sequences took, until it was released)."""
+        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too, on another device that counts
+        it peak_device. Phases that hold more add it: reference (weights of a frozen copy), kv_cache (what the rollout's
+        sequences took, until it was released)."""
         weights = list(self.model.parameters())
         states = [(key, v) for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)]
         kinds = {
@@ -64,7 +64,7 @@ class Memory:
         }
         device = accelerator.here()
         if (peak := accelerator.peak(device)) is not None:
-            kinds[f"peak_{device.type}"] = peak
+            kinds["peak_cuda" if accelerator.is_gpu(device) else "peak_device"] = peak
         return kinds
 
 

@@ -8,13 +8,18 @@ It is for a process of its own: a name given to PrivateUse1 stays, and so does w
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from octavo import accelerator, fp8, train
+from octavo.config import load_config_text
 
 SOURCE = Path(__file__).with_name("mimic.cpp")
 NAME = "mimic"
@@ -50,33 +55,40 @@ def register(library: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
-def main(library: str, device: str, text: str, *runs: str) -> None:
-    """Train what each of ``runs`` asks (words, apart by blanks) of the configuration ``text``, one after the other."""
+class Sees(train.Callback):
+    """Notes where the model is, and ends the run after step ``last``."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last, self.device = last, ""
+
+    def begin(self, run: train.Run) -> None:
+        self.device = str(next(run.model.parameters()).device)
+
+    def end_step(self, run: train.Run, step: train.Step) -> None:
+        if step.number == self.last:
+            run.stop()
+
+
+def main(library: str, device: str, file: str, *runs: str) -> None:
+    """Train what each of ``runs`` asks of the configuration ``file`` (words, apart by blanks; ``stop=2`` ends it after
+    step 2, ``device=`` names a type of device), one after the other."""
     if device == NAME:
         register(Path(library))
-    from octavo import train
-    from octavo.config import load_config_text
-
-    told = []
+    told: list[dict[str, Any]] = []
     for words in runs:
-        where: list[str] = []
-        see = _Sees(where)
+        own = dict(word.split("=") for word in words.split() if word.startswith(("stop=", "device=")))
+        over = [word for word in words.split() if word.partition("=")[0] not in own]
+        sees = Sees(int(own["stop"]) if "stop" in own else None)
+        if "device" in own:
+            os.environ[accelerator.VARIABLE] = own["device"]
         try:
-            result = train.run(load_config_text(Path(text).read_text(), words.split()), callbacks=[see])
-            told.append({"losses": list(result.losses().values()), "device": where, "status": result.status})
-        except (train.TrainError, ValueError, RuntimeError) as error:
-            told.append({"error": f"{type(error).__name__}: {error}"})
-    print(json.dumps(told))
-
-
-def _Sees(where: list[str]):
-    from octavo import train
-
-    class Sees(train.Callback):
-        def begin(self, run: train.Run) -> None:
-            where.append(str(next(run.model.parameters()).device))
-
-    return Sees()
+            result = train.run(load_config_text(Path(file).read_text(), over), callbacks=[sees])
+        except (train.TrainError, fp8.BackendError) as error:  # what Octavo refuses; all else is a failure
+            told.append({"error": str(error)})
+        else:
+            told.append({"losses": list(result.losses().values()), "device": sees.device})
+    here = accelerator.here()
+    print(json.dumps({"runs": told, "here": here.type, "abilities": accelerator.abilities(here)}))
 
 
 if __name__ == "__main__":
