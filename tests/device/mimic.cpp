@@ -18,6 +18,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -220,6 +221,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {back(dx), back(dw), back(db)};
 }
 
+// Of whole numbers too, as devices have it beside the CPU, and as models of experts ask of them.
+at::Tensor histc(const at::Tensor& x, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  const auto counted = at::histc(on_cpu(x).to(at::kFloat), bins, least, most);
+  return brought(counted.to(x.scalar_type()));
+}
+
 const bool registered = [] {
   c10::SetAllocator(kMimic, &memory);
   static Hooks hooks;
@@ -244,6 +251,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, kernels) {
   kernels.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   kernels.impl("convolution_overrideable", &convolution);
   kernels.impl("convolution_backward_overrideable", &convolution_backward);
+  kernels.impl("histc", &histc);
   kernels.impl("unfold", TORCH_FN(at::native::unfold));
 }
 
