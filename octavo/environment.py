@@ -87,6 +87,8 @@ def describe() -> dict[str, Any]:
         "memory_bytes": read("memory_bytes", _memory),
         "torch": read("torch", _torch),
         "gpus": read("gpus", _gpus) or [],
+        "accelerator": read("accelerator", _accelerator) or {},
+        "signs": read("signs", _signs) or [],
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
         "variables": switches.variables(),
@@ -197,55 +199,72 @@ def _memory() -> int | None:
 def _torch() -> dict[str, Any]:
     import torch
 
+    from octavo import accelerator
+
+    found = accelerator.found()
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cuda_build": torch.version.cuda,
-        "cuda_available": torch.cuda.is_available(),
-        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
-        "nccl": _nccl(),
+        "cuda_build": accelerator.toolkit(),
+        "rocm_build": accelerator.rocm(),
+        "cuda_available": found is not None and accelerator.is_gpu(found),
+        "cudnn": torch.backends.cudnn.version() if accelerator.toolkit() else None,
+        "nccl": None if found is None else accelerator.nccl_version(found),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
-def _nccl() -> str | None:
-    import torch
-    import torch.distributed
-
-    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _gpus() -> list[dict[str, Any]]:
-    import torch
+    """What torch calls GPUs, NVIDIA's and AMD's; :func:`_accelerator` has what this process computes on."""
+    from octavo import accelerator
 
-    found = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    return found
+    found = accelerator.found()
+    return [] if found is None or not accelerator.is_gpu(found) else accelerator.each(found)
+
+
+def _accelerator() -> dict[str, Any]:
+    """What this process computes on, of whatever vendor, and what it lacks; of a CPU its type alone."""
+    from octavo import accelerator
+
+    device, found = accelerator.here(), accelerator.found()
+    record: dict[str, Any] = {
+        "type": device.type,
+        "found": "cpu" if found is None else found.type,
+        "high": "bf16" if accelerator.low_precision(device) else "fp32",
+    }
+    if accelerator.beside_host(device):
+        lacks = [name for name, has in accelerator.abilities(device).items() if not has]
+        record |= {"devices": accelerator.each(device), "lacks": lacks}
+    elif found is not None:
+        record |= {"left_out": accelerator.left_out(found) or f"{found.type}: {accelerator.VARIABLE}={device.type}"}
+    return record
+
+
+#: what shows an accelerator to those who cannot ask it: a file of its driver
+_FILES = {"ascend": "/dev/davinci_manager", "amd": "/dev/kfd"}
+_INTEL = "0x8086"
+
+
+def _signs() -> list[str]:
+    """Accelerators that this machine shows, whether or not torch sees them: ascend, amd, intel, apple."""
+    found = [name for name, path in _FILES.items() if Path(path).exists()]
+    # An Intel CPU has graphics too, which are no accelerator: XPU means a card with memory of its own.
+    for card in Path("/sys/class/drm").glob("card[0-9]*/device"):
+        vendor, own = card / "vendor", card / "tile0/physical_vram_size_bytes"
+        if vendor.exists() and vendor.read_text().strip() == _INTEL and (own.exists() or any(card.glob("lmem*"))):
+            found.append("intel")
+            break
+    return found + ["apple"] * (platform.system() == "Darwin" and platform.machine() == "arm64")
 
 
 def device_words(device: Any) -> str:
     """A torch device by what tells it from all others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; of a CPU its model.
     What the driver does not say is left out."""
-    if device.type != "cuda":
-        return f"{device.type} ({_cpu()['model']})"
-    import torch
+    from octavo import accelerator
 
-    found = torch.cuda.get_device_properties(device)
-    uuid, bus = getattr(found, "uuid", None), getattr(found, "pci_bus_id", None)
-    place = None if bus is None else f"{getattr(found, 'pci_domain_id', 0):04x}:{bus:02x}:{found.pci_device_id:02x}"
-    told = (found.name, uuid and f"UUID {uuid}", place and f"PCI {place}")
-    return f"{device} ({', '.join(str(one) for one in told if one)})"
+    if not accelerator.beside_host(device):
+        return f"{device.type} ({_cpu()['model']})"
+    return f"{device} ({', '.join(accelerator.marks(device))})"
 
 
 def _driver() -> str | None:

@@ -12,7 +12,10 @@ from typing import Any
 
 #: subject -> names of environment variables; their values are recorded where they are set
 VARIABLES: dict[str, tuple[str, ...]] = {
-    "devices": ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
+    "devices": (
+        "OCTAVO_DEVICE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_LAUNCH_BLOCKING",
+    ),
     "allocator": (
         "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "MALLOC_ARENA_MAX",
         "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
@@ -57,6 +60,12 @@ def _of_torch(read: Callable[[Any], Any]) -> Callable[[], Any]:
     return setting
 
 
+def _allocator() -> str | None:
+    from octavo import accelerator  # which imports torch
+
+    return accelerator.allocator()
+
+
 #: setting -> what it is in this process, recorded as it is when a run is assembled
 SETTINGS: dict[str, Callable[[], Any]] = {
     "gc.threshold": lambda: list(gc.get_threshold()),
@@ -69,7 +78,5 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.deterministic": _of_torch(lambda torch: torch.are_deterministic_algorithms_enabled()),
     "torch.cudnn.allow_tf32": _of_torch(lambda torch: torch.backends.cudnn.allow_tf32),
     "torch.cudnn.benchmark": _of_torch(lambda torch: torch.backends.cudnn.benchmark),
-    "torch.cuda.allocator": _of_torch(
-        lambda torch: torch.cuda.get_allocator_backend() if torch.cuda.is_available() else None
-    ),
+    "torch.cuda.allocator": _allocator,
 }

@@ -29,6 +29,7 @@ LEVELS = [
     {"fp8"},
     {"config", "environment", "atomic", "arithmetic", "sealed"},
     {"hub", "switches"},
+    {"accelerator"},
     {"reading"},
     {"vault"},
 ]
@@ -69,6 +70,19 @@ BY_TEXT = {"importlib.import_module", "importlib.__import__", "importlib.util.fi
 BY_TEXT |= {"__import__", "exec", "eval", "runpy.run_module", "pkgutil.resolve_name"}
 # One word that looks like a module and is none: a file that users keep.
 NO_MODULES = {"octavo.schema.json"}
+# Who may name a vendor's devices (a module, or a package with all in it), each with its reason.
+NAMES_DEVICES = {
+    "octavo.accelerator": "it asks for all others",
+    "octavo.fp8.kernels": "kernels are written for one vendor's devices",
+    "octavo.fp8.measuring.timing": "the clock of kernels: it holds a stream busy while they are queued",
+    "octavo.train.graphs": "CUDA graphs",
+    "octavo.generation.replayed": "CUDA graphs",
+    "octavo.bench.suite_step": "CUDA graphs, beside which its candidates are timed",
+    "octavo.fp8.planning.file_form": "a key of plan files: the toolkit that torch was built with",
+    "octavo.doctor.accelerators": "it tells of each vendor's machines",
+}
+VENDORS = ("cuda", "hip", "xpu", "npu", "mps", "hpu", "mtia")
+OF_VENDORS = tuple(f"torch.{stem}{vendor}" for stem in ("", "backends.", "version.") for vendor in VENDORS)
 # Third-party packages that only some packages may import.
 KEPT_IN = {
     "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench"},
@@ -315,6 +329,26 @@ def know_shards(tree: Tree) -> list[str]:
                 case ast.Expr(value=ast.Call(func=ast.Attribute(attr="state_dict"))):
                     found.add("state_dict() without reading it")
         wrong += [f"{module} names {word}; ask octavo.fp8.weights" for word in sorted(found)]
+    return wrong
+
+
+def names_no_device(tree: Tree) -> list[str]:
+    """Nobody names a vendor's devices but :data:`NAMES_DEVICES`: not by torch's modules, methods and attributes for
+    them, nor by a type of device as text. All others ask ``octavo.accelerator``. Words of a sentence, and longer ones
+    such as the keys of a configuration, are free."""
+    wrong = []
+    for module, file in tree.files.items():
+        if f"{module}.".startswith(tuple(f"{name}." for name in NAMES_DEVICES)):
+            continue
+        found = {name for name in file.named if f"{name}.".startswith(tuple(f"{stem}." for stem in OF_VENDORS))}
+        for node in file.nodes:
+            match node:
+                case ast.Attribute(attr=word) if word.removeprefix("is_") in VENDORS and word.startswith("is_"):
+                    found.add(f".{word}")
+                case ast.Call(func=ast.Attribute(attr=word)) if word in VENDORS:
+                    found.add(f".{word}()")
+        found |= {repr(text) for _, text, _ in file.texts if re.fullmatch(rf"({'|'.join(VENDORS)})(:\d*)?", text)}
+        wrong += [f"{module} names {word}; ask octavo.accelerator" for word in sorted(found)]
     return wrong
 
 

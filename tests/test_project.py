@@ -16,6 +16,7 @@ import pytest
 
 from tests.project_rules import (
     FP8_LEVEL_OF,
+    NAMES_DEVICES,
     PACKAGE,
     ROOT,
     Tree,
@@ -26,6 +27,7 @@ from tests.project_rules import (
     know_shards,
     loaded_by_text,
     names_as_text,
+    names_no_device,
     reach_inside,
 )
 
@@ -35,7 +37,17 @@ def tree() -> Tree:
     return Tree()
 
 
-RULES = (imports_down, fp8_imports_down, circles, inits, reach_inside, know_shards, names_as_text, loaded_by_text)
+RULES = (
+    imports_down,
+    fp8_imports_down,
+    circles,
+    inits,
+    reach_inside,
+    know_shards,
+    names_as_text,
+    loaded_by_text,
+    names_no_device,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -108,6 +120,24 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
             )
         ),
         *(
+            (names_no_device, {"octavo.train.step": says})
+            for says in (
+                "import torch\ntorch.cuda.synchronize()",
+                "import torch as t\nx: t.cuda.Event",
+                "from torch import cuda",
+                "from torch.cuda import Stream as S",
+                "import torch\ntorch.backends.cuda.matmul",
+                "import torch\ntorch.version.hip",
+                "import torch\ntorch.xpu.empty_cache()",
+                "def f(x):\n    return x.is_cuda",
+                "x = y.cuda(0)",
+                "x = y.device.type == 'cuda'",
+                "x = f'cuda:{rank}'",
+                "x = getattr(torch, 'npu')",
+                "x = 'cuda:0'",
+            )
+        ),
+        *(
             (names_as_text, {"octavo.fp8.blocks.mlp": says})
             for says in (
                 "WATCHERS = ('octavo.fp8.observe.counts',)",
@@ -129,9 +159,27 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
 )
 def test_a_planted_violation_is_found(rule, planted: dict[str, str], tree: Tree) -> None:
     found = tree.planted(planted)
-    if rule is know_shards:  # it looks at each file for itself, and test_the_layout_keeps at all of them
+    if rule in (
+        know_shards,
+        names_no_device,
+    ):  # they look at each file for itself, and test_the_layout_keeps at all of them
         found.files = {name: found.files[name] for name in planted}
     assert rule(found)
+
+
+def test_words_that_name_no_device_may_be_said(tree: Tree) -> None:
+    said = """\"torch.cuda in a docstring, and 'cuda'\"
+x = "cuda_graphs", "the GPU, cuda:0 or another", "peak_cuda", cfg.train.cuda_graphs, machine.cuda
+"""
+    found = tree.planted({"octavo.train.step": said})
+    found.files = {"octavo.train.step": found.files["octavo.train.step"]}
+    assert not names_no_device(found)
+
+
+def test_who_may_name_devices_is_there_and_does(tree: Tree) -> None:
+    for name in NAMES_DEVICES:
+        own = [text for module, text in tree.sources.items() if f"{module}.".startswith(f"{name}.")]
+        assert any(word in text for text in own for word in ("cuda", "npu"))
 
 
 def test_what_is_text_may_be_said(tree: Tree) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from octavo import accelerator
 from octavo.bench.record import Absent, Result, Row
 from octavo.fp8 import measuring
 from octavo.reading import first_line
@@ -56,7 +57,7 @@ class Bench:
     result: Result = field(init=False)
 
     def __post_init__(self) -> None:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        name = accelerator.properties(self.device)["name"]
         settings = {"shape": self.shape, "tokens": self.tokens, "layers": self.layers}
         given = {k: v for k, v in settings.items() if v is not None}
         self.result = Result(name, self.small, settings=given)
@@ -69,7 +70,7 @@ class Bench:
     @property
     def dtype(self) -> torch.dtype:
         """What high precision means here: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return accelerator.low_precision(self.device) or torch.float32
 
     @property
     def high(self) -> str:
@@ -121,8 +122,7 @@ class Bench:
                 self.result.absent.append(
                     Absent(suite, name, candidate, str(error) if isinstance(error, Refusal) else first_line(error))
                 )
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # raises where the GPU is lost to this process: end it
+                accelerator.synchronize(self.device)  # raises where the GPU is lost to this process: end it
                 continue
             calls[candidate] = call
         if calls:
@@ -144,8 +144,7 @@ class Bench:
         gc.collect()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # or graphs of many cases pile up until no more are compiled
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(self.device)
         self.found(self.result)
 
     def _late(self, more: int) -> bool:
@@ -154,13 +153,13 @@ class Bench:
         return self.budget is not None and spent * (1 + more / self._built if self._built else 1) > self.budget
 
     def _peak(self, call: Call) -> int | None:
-        if self.device.type != "cuda":
+        accelerator.synchronize(self.device)
+        accelerator.restart_peak(self.device)
+        if accelerator.peak(self.device) is None:
             return None
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
         call()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
+        accelerator.synchronize(self.device)
+        return accelerator.peak(self.device)
 
     def randn(self, *shape: int, grad: bool = False) -> torch.Tensor:
         """Standard normal input on the device, in the bench's precision."""

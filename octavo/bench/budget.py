@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from octavo import accelerator
+
 #: parts in the order in which they are shown; the last is what no other claims
 PARTS = ("linears", "attention", "head", "norms", "optimizer", "rest")
 LINEARS, ATTENTION, HEAD, NORMS, OPTIMIZER, REST = PARTS
@@ -51,6 +53,10 @@ class Budget:
 
         return run
 
+    @property
+    def _has_events(self) -> bool:
+        return accelerator.why_no_streams(self.device) is None
+
     def step(self, call: Callable[[], Any]) -> dict[str, float]:
         """Run a step; seconds by part."""
         self._wait()
@@ -62,14 +68,14 @@ class Budget:
         self._claimed.clear()
         seconds = dict.fromkeys(PARTS, 0.0)
         for (part, begins), (_, ends) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[part] += begins.elapsed_time(ends) / 1e3 if self.device.type == "cuda" else ends - begins
+            seconds[part] += begins.elapsed_time(ends) / 1e3 if self._has_events else ends - begins
         return seconds
 
     def _mark(self, part: str) -> None:
         """From here on, ``part`` runs."""
-        if self.device.type == "cuda":
-            moment: Any = torch.cuda.Event(enable_timing=True)
-            moment.record(torch.cuda.current_stream(self.device))
+        if self._has_events:
+            moment: Any = accelerator.event(self.device, timing=True)
+            moment.record(accelerator.current_stream(self.device))
         else:
             moment = time.perf_counter()
         self._marks.append((part, moment))
@@ -91,8 +97,7 @@ class Budget:
                 node.register_hook(lambda *_: self._mark(REST))
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        accelerator.synchronize(self.device)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.config
 from torch import nn
 
-from octavo import fp8
+from octavo import accelerator, fp8
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
 
@@ -86,7 +86,7 @@ def able(bench: Bench, recipe: str) -> list[str]:
     """The backends that can run all three GEMMs of a recipe on the bench's device and take part in a choice there; on
     a CPU the reference alone. MXFP8 takes part where tensor cores multiply it, from Blackwell on: elsewhere it is
     emulated, can only lose, and would cost a fifth of a suite's time."""
-    if recipe == "mxfp8" and bench.device.type == "cuda" and torch.cuda.get_device_capability(bench.device) < (10, 0):
+    if recipe == "mxfp8" and (accelerator.capability(bench.device) or (10, 0)) < (10, 0):
         return []
     made = fp8.recipe(recipe)
     found = []
@@ -104,7 +104,7 @@ def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable
     for recipe in RECIPES:
         for backend in able(bench, recipe):
             made[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
-    if bench.device.type == "cuda":  # the reference reads codes either way round
+    if accelerator.is_gpu(bench.device):  # the reference reads codes either way round
         for recipe in ("blockwise", "tensorwise"):
             for backend in able(bench, recipe)[:1]:
                 layer = partial(octavo, bench, n, k, recipe, backend, "both")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from octavo import fp8, models
+from octavo import accelerator, fp8, models
 from octavo.bench.bench import Bench, Call, Work
 from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
 from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm
@@ -152,25 +152,24 @@ class _Held:
 
     @property
     def measures(self) -> bool:
-        return self._device.type == "cuda"
+        return accelerator.requested(self._device) is not None
 
     def now(self) -> int:
         """Bytes that live tensors asked for."""
         if not self.measures:
             return 0
-        torch.cuda.synchronize(self._device)
-        return int(torch.cuda.memory_stats(self._device)["requested_bytes.all.current"]) - self._asked
+        accelerator.synchronize(self._device)
+        return (accelerator.requested(self._device) or 0) - self._asked
 
     def reset(self) -> None:
-        if self.measures:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        accelerator.restart_peak(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""
-        return torch.cuda.max_memory_allocated(self._device) - self._held if self.measures else 0
+        return (accelerator.peak(self._device) or 0) - self._held
 
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self.measures else 0
+        return accelerator.allocated(self._device) or 0
 
 
 def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from octavo import accelerator
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.staging import Staging
 from octavo.checkpoint.together import Ranks
@@ -89,9 +90,10 @@ class Background:
 
     def _write(self, directory: Path, moment: Moment) -> None:
         try:
-            if self._device.type == "cuda":  # of this rank, and no stream of the steps': DCP waits for the current one
-                torch.cuda.set_device(self._device)
-                torch.cuda.set_stream(torch.cuda.Stream(self._device))
+            if accelerator.beside_host(self._device):  # a thread begins with the first device
+                accelerator.use(self._device)
+            if accelerator.why_no_streams(self._device) is None:  # none of the steps': DCP waits for the current one
+                accelerator.go_on_in(accelerator.stream(self._device))
             self._path = write(directory, moment, self._beside, None, self._beside.group, self._encrypt)
         except Exception as error:  # of whatever library: `poll` raises it
             self._error = error

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from octavo import reading, vault
+from octavo import accelerator, reading, vault
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 
@@ -109,7 +109,8 @@ class SafeWriter(FileSystemWriter):
     files, `.metadata` too."""
 
     def __init__(self, path: str | os.PathLike[str], encrypt: bool = False) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        ahead = {} if accelerator.module_has_streams() else {"per_thread_copy_ahead": 0}
+        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False, **ahead)
         if encrypt:
             self.fs = Encrypting()
 

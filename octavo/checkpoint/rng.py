@@ -1,4 +1,5 @@
-"""The random number generators of a process as uint8 tensors: python, numpy, torch CPU and torch CUDA.
+"""The random number generators of a process as uint8 tensors: python, numpy, torch's of the CPU, and the
+accelerator's own where it has one, under its type of device.
 
 No pickle: python's and numpy's states are written as JSON (integers, and floats in `repr` precision, so exactly).
 Each rank stores its own under its own names; DCP then writes all of them into one checkpoint.
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 import numpy
 import torch
 
+from octavo import accelerator
 from octavo.checkpoint.errors import CheckpointError
 
 
@@ -24,8 +26,9 @@ def collect(rank: int = 0) -> dict[str, torch.Tensor]:
         "numpy": _to_bytes([kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    device = accelerator.here()
+    if (own := accelerator.rng_state(device)) is not None:
+        states[device.type] = own
     return {f"rng.{rank}.{name}": state for name, state in states.items()}
 
 
@@ -35,7 +38,9 @@ def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
 
     Raises CheckpointError for a state that its generator does not take.
     """
-    mine = {name: extra[key] for name in ("python", "numpy", "torch", "cuda") if (key := f"rng.{rank}.{name}") in extra}
+    device = accelerator.here()
+    names = ("python", "numpy", "torch", device.type)
+    mine = {name: extra[key] for name in names if (key := f"rng.{rank}.{name}") in extra}
     if not {"python", "numpy", "torch"} <= set(mine):
         return False
     try:
@@ -44,8 +49,8 @@ def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
         kind, keys, position, has_gauss, gauss = _from_bytes(mine["numpy"])
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
         torch.set_rng_state(mine["torch"])
-        if "cuda" in mine and torch.cuda.is_available():
-            torch.cuda.set_rng_state(mine["cuda"])
+        if device.type in mine:
+            accelerator.set_rng_state(mine[device.type], device)
     except (ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint's random states of rank {rank} do not fit the generators here ({error}); "

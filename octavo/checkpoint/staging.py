@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from octavo import accelerator
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Copied, Rows
 from octavo.checkpoint.writing import Moment
@@ -49,14 +50,14 @@ class Staging:
                 copied.copy_(here, non_blocking=True)
                 at += _size(here)
             found[name] = _in_place_of(name, value, copied)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if accelerator.beside_host(self._device):
+            accelerator.current_stream(self._device).synchronize()
         return replace(moment, tensors=found)
 
     def close(self) -> None:
         """Give the memory back."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._room.data_ptr())
+            accelerator.unpin(self._room)
             self._pinned = False
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -68,10 +69,10 @@ class Staging:
             self._room = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:  # of host memory
             raise CheckpointError(_no_room(size)) from error
-        if self._device.type == "cuda":
-            if int(torch.cuda.cudart().cudaHostRegister(self._room.data_ptr(), size, 1)):
-                raise CheckpointError(_no_room(size))
-            self._pinned = True
+        pinned = accelerator.pin_in_place(self._room, self._device)
+        if pinned is False:
+            raise CheckpointError(_no_room(size))
+        self._pinned = pinned is True
 
 
 def _no_room(size: int) -> str:

@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from octavo import bench
+    from octavo import accelerator, bench
 
-    here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    here = list(dict.fromkeys((accelerator.here().type, "cpu")))
     name = args.device or here[0]
-    if re.fullmatch(r"(cuda|cpu)(:[0-9]+)?", name) is None or name.partition(":")[0] not in here:
+    if re.fullmatch(r"\w+(:[0-9]+)?", name) is None or name.partition(":")[0] not in here:
         raise bench.BenchError(f"--device {name} is not here; use {' or '.join(here)}.")
     device = torch.device(name)
     if args.shape is not None:

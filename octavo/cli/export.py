@@ -65,13 +65,15 @@ def device(name: str | None) -> str | None:
     """A device that torch knows and this machine has. Raises UsageError."""
     import torch
 
+    from octavo import accelerator
+
     if name is None:
         return None
     try:
         kind = torch.device(name).type
     except RuntimeError:
-        raise arguments.UsageError(f"--device {name} is no device; name cpu or cuda") from None
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise arguments.UsageError(f"--device {name} is no device; name cpu or {accelerator.CARD}") from None
+    if kind not in ("cpu", accelerator.here().type):
         raise arguments.UsageError(
             f"--device {name}: this machine has none that can be used; leave it out, or name cpu"
         )

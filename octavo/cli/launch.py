@@ -36,9 +36,9 @@ def how_many(asked: int | None) -> int:
         raise UsageError(
             "--nproc starts the processes of a run, and torchrun has started this one; leave one of them out"
         )
-    import torch
+    from octavo import accelerator
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = accelerator.count()
     if asked is None:
         return max(1, gpus)
     if gpus and asked > gpus:

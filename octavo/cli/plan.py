@@ -315,18 +315,16 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
 
 def _attention(cfg: Any, model: Any) -> Any:
     """The kernels of attention that a run on this machine would take; none where torch chooses at each call."""
-    import torch
-
+    from octavo import accelerator
     from octavo.train import attention
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), device)
+    return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), accelerator.here())
 
 
 def _need_a_gpu() -> None:
-    import torch
+    from octavo import accelerator
 
-    if not torch.cuda.is_available():
+    if not accelerator.is_gpu(accelerator.here()):
         raise arguments.UsageError(
             "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
             "on the machine that will train; without --measure, recipe auto goes by the table in docs/plan.md"
@@ -334,14 +332,13 @@ def _need_a_gpu() -> None:
 
 
 def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
-    import torch
-
+    from octavo import accelerator
     from octavo.train import planning
 
     tokens = count()
     own = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
-        found = planning.measured(cfg, model, family, torch.device("cuda"), own, progress, args.cache)
+        found = planning.measured(cfg, model, family, accelerator.here(), own, progress, args.cache)
     return tokens, found
 
 

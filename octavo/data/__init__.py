@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-
+from octavo import accelerator
 from octavo.config.texts import is_url
 from octavo.config.video import VideoSection
 from octavo.data import digits, text
@@ -84,7 +83,7 @@ def workers_of(cfg: Config) -> int:
     cores of this machine leave each of its ranks, and none on a CPU."""
     if cfg.data.workers is not None:
         return cfg.data.workers
-    if not torch.cuda.is_available():
+    if not accelerator.count():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))

@@ -17,12 +17,13 @@ MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "s
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
-    import torch
 
+    from octavo import accelerator
     from octavo.fp8 import kernels
 
     if devices is None:
-        devices = ("cpu", "cuda:0") if torch.cuda.is_available() else ("cpu",)
+        here = accelerator.here()
+        devices = ("cpu", f"{here.type}:0") if accelerator.beside_host(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 
@@ -91,9 +92,9 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     """calc_diff to high precision of y, dx and dw; raises where a GEMM did not run in FP8 on this backend."""
     import torch
 
-    from octavo import fp8
+    from octavo import accelerator, fp8
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = accelerator.low_precision(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(TOKENS, n, generator=generator).to(device, dtype) for n in (INPUTS, OUTPUTS))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).to(device, dtype)

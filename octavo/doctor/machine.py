@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import environment
+from octavo.doctor import accelerators
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 from octavo.reading import first_line
 
@@ -35,17 +36,21 @@ def devices(record: dict[str, Any]) -> list[Check]:
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
     size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
     checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
+    others = accelerators.would_run(record)
+    if accelerators.kind_of(record) is not None:
+        return checks + others
     for index, gpu in enumerate(record.get("gpus") or []):
         capability = tuple(int(part) for part in gpu["capability"].split("."))
+        name = f"{(record.get('accelerator') or {}).get('found', 'gpu')}:{index}"
         found = f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB"
         if capability >= (8, 9):
-            checks.append(Check("devices", f"cuda:{index}", OK, found))
+            checks.append(Check("devices", name, OK, found))
         else:
             means = "it has no FP8 units (sm 8.9 or later has): FP8 is computed, without being faster"
-            checks.append(Check("devices", f"cuda:{index}", WARN, found, means, "use Ada, Hopper or later for speed"))
+            checks.append(Check("devices", name, WARN, found, means, "use Ada, Hopper or later for speed"))
     if not record.get("gpus"):
         checks.append(_no_gpu(record))
-    return checks
+    return checks + others
 
 
 def _no_gpu(record: dict[str, Any]) -> Check:
@@ -56,7 +61,7 @@ def _no_gpu(record: dict[str, Any]) -> Check:
         found = f"driver {driver} is there, but torch {torch.get('version')} is built without CUDA"
         return Check("devices", "gpu", WARN, found, means, fix)
     if driver:
-        cause = record.get("unread", {}).get("gpus", "torch.cuda.is_available() is False")
+        cause = record.get("unread", {}).get("gpus", "its CUDA is not available")
         fix = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
         found = f"driver {driver} is there, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
         return Check("devices", "gpu", WARN, found, means, fix)
@@ -92,29 +97,35 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
 
 def process_groups() -> list[Check]:
     """Gloo tried with a group of one, and NCCL where there is a GPU: what torchrun needs."""
-    import torch
     import torch.distributed as dist
+
+    from octavo import accelerator
 
     means = "training on several processes (torchrun) does not work; one process does"
     if not dist.is_available():
         return [Check("distributed", "torch.distributed", WARN, "not built in", means, "install a stock torch build")]
     checks = [_group_of_one("gloo", means)]
-    if torch.cuda.is_available():
-        if dist.is_nccl_available():
-            checks.append(_group_of_one("nccl", means))
+    here = accelerator.here()
+    if accelerator.beside_host(here):
+        try:
+            backend = accelerator.wire(here)
+        except accelerator.DeviceError as error:
+            return [*checks, Check("distributed", here.type, WARN, str(error), means, "train on one process")]
+        if dist.is_backend_available(backend):
+            checks.append(_group_of_one(backend, means, f"{here.type}:0"))
         else:
-            fix = "install a stock CUDA build of torch"
-            checks.append(Check("distributed", "nccl", WARN, "not built in", means, fix))
+            fix = f"install a build of torch with {backend}"
+            checks.append(Check("distributed", backend, WARN, "not built in", means, fix))
     return checks
 
 
-def _group_of_one(backend: str, means: str) -> Check:
+def _group_of_one(backend: str, means: str, device: str = "cpu") -> Check:
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         return Check("distributed", backend, OK, f"in use ({dist.get_backend()})")
-    value = torch.ones(1, device="cuda:0" if backend == "nccl" else "cpu")
+    value = torch.ones(1, device=device)
     try:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:

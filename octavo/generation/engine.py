@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo import accelerator
 from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
@@ -121,7 +122,7 @@ class Engine:
             self.cache = held = None  # first, so that there are never two
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
-        if caller.device.type == "cuda" and (why := kernels.why_not_paged(caller.device)):
+        if accelerator.beside_host(caller.device) and (why := kernels.why_not_paged(caller.device)):
             self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 

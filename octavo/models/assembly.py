@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from octavo import fp8
+from octavo import accelerator, fp8
 from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
 from octavo.models.families import WITHOUT_HEAD, describe
@@ -108,7 +108,7 @@ def assemble(
     model = finish(prepared.model, folder, prepared.found)
     if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ModelError(_unmade(folder, left))
-    return model.to(device)  # type: ignore[arg-type]
+    return accelerator.move(model, device)
 
 
 def checked(

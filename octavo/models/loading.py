@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo import fp8
+from octavo import accelerator, fp8
 from octavo.models.assembly import asked_kinds, assemble, prepare, refuse_incomplete
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_weight_files, parts_of, stock
@@ -77,7 +77,7 @@ def load(
             build = partial(skeleton, config, dtype, attn_implementation, scores)
             prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
             return assemble(folder, prepared, on, say, progress)
-    return _load_stock(folder, config, dtype, attn_implementation, scores).to(device)
+    return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
 
 
 def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
@@ -159,11 +159,13 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
     """An fp32 model on the host as `load_split` gives it; it is given up parameter by parameter."""
     config = copy.deepcopy(model.config)
     lows: dict[str, torch.Tensor] = {}
+    device = torch.device(device)
+    at_once = accelerator.takes_place(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float32:
                 high, low = fp8.arithmetic.split_master(parameter.detach())
-                parameter.data = high.to(device)
+                parameter.data = high.to(device) if at_once else high
                 if low.any():
                     lows[name] = low.to(device)
         stock = dict(empty(config, torch.bfloat16).named_buffers())
@@ -172,7 +174,7 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
                 buffer.data = buffer.data.to(stock[name].dtype)
     for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
         part.dtype = torch.bfloat16
-    return model.to(device), lows
+    return accelerator.move(model, device), lows
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
+from octavo import accelerator
 from octavo.models import alibi
 from octavo.models.errors import ModelError
 
@@ -186,7 +187,7 @@ def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
     """Whether torch's flash attention for rows of several samples computes these."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] == v.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
-    return q.is_cuda and half and not dropout and fits
+    return accelerator.is_gpu(q.device) and half and not dropout and fits
 
 
 def attend_images(

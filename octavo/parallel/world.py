@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from octavo import accelerator
 from octavo.parallel import flight
 from octavo.parallel.errors import WorldError
 from octavo.parallel.layout import Layout
@@ -84,7 +85,7 @@ class World:
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
-        trace = flight.save(self.rank) if self.device.type == "cuda" else None
+        trace = flight.save(self.rank) if accelerator.traces_collectives(self.device) else None
         kept = "" if trace is None else f"Its last collectives are in {trace}; torchfrtrace reads those of all ranks. "
         return WorldError(
             f"rank {self.rank} of {self.size} waited in vain at {self.marks.place} (run.timeout: {self.timeout:g} s): "
@@ -185,7 +186,8 @@ def setup(
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
-    1, there is no process group. CUDA takes NCCL (gloo beside it, for what lives on the CPU), else gloo.
+    1, there is no process group. Beside gloo, for what lives on the CPU,
+    an accelerator takes what torch registers for it: CUDA NCCL.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
     where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `asked`: the axes, as
@@ -203,8 +205,8 @@ def setup(
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda" and traces is not None:
+    backend = _wire(device)
+    if accelerator.traces_collectives(device) and traces is not None:
         flight.record(traces)
     try:
         wait = timedelta(seconds=WAITS * timeout)
@@ -252,14 +254,23 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _device(local_rank: int, size: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    found = torch.cuda.device_count()
-    if local_rank >= found:
+    try:
+        found = accelerator.count()
+    except accelerator.DeviceError as error:
+        raise WorldError(str(error)) from error
+    if found and local_rank >= found:
         raise WorldError(
-            f"local rank {local_rank} needs a GPU of its own, but this machine shows {found}. Start at most {found} "
-            "processes here (torchrun --nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"local rank {local_rank} needs an accelerator of its own, but this machine shows {found}. Start at most "
+            f"{found} processes here (torchrun --nproc-per-node), or set {accelerator.VARIABLE}=cpu to run on the CPU"
         )
-    device = torch.device("cuda", local_rank if size > 1 else torch.cuda.current_device())
-    torch.cuda.set_device(device)
-    return device
+    return accelerator.take(local_rank if size > 1 else None)
+
+
+def _wire(device: torch.device) -> str:
+    """gloo for what lives on the CPU, and beside it what carries tensors of the device."""
+    if not accelerator.beside_host(device):
+        return "gloo"
+    try:
+        return f"cpu:gloo,{device.type}:{accelerator.wire(device)}"
+    except accelerator.DeviceError as error:
+        raise WorldError(str(error)) from error

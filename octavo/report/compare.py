@@ -220,11 +220,9 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
 
 def _forget_peaks() -> None:
     """Let each run have its own peak of GPU memory."""
-    import torch
+    from octavo import accelerator
 
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    accelerator.forget_peak(accelerator.here())
 
 
 def _say(console: Any, text: str) -> None:

@@ -85,10 +85,11 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
 
 
 def _jobs() -> int:
-    """How many runs train at a time: one a core of the CPU, since the demo gives each one thread; a GPU serves one."""
-    import torch
+    """How many runs train at a time: one a core of the CPU, since the demo gives each one thread; an accelerator serves
+    one."""
+    from octavo import accelerator
 
-    if torch.cuda.is_available():
+    if accelerator.count():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

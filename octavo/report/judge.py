@@ -79,7 +79,8 @@ def dtype_of(run: Run, record: RunRecord) -> str:
         return asked
     if run.cfg.lora is not None:  # its base is BF16 everywhere
         return "bf16"
-    return "bf16" if record.environment.get("gpus") else "fp32"
+    told = record.environment.get("accelerator") or {}
+    return told.get("high") or ("bf16" if record.environment.get("gpus") else "fp32")  # older records do not say
 
 
 def dy_format(row: Mapping[str, Any]) -> str:

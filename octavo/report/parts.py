@@ -32,7 +32,7 @@ KINDS = {
     "workspace": "workspace",
 }
 #: totals that a run records beside the kinds. The peak of the process is not shown: all runs share one process
-TOTALS = {"peak_cuda": "peak of the GPU"}
+TOTALS = {"peak_cuda": "peak of the GPU", "peak_device": "peak of the device"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from octavo import data, fp8, generation, reading
+from octavo import accelerator, data, fp8, generation, reading
 from octavo.config import Config
 from octavo.config.phases import RlSection
 from octavo.models.folder import at
@@ -147,5 +145,6 @@ def _ends(file: Path) -> str:
 def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section, whose paths are absolute."""
     given = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    kind = accelerator.here()
+    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.beside_host(kind) else kind.type
     return Rewards(given, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

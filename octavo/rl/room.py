@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo import generation
+from octavo import accelerator, generation
 from octavo.config.phases import RlSection
 from octavo.generation import Engine, Prompt, Sampling
 from octavo.train import TrainError
@@ -19,12 +19,10 @@ ANY = 1 << 62  # bytes: host memory is not looked at
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors could still take on a GPU, those that torch holds and nobody uses among them; None elsewhere,
-    where everything is in host memory."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
+    """Bytes that tensors could still take on a device, those that torch holds and nobody uses among them; None where
+    it does not tell, as the CPU, where everything is in host memory."""
+    free = accelerator.free_bytes(device)
+    return None if free is None else int(SHARE * free)
 
 
 def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl: RlSection, free: int | None) -> int:

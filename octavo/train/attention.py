@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import models
+from octavo import accelerator, models
 from octavo.config import Config
 from octavo.fp8 import measuring
 from octavo.parallel import World
@@ -100,7 +100,7 @@ def choose(
         raise TrainError(f"model.attention: {asked} was asked for, and cannot run on {device}: {why}. Use auto or sdpa")
     if asked != "auto":
         return Choice(asked, "asked for")
-    if device.type != "cuda":
+    if not accelerator.is_gpu(device):
         first = next(iter(calls))
         rejected |= {name: "a later choice" for name in calls if name != first}
         return Choice(first, f"the first that works on this {device.type}, where nothing is timed", rejected)
@@ -116,7 +116,7 @@ def choose(
 def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
     """A forward and backward of this part by this kernel alone, done once. Raises RuntimeError with the reason why it
     cannot be."""
-    gpu = device.type == "cuda"
+    gpu = accelerator.is_gpu(device)
     tokens = part.tokens if gpu else min(part.tokens, 64)  # nothing is timed elsewhere
 
     def random(heads: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import nn
 
-from octavo import checkpoint, data, environment, fp8, hub, models, parallel
+from octavo import accelerator, checkpoint, data, environment, fp8, hub, models, parallel
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.config.phases import BEYOND_SFT
@@ -222,7 +222,11 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
         "optimizer.offload": cfg.optimizer.offload,
     }
     without_effect = [key for key, on in asked.items() if on]
-    if without_effect and world.device.type != "cuda":
+    copies = [key for key in without_effect if key != "train.synchronize_per_layer"]
+    if copies and accelerator.beside_host(world.device) and (lack := accelerator.why_no_streams(world.device)):
+        off = " ".join(f"{key}=false" for key in copies)
+        raise TrainError(f"{' and '.join(copies)}: the device cannot copy beside its work: {lack}. Set {off}")
+    if without_effect and not accelerator.beside_host(world.device):
         raise TrainError(
             f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
             f"{world.device} everything is in host memory already, and "

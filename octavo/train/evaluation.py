@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo import accelerator
 from octavo.parallel import World
 from octavo.train import losses
 from octavo.train.errors import TrainError
@@ -68,8 +69,8 @@ def evaluate(
     shown: gets the first answers of this rank's first :data:`SHOWN` rows as tokens, for people to read.
     """
     world = world or World(device=next(model.parameters()).device)
-    wide = next(model.parameters()).dtype == torch.float32 and world.device.type == "cuda"
-    forward = forward or Forward(model, world, torch.bfloat16 if wide else None)
+    wide = next(model.parameters()).dtype == torch.float32
+    forward = forward or Forward(model, world, accelerator.low_precision(world.device) if wide else None)
     sums = torch.zeros(4, dtype=torch.float64)
     with _evaluating(model):
         for batch in evalset:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models
+from octavo import accelerator, fp8, models
 from octavo.config import Config
 from octavo.parallel import Context, Images, World
 from octavo.train import balance
@@ -28,10 +28,12 @@ def model_dtype(cfg: Config) -> torch.dtype:
 
 
 def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
-    """What a model of fp32 parameters computes in under autocast: what is asked for, and BF16 for `auto` on CUDA. None:
-    without autocast, as a model of BF16 parameters does, which computes in BF16."""
-    asked = cfg.train.precision if cfg.train.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
-    return LOW.get(asked) if model_dtype(cfg) == torch.float32 else None
+    """What a model of fp32 parameters computes in under autocast: what is asked for, and for `auto` what the device is
+    made for (`accelerator.low_precision`). None: without autocast, as a model of BF16 parameters does, which computes
+    in BF16."""
+    if model_dtype(cfg) != torch.float32:
+        return None
+    return accelerator.low_precision(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
 
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from octavo import checkpoint, fp8
+from octavo import accelerator, checkpoint, fp8
 from octavo.reading import finite
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
@@ -158,8 +158,7 @@ def measure(
         fp8.invalidate(stepper.model)
         checkpoint.rng.restore(generators, world.rank)
     if full:  # raised here, where the error and with it the frames that hold a half-done graph are gone
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(world.device)
         raise NoRoom(full)
     mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)
     low, high = world.all_reduce_max(mine).tolist()
@@ -171,11 +170,11 @@ def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float
     """Seconds of one step's forwards and backwards."""
     device = stepper.world.device
     fp8.invalidate(stepper.model)
-    _wait(device)
+    accelerator.synchronize(device)
     began = clock()
     with fp8.uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
         _run(stepper, batches)
-    _wait(device)
+    accelerator.synchronize(device)
     spent = clock() - began
     stepper.optimizer.zero_grad(set_to_none=True)
     return spent
@@ -185,8 +184,3 @@ def _run(stepper: Stepper, batches: Batches) -> None:
     tokens = max(sum(batch["meta"].tokens for batch in batches), 1)
     for batch in batches:
         stepper.backward(batch, 1.0, batch["meta"].tokens / tokens)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models
+from octavo import accelerator, fp8, models
 from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph, Graph, without_waits
 from octavo.parallel import World
@@ -203,7 +203,7 @@ def why_never(plan: fp8.Plan, world: World) -> str | None:
     recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
     held = any(plan.policy.param_of(row.component) for row in plan.rows if row.fp8)
     obstacles = {
-        f"it needs a GPU, and this runs on {world.device}": world.device.type != "cuda",
+        f"it needs a GPU, and this runs on {world.device}": not accelerator.has_graphs(world.device),
         f"FSDP2 moves weights between {world.size} ranks within a step; use one process": world.size > 1,
         "delayed scaling follows forwards on the host; use another recipe": "delayed" in recipes,
         "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,

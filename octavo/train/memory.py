@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models
+from octavo import accelerator, fp8, models
 from octavo.fp8.memory import Row, SavedBytes, count_saved
 from octavo.fp8.weights import plain
 
@@ -47,8 +47,9 @@ class Memory:
 
     def report(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """weights, master (what makes weights exact beside them), gradients, optimizer (moments), codes (FP8 codes of
-        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too. Phases that hold more add it:
-        reference (weights of a frozen copy), kv_cache (what the rollout's sequences took, until it was released)."""
+        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too, on another device that counts
+        it peak_device. Phases that hold more add it: reference (weights of a frozen copy), kv_cache (what the rollout's
+        sequences took, until it was released)."""
         weights = list(self.model.parameters())
         states = [(key, v) for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)]
         kinds = {
@@ -61,8 +62,9 @@ class Memory:
             "logits": self.logits,
             "peak_rss": peak_rss(),
         }
-        if torch.cuda.is_available():
-            kinds["peak_cuda"] = torch.cuda.max_memory_allocated()
+        device = accelerator.here()
+        if (peak := accelerator.peak(device)) is not None:
+            kinds["peak_cuda" if accelerator.is_gpu(device) else "peak_device"] = peak
         return kinds
 
 

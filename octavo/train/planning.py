@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo import fp8, models, parallel
+from octavo import accelerator, fp8, models, parallel
 from octavo.config import Config, Rule
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of
@@ -215,7 +215,7 @@ def plan_run(
     With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
     """
     planned = saved is not None or cfg.fp8.plan is not None
-    if planned or not policy_from(cfg).asks_auto or world.device.type != "cuda":
+    if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
         plan, family, notes = plan_for(cfg, world.size, saved)
         plans = scheduled(cfg, plan)
         return plans, family, (*notes, *spans_told(plans)), None

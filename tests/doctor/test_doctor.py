@@ -202,9 +202,39 @@ def test_devices():
     assert gpu.status == WARN and "sees no GPU: RuntimeError: no" in gpu.found and "--gpus all" in gpu.fix
     old = {"name": "A100", "capability": "8.0", "memory_bytes": 80 * GIB}
     new = {"name": "H200", "capability": "9.0", "memory_bytes": 141 * GIB}
-    _, first, second = machine.devices(record(gpus=[old, new]))
+    _, first, second = machine.devices(record(gpus=[old, new], accelerator={"type": "cuda", "found": "cuda"}))
     assert (first.name, first.status, second.status) == ("cuda:0", WARN, OK)
     assert "no FP8 units" in first.means
+
+
+def test_what_machines_of_other_kinds_would_run():
+    """A machine described is enough: devices, what each backend is missing, and that nobody tried."""
+
+    def told(**more):
+        checks = {check.name: check for check in machine.devices(record(**more))[1:]}
+        assert all("never tried by us" in c.means for c in checks.values() if c.status == WARN)
+        return checks
+
+    def of(kind, *lacks, **more):
+        return {"type": kind, "found": kind, "high": "bf16", "lacks": list(lacks), **more}
+
+    ascend = told(accelerator=of("npu", "FP8 dtypes", "graphs", devices=[{"name": "910B", "memory_bytes": 64 * GIB}]))
+    assert ascend["npu:0"].found == "Ascend NPU (npu): 910B, 64 GiB"
+    assert "cannot hold FP8 codes" in ascend["npu:0"].means and "OCTAVO_DEVICE=cpu" in ascend["npu:0"].fix
+    assert ascend["npu lacks"].found == "FP8 dtypes, graphs" and ascend["triton on npu"].status == ABSENT
+    card = {"name": "Instinct MI300X", "architecture": "gfx942", "memory_bytes": 192 * GIB}
+    amd = told(gpus=[card], accelerator=of("cuda", devices=[card]), torch={"rocm_build": "6.4"})  # torch says cuda
+    assert amd["rocm:0"].found == "AMD GPU (rocm): Instinct MI300X gfx942, 192 GiB"
+    assert "reference backend would run" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
+    intel = told(accelerator=of("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
+    assert {"xpu:0", "xpu:1"} <= set(intel) and "in BF16" in intel["xpu:1"].means
+    left = {"type": "cpu", "found": "mps", "left_out": "mps holds no float8_e4m3fn"}
+    assert "not used: mps holds no float8_e4m3fn" in told(accelerator=left)["mps"].found
+    assert "device of another kind (tpuish)" in told(accelerator=of("tpuish", devices=[{}]))["tpuish:0"].found
+    unseen = told(signs=["ascend", "amd"])
+    assert "torch_npu" in unseen["npu"].found and "CANN" in unseen["npu"].fix and "rocm" in unseen["rocm"].fix
+    plain = machine.devices(record(signs=[], accelerator={"type": "cpu", "found": "cpu"}))
+    assert [check.name for check in plain] == ["cpu", "gpu"]
 
 
 def test_storage(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from octavo import accelerator
 from octavo.parallel import Layout, World, WorldError, setup
 from tests import ranks
 
@@ -64,11 +65,11 @@ def test_an_environment_that_contradicts_itself_is_an_error(monkeypatch, env, wo
 
 
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(accelerator, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorldError, match="local rank 1 needs a GPU of its own, but this machine shows 1"):
+    with pytest.raises(WorldError, match="local rank 1 needs an accelerator of its own, but this machine shows 1"):
         setup()
 
 

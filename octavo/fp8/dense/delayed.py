@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense.gemms import Site
@@ -188,7 +189,7 @@ def _odd(x: Tensor) -> Tensor:
     rows, device = x.shape[0], x.device
     if x.is_meta or capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = accelerator.stream_number(device)
     held = _odd_numbers.get((device, stream))
     if held is None or held.shape[0] < rows:
         with torch.inference_mode(False):

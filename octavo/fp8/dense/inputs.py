@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from octavo import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
@@ -294,7 +295,7 @@ def torch_alone_writes(x: Tensor) -> bool:
 
 
 def _capturing(given: Tensor) -> bool:
-    return given.is_cuda and capturing(given.device)
+    return capturing(given.device)
 
 
 def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None) -> None:
@@ -308,7 +309,7 @@ def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None)
 def _stamp(x: Input) -> tuple[Any, ...]:
     given = x.given
     device = given.device
-    stream = torch.cuda.current_stream(device).cuda_stream if given.is_cuda else 0
+    stream = accelerator.stream_number(device)
     return (
         given._version,
         given.data_ptr(),

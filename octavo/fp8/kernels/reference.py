@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
@@ -45,7 +46,10 @@ class ReferenceBackend(Backend):
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """Everything is supported, but not a GEMM that the recipe keeps in high precision."""
+        """Everything is supported, but not a GEMM that the recipe keeps in high precision, and nothing with codes on a
+        device that cannot hold them."""
+        if op != "adamw" and (lacks := accelerator.no_fp8(device)):
+            return lacks
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):
             return None if op in _ALWAYS else f"it has no {op}"

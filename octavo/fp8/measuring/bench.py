@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo import accelerator
 from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
@@ -97,7 +98,7 @@ class _Bench:
     def __init__(self, case: Case, device: torch.device, experts: nn.Module | None) -> None:
         self.case, self.device = case, device
         dtype = {v: k for k, v in _PRECISION.items()}.get(case.weights, torch.float32)
-        self.low = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.low = accelerator.low_precision(device) or torch.float32
         if case.kind == "experts":
             if experts is None:
                 raise MeasureError(f"{case} needs the module of experts that it stands for.")
@@ -146,7 +147,7 @@ class _Bench:
         return run
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", dtype=self.low) if self.device.type == "cuda" else nullcontext()
+        return accelerator.autocast(self.device, accelerator.low_precision(self.device))
 
 
 def _over(stock: nn.Module, site: Site) -> Linear:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import device as Device  # "torch" is a field here
 
+from octavo import accelerator
 from octavo.fp8.kernels import registry
 
 CPU = "cpu"
@@ -32,16 +33,17 @@ class Machine:
         """The machine that ``device`` belongs to."""
         device = Device(device)
         versions = {name: registry.get(name).version() for name in registry.names()}
-        if device.type != "cuda":
+        if not accelerator.beside_host(device):
             return cls(CPU, torch=torch.__version__, backends=versions)
-        properties = torch.cuda.get_device_properties(device)
-        capability = f"{properties.major}.{properties.minor}"
-        return cls(properties.name, capability, _driver(), torch.__version__, torch.version.cuda, versions)
+        told = accelerator.properties(device)
+        where = (told["name"], told.get("capability"), _driver() if accelerator.is_gpu(device) else None)
+        return cls(*where, torch.__version__, accelerator.toolkit(), versions)
 
     @property
     def emulated(self) -> bool:
-        """True on a CPU, where FP8 is arithmetic in software: its times say nothing about a GPU."""
-        return self.gpu == CPU
+        """True on a CPU, and on every device without a compute capability, where FP8 is arithmetic in software: its
+        times say nothing about a GPU that has it in hardware."""
+        return self.gpu == CPU or self.capability is None
 
     @property
     def sm(self) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo import atomic, reading
+from octavo import accelerator, atomic, reading
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
@@ -127,8 +127,7 @@ def measure(
             continue
         experts = stock[case] if case.kind == "experts" else None
         found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.empty_cache(where)
         if cache is not None:
             cache.put(machine, case, found.cases[case])
     progress(len(todo), len(todo), "")

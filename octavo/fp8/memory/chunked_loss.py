@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo import accelerator
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
 from octavo.fp8.invariance import active
@@ -38,7 +39,7 @@ from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp
 from octavo.fp8.weights.shards import is_whole
 
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
-_ELEMENTS = {"cuda": 2**25, "cpu": 2**21}
+_ELEMENTS, _ELEMENTS_HERE = 2**25, 2**21
 _LEAST = 256  # rows of the weight in a block, however many tokens there are
 _FIXED = 4096  # the same where rows stand for themselves, and the order of sums must not follow from their number
 
@@ -260,7 +261,7 @@ def _statistics(
     if active():
         width = _FIXED
     elif chunk is None:
-        width = max(_LEAST, _ELEMENTS.get(tokens.hidden.device.type, _ELEMENTS["cuda"]) // rows)
+        width = max(_LEAST, (_ELEMENTS_HERE if tokens.hidden.is_cpu else _ELEMENTS) // rows)
     else:
         width = max(1, chunk * size // rows)
     width = width if site is None else width_in_fp8(site, width, size, exactly=active())
@@ -326,7 +327,12 @@ class _Statistics(torch.autograd.Function):
                 del x  # its memory is dx's, or free
                 if db is not None:
                     db[block] = dx.sum(0)
-                head.gradients(dx.to(low) if dx.is_cuda else dx, block, dh, None if dw is None else dw[block])
+                head.gradients(
+                    dx.to(low) if accelerator.multiplies_wide(dx.device) else dx,
+                    block,
+                    dh,
+                    None if dw is None else dw[block],
+                )
         return None if dh is None else dh.to(ctx.dtype), dw, db, None, None, None
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
 from octavo.fp8.dense.gemms import DENSE, Site
@@ -195,7 +196,9 @@ def wide_of(low: torch.dtype) -> torch.dtype:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 of float64)."""
     wide = wide_of(b.dtype)
-    return a @ b.to(wide) if a.dtype == wide else torch.mm(a, b, out_dtype=wide)
+    if a.dtype != wide and accelerator.multiplies_wide(a.device):
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
 
 
 def _into(out: Tensor, a: Tensor, b: Tensor) -> None:

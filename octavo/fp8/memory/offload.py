@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from octavo import accelerator
+
 LEAST = 1 << 18  # bytes: below, a copy takes less time than its launch
 Blocks = Iterable[tuple[str, nn.Module]]
 
@@ -46,30 +48,30 @@ class Copies(Protocol):
         """Let what the device computes from now on see the copy."""
 
 
-class CudaCopies:
-    """Copies on a stream of their own, from and to pinned memory."""
+class StreamCopies:
+    """Copies on a stream of their own, from and to memory that is pinned where the device has that."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.stream = device, accelerator.stream(device)
 
-    def out(self, here: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        there = torch.empty(here.shape, dtype=here.dtype, device="cpu", pin_memory=True)
+    def out(self, here: Tensor) -> tuple[Tensor, torch.Event]:
+        there = accelerator.pinned(here.shape, here.dtype, self.device)
         return there, self._copy(there, here)
 
-    def back(self, there: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def back(self, there: Tensor) -> tuple[Tensor, torch.Event]:
         here = torch.empty(there.shape, dtype=there.dtype, device=self.device)
         ready = self._copy(here, there)
         here.record_stream(self.stream)  # it may be dropped unused, while it is still being written
         return here, ready
 
-    def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+    def _copy(self, to: Tensor, source: Tensor) -> torch.Event:
+        self.stream.wait_stream(accelerator.current_stream(self.device))
+        with self.stream:
             to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, ready: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(ready)
+    def wait(self, ready: torch.Event) -> None:
+        accelerator.current_stream(self.device).wait_event(ready)
 
 
 class Hooks:
@@ -89,13 +91,16 @@ def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None)
     Args:
         blocks: (name, block) in the order in which the model calls them.
         least: tensors of fewer bytes stay.
-        copies: how bytes are moved; None: by CUDA, on the device of the blocks' parameters.
+        copies: how bytes are moved; None: on a stream of the device of the blocks' parameters.
 
-    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``copies`` were given).
+    Raises ValueError where there are no blocks, or their parameters are on no device of its own memory and streams (and
+    no ``copies`` were given).
     """
     blocks = _known(blocks, "offload_activations")
     if copies is None:
-        copies = CudaCopies(_gpu(blocks, "offload_activations", "host memory is what activations are in already"))
+        copies = StreamCopies(
+            _device(blocks, "offload_activations", "host memory is what activations are in already", True)
+        )
     manager = _Manager(copies, least, next(iter(_devices(blocks))))
     handles: list[Any] = []
     for number, (_, block) in enumerate(blocks):
@@ -110,16 +115,16 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
 
     Args:
         blocks: (name, block).
-        wait: how; None: ``torch.cuda.synchronize``.
+        wait: how; None: ``accelerator.synchronize``.
 
-    Raises ValueError where there are no blocks, or their parameters are not on a GPU (and no ``wait`` was given).
+    Raises ValueError where there are no blocks, or their parameters are on the CPU (and no ``wait`` was given).
     """
     blocks = _known(blocks, "synchronize_per_layer")
     if wait is None:
-        device = _gpu(blocks, "synchronize_per_layer", "its computing is never ahead of the program")
+        device = _device(blocks, "synchronize_per_layer", "its computing is never ahead of the program")
 
         def wait() -> None:
-            torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
 
     def begins(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -147,15 +152,18 @@ def _devices(blocks: list[tuple[str, nn.Module]]) -> set[torch.device]:
     return {p.device for _, block in blocks for p in block.parameters()}
 
 
-def _gpu(blocks: list[tuple[str, nn.Module]], asked: str, why_not: str) -> torch.device:
+def _device(blocks: list[tuple[str, nn.Module]], asked: str, why_not: str, copies: bool = False) -> torch.device:
     devices = _devices(blocks)
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    device = next(iter(devices), torch.device("cpu"))
+    if copies and accelerator.beside_host(device) and (lack := accelerator.why_no_streams(device)):
+        raise ValueError(f"{asked}: true was asked, and {lack}. Set {asked}: false")
+    if len(devices) != 1 or not accelerator.beside_host(device):
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ValueError(
             f"{asked}: true was asked, and it needs a GPU with a memory of its own; found the blocks on {found}, where "
             f"{why_not}. Set {asked}: false, or run on a GPU"
         )
-    return next(iter(devices))
+    return device
 
 
 # --- one block's forward and backward ---------------------------------------------------------------------------------

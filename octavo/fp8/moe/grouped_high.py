@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import accelerator
 from octavo.fp8.kernels.groups import TILE, Groups, real_rows, spans
 
 _WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both operands begin at multiples of that
@@ -83,9 +84,8 @@ def _native_rows(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
 def _native(a: Tensor, b: Tensor) -> bool:
     """Whether torch's grouped product takes these operands without a detour over the host."""
     return (
-        a.is_cuda
-        and a.dtype is torch.bfloat16
+        a.dtype is torch.bfloat16
         and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(a.device) >= (8, 0)
+        and (accelerator.capability(a.device) or (0, 0)) >= (8, 0)
         and all(size % _WIDTH == 0 for t in (a, b) for size in t.shape[-2:])
     )

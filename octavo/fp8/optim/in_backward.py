@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo import accelerator
 from octavo.fp8.dense import delayed
 from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW
@@ -219,19 +220,19 @@ class UpdateInBackward:
 
 
 class _Watch:
-    """Whether a norm that was not finite has been seen, without waiting: on a GPU each is copied to the host behind the
-    work before it and looked at when it has arrived, a few parameters later."""
+    """Whether a norm that was not finite has been seen, without waiting: where there are events each is copied to the
+    host behind the work before it and looked at when it has arrived, a few parameters later."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Tensor, Any]] = deque()
         self._bad = False
 
     def add(self, norm: Tensor) -> None:
-        if norm.is_cuda:
-            here = torch.empty((), dtype=norm.dtype, pin_memory=True)
+        if accelerator.why_no_streams(norm.device) is None:
+            here = accelerator.pinned((), norm.dtype, norm.device)
             here.copy_(norm, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
+            event = accelerator.event(norm.device)
+            event.record(accelerator.current_stream(norm.device))
             self._under_way.append((here, event))
         else:
             self._bad |= not bool(norm.isfinite())

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from octavo import accelerator
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
 from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW
@@ -65,40 +66,40 @@ class Transfers(Protocol):
         """Wait until all of it has happened."""
 
 
-class CudaTransfers:
-    """Pinned memory, one stream inward and one outward."""
+class StreamTransfers:
+    """Memory that is pinned where the device has that, one stream inward and one outward."""
 
     def __init__(self, device: torch.device) -> None:
         self._on = device
-        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._arrived = [torch.cuda.Event() for _ in range(_BUFFERS)]
-        self._left = [torch.cuda.Event() for _ in range(_BUFFERS)]
+        self._inward, self._outward = accelerator.stream(device), accelerator.stream(device)
+        self._arrived = [accelerator.event(device) for _ in range(_BUFFERS)]
+        self._left = [accelerator.event(device) for _ in range(_BUFFERS)]
 
     def host(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return accelerator.pinned((size,), torch.uint8, self._on)
 
     def device(self, size: int) -> Tensor:
         made = torch.empty(size, dtype=torch.uint8, device=self._on)
-        self._inward.wait_stream(torch.cuda.current_stream(self._on))  # which may still use what was freed there
+        self._inward.wait_stream(accelerator.current_stream(self._on))  # which may still use what was freed there
         return made
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         for other in behind:
             self._inward.wait_event(self._left[other])
-        with torch.cuda.stream(self._inward):
+        with self._inward:
             for there, here in pairs:
                 there.copy_(here, non_blocking=True)
-            self._arrived[slot].record()
+            self._arrived[slot].record(self._inward)
 
     def arrive(self, slot: int) -> None:
-        torch.cuda.current_stream(self._on).wait_event(self._arrived[slot])
+        accelerator.current_stream(self._on).wait_event(self._arrived[slot])
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
-        self._outward.wait_stream(torch.cuda.current_stream(self._on))
-        with torch.cuda.stream(self._outward):
+        self._outward.wait_stream(accelerator.current_stream(self._on))
+        with self._outward:
             for there, here in pairs:
                 here.copy_(there, non_blocking=True)
-            self._left[slot].record()
+            self._left[slot].record(self._outward)
 
     def settle(self) -> None:
         self._outward.synchronize()
@@ -132,21 +133,22 @@ class Offload:
     Args:
         device: where weights and gradients are.
         batch: bytes of states that are fetched together.
-        transfers: another way to move bytes; by default pinned memory and streams of a CUDA device.
+        transfers: another way to move bytes; by default pinned memory and streams of the device.
 
-    Raises ValueError where ``device`` is no CUDA device (and no ``transfers`` were given): there is nothing to offload
-    from.
+    Raises ValueError where ``device`` has no memory or no streams of its own (and no ``transfers`` were given).
     """
 
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:
         device = torch.device(device)
         if transfers is None:
-            if device.type != "cuda":
+            if accelerator.beside_host(device) and (lack := accelerator.why_no_streams(device)):
+                raise ValueError(f"Optimizer states were to be offloaded, and {lack}. Leave out optimizer.offload.")
+            if not accelerator.beside_host(device):
                 raise ValueError(
                     f"Optimizer states were to be offloaded from {device}, but on a run without a GPU they are in host "
                     "memory already. Leave out optimizer.offload."
                 )
-            transfers = CudaTransfers(device)
+            transfers = StreamTransfers(device)
         if batch < 16 * GROUP:
             raise ValueError(f"A batch of {batch} bytes holds no group of {GROUP} elements; use {16 * GROUP} or more.")
         self.device, self.batch = device, batch

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError, Selection
@@ -110,7 +111,7 @@ class _Chooser:
 
     def __init__(self, policy: Policy, device: torch.device, found: Measurements | None, micro_steps: int) -> None:
         self.policy, self.device, self.found, self.micro_steps = policy, device, found, micro_steps
-        self.sm = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        self.sm = accelerator.capability(device)
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo import accelerator
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
@@ -50,9 +51,10 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the GEMMs will run: where the weights are; for a meta model the GPU if there is one."""
+    """Where the GEMMs will run: where the weights are; for a meta model where this process
+    computes."""
     first = next((p.device for p in model.parameters() if not p.is_meta), None)
-    return first or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return first or accelerator.here()
 
 
 def asks_for_head(policy: Policy, row: Row) -> bool:

@@ -231,7 +231,7 @@ class WeightCache:
 
 
 def _capturing(weight: Tensor) -> bool:
-    return weight.is_cuda and capturing(weight.device)
+    return capturing(weight.device)
 
 
 def _forget(address: int, codes: WeightCache | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo import data, fp8
+from octavo import accelerator, data, fp8
 from octavo.data.conversations import PLACEHOLDER
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as opened
@@ -48,7 +48,7 @@ class RewardModel:
                 f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
                 "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
             )
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        dtype = accelerator.low_precision(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
         policy = fitting(self.model, family)

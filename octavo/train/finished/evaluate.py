@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import data, fp8, models, parallel
+from octavo import accelerator, data, fp8, models, parallel
 from octavo.config import Config
 from octavo.train.base import processor_of
 from octavo.train.build import data_settings
@@ -158,7 +158,7 @@ def _step(found: Target, step: int | None, say: Say) -> int | None:
     """Of a run the step whose checkpoint is opened, which is part of the answer."""
     if found.kind != "run":
         return step
-    here = parallel.World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    here = parallel.World(device=accelerator.here())
     return int(checkpoint_of(found.path, step, here, say).name.removeprefix("step_"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from octavo import models
+from octavo import accelerator, models
 from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
 from octavo.checkpoint.export.values import Value, values_of
 from octavo.train.errors import TrainError
@@ -51,7 +51,7 @@ def export_model(
     if step is not None and found.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, and {path} is no run directory")
     check_target(Path(directory), (found.path, found.base))  # before anything is loaded
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(device or accelerator.here())
     values: Iterator[tuple[str, Value]]
     if found.kind == "run":
         opened = found.open(step=step, device=device, say=say)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from octavo import checkpoint, fp8, models, parallel, reading
+from octavo import accelerator, checkpoint, fp8, models, parallel, reading
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.model import FITTING
@@ -118,12 +118,12 @@ class Target:
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(device or accelerator.here())
         if self.cfg is not None:
             return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, say)
         if step is not None:
             raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = dtype or accelerator.low_precision(device) or torch.float32
         model = self._load(dtype, device, load_in_fp8 or None, say)
         known = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
         notes = [*known, *_convert(model, recipe, backend)]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import fp8, models
+from octavo import accelerator, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import COMPONENTS, Config
 from octavo.config.rules import check
@@ -48,8 +48,9 @@ KINDS = (
     "activations", "logits", "workspace",
 )  # fmt: skip
 
-# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss), by device.
-CHUNK = {"cuda": 2**25, "cpu": 2**23}
+# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss).
+CHUNK = 2**25
+CHUNK_OF_CPU = 2**23
 # What an optimizer in host memory needs on the device: three buffers of a batch of states (octavo.fp8.optim.offload).
 STREAM = 3 * (64 << 20)
 
@@ -107,14 +108,14 @@ class Footprints:
         model: stock, on the meta device, frozen, with the frozen FP8 weights that the run will load.
         plan: that of ``cfg``.
         tokens: of one micro-batch of ``cfg``.
-        device: the type of device that will train, "cuda" or "cpu".
+        device: the type of device that will train.
         copy: whether a frozen copy of the model stands beside it, as a reference.
         usable: bytes of the card that rollouts are to fit into; None: whatever they take.
     """
 
     def __init__(
         self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens,
-        device: str = "cuda", copy: bool = False, usable: int | None = None,
+        device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
@@ -273,7 +274,8 @@ class Footprints:
         low = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
         positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
         if self.chunks(cfg):
-            chunk = min(CHUNK.get(self.device, 2**23), positions * about.vocabulary)
+            most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
+            chunk = min(most, positions * about.vocabulary)
             codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
         else:

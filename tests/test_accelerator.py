@@ -1,0 +1,80 @@
+"""What is asked of a device: answers of the CPU, and which accelerator a process takes or leaves.
+
+That of a device of another vendor is in tests/device.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import accelerator
+from octavo.parallel import WorldError, world
+
+CPU, OTHER = torch.device("cpu"), torch.device("privateuseone")
+
+
+def test_a_cpu_lacks_plainly():
+    """Nothing is 0 that was not counted."""
+    assert accelerator.low_precision(CPU) is None and accelerator.rng_state(CPU) is None
+    figures = (accelerator.peak, accelerator.allocated, accelerator.requested, accelerator.free_bytes)
+    assert [figure(CPU) for figure in figures] == [None] * 4
+    assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_number(CPU) == 0
+    assert not accelerator.pinned((3,), torch.uint8, CPU).is_pinned()
+    assert accelerator.pin_in_place(torch.empty(3), CPU) is None
+    for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.forget_peak):
+        does_nothing(CPU)
+    has = {name for name, found in accelerator.abilities(CPU).items() if found}
+    assert has == {"FP8 dtypes", "float64", "collectives"}
+
+
+@pytest.mark.parametrize(
+    ("found", "variable", "taken"),
+    [
+        (None, None, "cpu"), ("cuda", None, "cuda"), ("cuda", "cpu", "cpu"), ("cuda", "cuda", "cuda"),
+        ("mps", None, "cpu"), ("mps", "mps", "mps"),
+    ],
+)  # fmt: skip
+def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
+    """torch's accelerator where it holds FP8; the variable names another. There is no MPS here: it holds nothing."""
+    monkeypatch.setattr(accelerator, "found", lambda: None if found is None else torch.device(found))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    if variable is not None:
+        monkeypatch.setenv(accelerator.VARIABLE, variable)
+    assert accelerator.here() == torch.device(taken) and accelerator.count() == (0 if taken == "cpu" else 2)
+
+
+def test_what_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setenv(accelerator.VARIABLE, "npu")
+    with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, and torch sees no accelerator here"):
+        accelerator.here()
+    with pytest.raises(WorldError, match="OCTAVO_DEVICE=npu"):
+        world.setup()
+    assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.left_out(
+        torch.device("mps")
+    )
+
+
+def test_what_carries_collectives_is_torchs_answer():
+    assert (world._wire(CPU), world._wire(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
+    assert world._wire(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+    with pytest.raises(WorldError, match="nothing carries collectives between devices of type privateuseone"):
+        world._wire(OTHER)
+
+
+def test_an_amd_gpu_has_no_compute_capability(monkeypatch):
+    """Its numbers would read as Hopper's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert accelerator.capability(torch.device("cuda")) == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert accelerator.capability(torch.device("cuda")) is None is accelerator.capability(CPU)
+
+
+def test_tied_weights_stay_tied_where_tensors_cannot_take_places(monkeypatch):
+    """`to` would make a parameter for each module."""
+    monkeypatch.setattr(accelerator, "takes_place", lambda device: False)
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    second.weight = weight = first.weight
+    moved = accelerator.move(torch.nn.Sequential(first, second), torch.device("meta"))
+    assert moved[0].weight is moved[1].weight is weight and weight.is_meta
+    assert not torch.__future__.get_swap_module_params_on_conversion()
