@@ -127,7 +127,9 @@ def importing() -> Iterator[None]:
 def add_key(parser: argparse.ArgumentParser) -> None:
     """``--key-file``: the key of what is encrypted."""
     parser.add_argument(
-        "--key-file", metavar="FILE", help=f"the key of encrypted files (else {vault.FILE} or {vault.VALUE})"
+        "--key-file",
+        metavar="FILE",
+        help=f"key of what is encrypted or sealed (else {vault.FILE} or {vault.VALUE})",
     )
 
 

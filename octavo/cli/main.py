@@ -23,7 +23,7 @@ DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 VERDICTS = ("compare", "demo", "verify")
 
 #: commands that read nothing which may be encrypted
-KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert")
+KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import")
 
 #: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {

@@ -33,7 +33,6 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     """The arguments of seal and unseal."""
     parser.add_argument("source", metavar="SRC", help="what is read; of key the file to write, of text the text")
     parser.add_argument("target", metavar="DST", nargs="?", help="a folder that does not exist yet; none of key, text")
-    parser.add_argument("--key-file", metavar="FILE", help="the key: a file that nobody but its owner may read")
     arguments.add_json(parser)
 
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import sealing
 
-    key = sealing.read_key(args.key_file)
+    key = sealing.find_key()
     if args.what == "text":
         words = sealing.seal_text(args.source, args.model, key)
         return _say(args, {"text": words}, words)
@@ -78,9 +77,8 @@ def check(args: argparse.Namespace, alone: bool, needs_model: bool, key: bool) -
         raise arguments.UsageError(f"{args.what} takes {'no DST' if alone else 'SRC and DST'}")
     if needs_model != (args.model is not None):
         raise arguments.UsageError(f"{args.what} {'needs' if needs_model else 'takes no'} --model FOLDER")
-    if key != (args.key_file is not None):
-        how = "needs --key-file FILE (`octavo seal key FILE` makes one)" if key else "takes its file's name alone"
-        raise arguments.UsageError(f"{args.what} {how}")
+    if not key and args.key_file is not None:
+        raise arguments.UsageError(f"{args.what} takes the name of a new file as SRC, and no --key-file")
 
 
 def _say(args: argparse.Namespace, document: dict[str, Any], words: str) -> int:

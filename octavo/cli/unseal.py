@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import sealing
 
-    key = sealing.read_key(args.key_file)
+    key = sealing.find_key()
     if args.what == "text":
         found = sealing.unseal_text(args.source, args.model, key)
         document, words = {"text": found}, found

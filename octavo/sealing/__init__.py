@@ -6,7 +6,7 @@ What that hides and what it does not is in docs/confidential.md.
 from octavo.sealing.adapter import seal_adapter, unseal_adapter
 from octavo.sealing.errors import SealError
 from octavo.sealing.folder import Written, seal_model, unseal_model
-from octavo.sealing.key import Key, read_key
+from octavo.sealing.key import Key, find_key, read_key
 from octavo.sealing.rows import Rows, seal_data
 from octavo.sealing.text import seal_text, unseal_text
 
@@ -15,6 +15,7 @@ __all__ = [
     "Rows",
     "SealError",
     "Written",
+    "find_key",
     "read_key",
     "seal_adapter",
     "seal_data",

@@ -58,3 +58,8 @@ class Key:
 def read_key(file: str | Path) -> Key:
     """The key in a file. Raises NoKey for one that is missing, that everybody may read, or that holds no key."""
     return Key(vault.secret_in(file))
+
+
+def find_key() -> Key:
+    """The key of this process, given as that of encrypted files is. Raises NoKey where there is none."""
+    return Key(vault.given())

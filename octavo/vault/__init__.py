@@ -2,7 +2,7 @@
 lies in memory meanwhile, never on a disk in plain."""
 
 from octavo.vault.errors import Damaged, NoKey, VaultError, WrongKey
-from octavo.vault.key import FILE, VALUE, Key, find, from_file, new_secret, secret_in, without_key, write_new
+from octavo.vault.key import FILE, VALUE, Key, find, from_file, given, new_secret, secret_in, without_key, write_new
 from octavo.vault.lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
 from octavo.vault.memory import anonymous, plain_path
 from octavo.vault.reader import Reader, begins, decrypted, is_encrypted, opened
@@ -28,6 +28,7 @@ __all__ = [
     "encrypted_line",
     "find",
     "from_file",
+    "given",
     "is_encrypted",
     "is_list",
     "new_secret",

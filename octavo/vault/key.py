@@ -52,19 +52,32 @@ class Key:
 
 
 def find() -> Key:
-    """The key of this process, which leaves no core file from now on. Raises NoKey where none is given, or two are, and
-    for what is no key."""
+    """The key of this process, which leaves no core file from now on. Raises NoKey as :func:`given` does."""
+    file, value = _source()
+    source = file or hashlib.sha256((value or "").encode()).hexdigest()
+    if source not in _found:
+        secret = given()
+        _found.clear()
+        _found[source] = Key(secret)
+    return _found[source]
+
+
+def given() -> bytes:
+    """The 32 bytes that this process was given as its key; it leaves no core file from now on. Raises NoKey where none
+    is given, or two are, and for what is no key."""
+    file, value = _source()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    return secret_in(file) if file else _decoded((value or "").encode(), VALUE)
+
+
+def _source() -> tuple[str | None, str | None]:
+    """The file of the key, or the key as text: one of both."""
     file, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and not value:
         raise NoKey(f"there is no key. {_GIVE}")
     if file and value:
         raise NoKey(f"{FILE} and {VALUE} are both set, and one key is used. Unset one of them")
-    source = file or hashlib.sha256((value or "").encode()).hexdigest()
-    if source not in _found:
-        _found.clear()
-        _found[source] = from_file(file) if file else Key(_decoded((value or "").encode(), VALUE))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    return _found[source]
+    return file, value
 
 
 _found: dict[str, Key] = {}  # the one of this process, by where it came from

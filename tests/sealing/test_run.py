@@ -6,13 +6,15 @@ import base64
 import contextlib
 import io
 import json
+import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from octavo import adapters, data, sealing, train
+from octavo import adapters, data, sealing, train, vault
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data import digits
@@ -25,7 +27,7 @@ STEPS = 10
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """`text/` and `see/` with models, rows and their sealed twins, made by the command line."""
     folder = tmp_path_factory.mktemp("sealed")
     (folder / "seal.key").write_bytes(SECRET)
@@ -44,7 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = ["seal", "data", str(folder / source), str(folder / f"{model}-rows"), "train.seq_length=192"]
         made += ["data.train_on_prompt=true"] if model == "see" else []
         assert main([*made, "--model", str(folder / model), *key]) == 0
-    return folder
+    yield folder
+    os.environ.pop(vault.FILE, None)  # the command line hands it on
 
 
 def configured(place: Path, model: str, sealed: bool, dir: Path, *more: str):
@@ -181,10 +184,11 @@ def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
         configured(place, "text", True, tmp_path, setting)
 
 
-def test_the_command_line_says_what_it_needs(place, tmp_path, capsys):
+def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(vault.FILE, raising=False)
+    assert main(["seal", "model", "a", "b"]) == 1 and "there is no key" in capsys.readouterr().err
     key = ["--key-file", str(place / "seal.key")]
     for line, words in (
-        (["seal", "model", "a", "b"], "--key-file FILE"),
         (["seal", "data", "a", "b", *key], "--model FOLDER"),
         (["seal", "model", "a", *key], "SRC and DST"),
         (["seal", "model", "a", "b", "train.steps=1", *key], "belongs to seal data"),
