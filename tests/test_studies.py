@@ -110,7 +110,7 @@ def test_planted_outliers_change_no_function(kind: str, monkeypatch: pytest.Monk
     assert seen[1] > 100 * seen[0]
 
 
-def _forks(jobs: int, context: Any, begin: Callable[..., None], given: tuple[Any, ...], **_: int) -> ProcessPoolExecutor:
+def _forks(jobs: int, _: Any, begin: Callable[..., None], given: tuple[Any, ...], **more: int) -> ProcessPoolExecutor:
     """A study's pool, whose processes have imported what this one has."""
     return ProcessPoolExecutor(jobs, get_context("fork"), begin, given)
 
