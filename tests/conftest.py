@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from octavo import vault
+
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
@@ -67,6 +69,14 @@ def pytest_unconfigure() -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is made of data files stays out of the user's folder, in child processes too."""
     os.environ["OCTAVO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _no_key_stays() -> Iterator[None]:
+    """The command line hands a key on by the environment, which is that of the tests behind it too."""
+    yield
+    for name in (vault.FILE, vault.VALUE):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,8 +7,10 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +127,11 @@ def test_the_study_of_mpt_judges_forks_and_whole_trainings(tmp_path: Path) -> No
     assert all(row["units"] == 4 and row["estimate"] == pytest.approx(0.001) for row in rows)
 
 
+def _forks(jobs: int, _: Any, begin: Callable[..., None], given: tuple[Any, ...], **more: int) -> ProcessPoolExecutor:
+    """A study's pool, whose processes have imported what this one has."""
+    return ProcessPoolExecutor(jobs, get_context("fork"), begin, given)
+
+
 @pytest.mark.long
 def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units, pretraining, texts = _module("units"), _module("pretraining"), _module("texts")
@@ -143,9 +150,15 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     monkeypatch.setattr(moe, "STEPS", 4)
     monkeypatch.setattr(moe, "DEPTH", 2)
     monkeypatch.setattr(moe, "SEEDS", 1)
+    for file in (tmp_path / "text/train.jsonl", tmp_path / "held_out.jsonl"):  # 20 steps read a few rows
+        file.write_text("".join(file.read_text("utf-8").splitlines(keepends=True)[:40]), "utf-8")
+    shutil.copytree(tmp_path / "text", tmp_path / "moe" / "text")  # what is there is not gathered again
     routed = moe.units(tmp_path / "moe")[:2]
-    wild = units.Unit("wild", units.bare(planned[0].cfg, tmp_path, "wild", 0, "train.lr=1000", "train.warmup=0"))
-    found = units.train_all(tmp_path, [*planned, wild], 2, 1.0, told.append)
+    short = ("train.lr=1000", "train.steps=4", "run.milestones=[]")
+    wild = units.Unit("wild", units.bare(planned[0].cfg, tmp_path, "wild", 0, *short))
+    with monkeypatch.context() as quicker:
+        quicker.setattr(units, "ProcessPoolExecutor", _forks)
+        found = units.train_all(tmp_path, [*planned, wild], 2, 1.0, told.append)
     assert found.keys() == {unit.name for unit in planned} | {"wild"} and len(told) == len(found)
     judged = pretraining.judge(tmp_path, found)
     assert all(one["units"] >= 2 and "estimate" in one for one in judged["rows"])
@@ -162,7 +175,7 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     other = replace(planned[0], cfg=units.bare(planned[0].cfg, tmp_path, "high-seed-0", 0, "train.lr=1e-2"))
     with pytest.raises(SystemExit, match="trained with other train"):
         units.train_all(tmp_path, [other], 1, 1.0, told.append)
-    # Routers: of two forwards in one precision none flips; in FP8 some do.
+    # Routers: of two forwards in one precision none flips; in FP8 some do. In a process as studies start them.
     seen = units.train_all(tmp_path / "moe", routed, 1, 1.0, told.append)
     flips = [seen[unit.name].more["flips"] for unit in routed]
     assert all(0 <= share < 0.5 for share in flips) and flips[1] > 0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from octavo.config import Config
-from tests.train.conftest import make, place, uncounted
+from tests.train.conftest import bare_forward, make, place, uncounted
 
-__all__ = ["make", "place", "uncounted"]
+__all__ = ["bare_forward", "make", "place", "uncounted"]
 ROLE = {"human": "user", "gpt": "assistant"}
 DIGIT = "[0-9a-e]"  # often enough in what a model says that has learnt nothing
 

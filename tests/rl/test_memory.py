@@ -106,6 +106,7 @@ def test_a_step_of_preferences_counts_what_was_predicted(preferring: Make, monke
     agree(memory_of(cfg), predicted(cfg, seen))
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Make, monkeypatch) -> None:
     """The same completions at whatever number; where not even one fits, it says what would."""
     said = []

@@ -6,9 +6,7 @@ import base64
 import contextlib
 import io
 import json
-import os
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ STEPS = 10
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`text/` and `see/` with models, rows and their sealed twins, made by the command line."""
     folder = tmp_path_factory.mktemp("sealed")
     (folder / "seal.key").write_bytes(SECRET)
@@ -46,8 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         made = ["seal", "data", str(folder / source), str(folder / f"{model}-rows"), "train.seq_length=192"]
         made += ["data.train_on_prompt=true"] if model == "see" else []
         assert main([*made, "--model", str(folder / model), *key]) == 0
-    yield folder
-    os.environ.pop(vault.FILE, None)  # the command line hands it on
+    return folder
 
 
 def configured(place: Path, model: str, sealed: bool, dir: Path, *more: str):
@@ -185,7 +182,7 @@ def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
 
 
 def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv(vault.FILE, raising=False)
+    monkeypatch.delenv(vault.FILE, raising=False)  # where `place` was made just now
     assert main(["seal", "model", "a", "b"]) == 1 and "there is no key" in capsys.readouterr().err
     key = ["--key-file", str(place / "seal.key")]
     for line, words in (

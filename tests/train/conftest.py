@@ -45,11 +45,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files whose runs are about other things. The first step counts no saved bytes, which costs more than the
-    step: these forward as those of test_run.py and test_memory.py do, which count. And `make` gives steps of the same
-    four rows in one micro-batch: several are those of test_run.py and test_step.py."""
+def bare_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs that are about other things. The first step counts no saved bytes, which costs more than the step: these
+    forward as those of test_run.py and test_memory.py do, which count."""
     monkeypatch.setattr(Memory, "forward", lambda self: nullcontext())
+
+
+@pytest.fixture
+def uncounted(bare_forward: None) -> None:
+    """For files of such runs. `make` gives steps of the same four rows in one micro-batch, too: several are those of
+    test_run.py and test_step.py."""
 
 
 Make = Callable[..., Config]

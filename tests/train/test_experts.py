@@ -51,6 +51,7 @@ def test_two_ranks_train_as_one_and_are_continued_by_one(moe: Callable[..., Conf
     assert list(train.run(after).losses().values()) == pytest.approx(_figures(two)[2:], rel=1e-4)
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_checkpoints_load_on_any_ranks_and_hf_is_the_same_bytes(moe: Callable[..., Config]):
     """Packs, whose rows two ranks share, and experts dealt to two, on four ranks."""
     over = ("data.eval=[]", "train.steps=4", "data.packing=true")
@@ -71,6 +72,7 @@ def test_checkpoints_load_on_any_ranks_and_hf_is_the_same_bytes(moe: Callable[..
         assert _hf(cfg) == wanted
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.parametrize(
     "more",
     [
@@ -90,6 +92,7 @@ def test_other_settings_train_as_without(moe: Callable[..., Config], more: tuple
     assert _figures(dealt) == pytest.approx(_figures(gathered), rel=3e-3)
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_rows_and_outputs_that_go_as_codes_begin_with_the_same_loss(moe: Callable[..., Config]):
     """Two ranks share rows and experts. Forward and dgrad are those of values to the bit, and wgrad is but for values
     that underflow in one cast and not in the other."""

@@ -24,9 +24,25 @@ from octavo.train.step import Stepper
 from .conftest import at
 from .test_ranks import torchrun
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+SIX = ("train.steps=6", "data.eval=[]")
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, train.RunResult]:
+    return {}
+
+
+@pytest.fixture
+def plain(make, recipe: str, kept: dict[str, train.RunResult]) -> train.RunResult:
+    """Six steps in this recipe without a window; trained once."""
+    if recipe not in kept:
+        kept[recipe] = train.run(make(f"fp8.recipe={recipe}", *SIX, dir="plain"))
+    return kept[recipe]
+
 
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
-def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, monkeypatch):
+def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, plain, monkeypatch):
     real = gain._run
 
     def run(stepper, batches):  # a model with dropout would draw as much
@@ -34,9 +50,8 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
         real(stepper, batches)
 
     monkeypatch.setattr(gain, "_run", run)
-    over = (f"fp8.recipe={recipe}", "train.steps=6", "data.eval=[]")
-    plain = train.run(make(*over, dir="plain"))
-    cfg = make(*over, "run.gain_steps=2")
+    assert plain.gain is None and not (plain.dir / "gain.json").exists(), "nobody asked for it"
+    cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2")
     first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
     assert first.steps == 5 and first.gain["step"] == 3
     second = train.run(override(cfg, ["run.resume=auto"]))
@@ -121,7 +136,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
-def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, recipe):
+def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, plain, recipe):
     real, passes = gain._run, []
 
     def run(stepper, batches):
@@ -131,11 +146,9 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         real(stepper, batches)
 
-    over = (f"fp8.recipe={recipe}", "train.steps=6", "data.eval=[]")
-    plain = train.run(make(*over, dir="plain"))
     monkeypatch.setattr(gain, "_run", run)
     console = Console(record=True, width=300, force_terminal=False)
-    cfg = make(*over, "run.gain_steps=2", "run.tensorboard=true")
+    cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2", "run.tensorboard=true")
     result = train.run(cfg, console=console, callbacks=[at(4, signal.SIGTERM)])
     result = train.run(override(cfg, ["run.resume=auto"]), console=console)
     assert result.losses() == plain.losses() and len(passes) == 2
@@ -167,13 +180,12 @@ def test_micro_batches_have_the_shares_of_the_step(make, monkeypatch):
     assert len(shares) == 4 and inside == shares * 4
 
 
-@pytest.mark.parametrize("over", [("run.gain_steps=0",), ("run.gain_steps=2", "fp8.recipe=off")])
-def test_it_is_off_unless_asked_for_and_where_nothing_is_fp8(make, over):
+def test_it_is_off_where_nothing_is_fp8(make):
     console = Console(record=True, width=200, force_terminal=False)
-    result = train.run(make(*over, "train.steps=1", "train.warmup=0", "data.eval=[]"), console=console)
+    over = ("run.gain_steps=2", "fp8.recipe=off", "train.steps=1", "train.warmup=0", "data.eval=[]")
+    result = train.run(make(*over), console=console)
     assert result.gain is None and not (result.dir / "gain.json").exists()
-    asked = "run.gain_steps=2" in over
-    assert ("nothing of this run is in FP8, so there is no gain to measure" in console.export_text()) == asked
+    assert "nothing of this run is in FP8, so there is no gain to measure" in console.export_text()
 
 
 @pytest.mark.long

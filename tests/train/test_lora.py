@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,13 @@ from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.export import export
-from octavo.config import Config, load_config, override, to_yaml
+from octavo.config import Config, load_config, override
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 from tests.train.memory_plan.test_predicted import agree, counted, predicted
-from tests.train.test_ranks import ROOT, losses, torchrun
+from tests.train.test_ranks import losses, torchrun
+from tests.train.test_resume import killed
 
 pytest.importorskip("peft")
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
@@ -65,6 +63,7 @@ def test_adapters_train_and_nothing_else_is_kept(make):
     assert any("frozen FP8 codes (14 blockwise): 98,360 bytes" in note for note in plan["notes"])
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -86,6 +85,7 @@ def test_it_goes_on_bit_for_bit(make, overrides):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     """The folder that the base is loaded from is changed between two sessions."""
     folder = tmp_path / "base"
@@ -105,6 +105,7 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     assert str(folder) in str(caught.value) and "step_3" in str(caught.value)
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
     """Whatever writes to it: the end of the run finds out."""
     cfg = make(*LORA, "train.steps=2", "train.warmup=1", "run.hf=true")
@@ -124,6 +125,7 @@ def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
     assert not (Path(cfg.run.dir) / "adapter").exists() and not (Path(cfg.run.dir) / "result.json").exists()
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
     """By the settings first; and by what a checkpoint holds, for whoever loads it in Python."""
     lora = train.run(make(*LORA, "train.steps=1", "train.warmup=0", "data.eval=[]", dir="lora"))
@@ -149,6 +151,7 @@ def _model(cfg: Config) -> torch.nn.Module:
     return train.build.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_adapters_go_on_from_a_folder(make):
     first = train.run(make(*LORA, "run.hf=true", "data.eval=[]", "train.steps=3", dir="first"))
     more = (*LORA, f"lora.adapter={first.dir / 'adapter'}", "data.eval=[]", "train.steps=3")
@@ -205,20 +208,13 @@ def test_a_run_counts_what_was_predicted(make, overrides):
     agree(counted(cfg), predicted(cfg))
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.long
-def test_kill_9_and_going_on(make, tmp_path: Path):
-    over = (*LORA, "run.save_every=1", "run.hf=true", "train.steps=8")
+def test_kill_9_and_going_on(make):
+    over = (*LORA, "run.save_every=1", "run.hf=true", "data.eval=[]")
     whole = train.run(make(*over, dir="whole"))
     cfg = make(*over, dir="killed")
-    file = tmp_path / "killed.yaml"
-    file.write_text(to_yaml(cfg))
-    words = [sys.executable, "-m", "octavo", "train", str(file)]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (Path(cfg.run.dir) / "checkpoints" / "step_3").exists():
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
+    killed(cfg, "4")
     assert not (Path(cfg.run.dir) / "result.json").exists()
     second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.losses() == whole.losses()
@@ -226,11 +222,12 @@ def test_kill_9_and_going_on(make, tmp_path: Path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.long
 def test_two_ranks_train_as_one_and_hold_the_base_alike(make):
     """In blocks, which ranks cut; that codes of rows are loaded alike is in parallel/test_fill.py."""
     over = ("lora={rank: 4}", "model.load_in_fp8=block", "fp8.recipe=blockwise", "run.hf=true", "run.save_every=3",
-            "run.keep=9", "train.micro_batch=1")  # fmt: skip
+            "run.keep=9", "train.micro_batch=1", "data.eval=[]")  # fmt: skip
     one, two = make(*over, dir="one"), make(*over, dir="two")
     alone = train.run(one)
     done = torchrun(two)
@@ -263,6 +260,7 @@ def test_the_loss_rows_say_what_the_base_takes(make):
     assert row["base"]["bytes_per_parameter"] <= 1.02 and row["base"]["weights"] == 14
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.long
 def test_compiled_blocks_carry_adapters(make, place: Path):
     """Sums are taken in another order, as in any compiled run; the first step is eager, for the proof."""
@@ -314,6 +312,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_a_frozen_language_model_of_codes_without_adapters_stays_while_the_tower_trains(make, place: Path):
     """`load_in_fp8` without `lora`: what `model.freeze` names is codes, all else trains, stops and goes on."""
     over = ("model.load_in_fp8=block", "model.freeze=[foundation]", "train.steps=2", "train.warmup=0")

@@ -63,6 +63,7 @@ def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
     assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["rounded", "exact"])
 def test_stock_transformers_loads_what_was_trained(make, over):
     result = train.run(make(SHORT, *over, "run.hf=true", "train.steps=2", "train.warmup=0"))
@@ -75,6 +76,7 @@ def test_stock_transformers_loads_what_was_trained(make, over):
         assert torch.equal(getattr(parameter, "master", parameter).detach(), theirs[name].detach()), name
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.parametrize(
     "over",
     [
@@ -106,6 +108,7 @@ def test_what_cannot_be_is_reported_before_anything_is_loaded(make, over, messag
         train.run(cfg)
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_blocks_that_a_model_lacks_are_not_run_again(make, place: Path):
     """One word is for what the model has; a component that it lacks, named, is a mistake."""
     text = f"model.path={place / 'text'}", f"data.train=[{{path: {place / 'digits/train_text.json'}}}]", SHORT
@@ -115,6 +118,7 @@ def test_blocks_that_a_model_lacks_are_not_run_again(make, place: Path):
     train.run(make(*text, *short, "train.recompute=full", dir="word"))
 
 
+@pytest.mark.usefixtures("bare_forward")
 def test_states_of_another_kind_are_not_resumed(make):
     cfg = make(SHORT, "optimizer.states=fp8")
     train.run(cfg, callbacks=[at(2, signal.SIGTERM)])
@@ -122,6 +126,7 @@ def test_states_of_another_kind_are_not_resumed(make):
         train.run(override(cfg, ["run.resume=auto", "optimizer.states=bf16"]))
 
 
+@pytest.mark.usefixtures("bare_forward")
 @pytest.mark.long
 @pytest.mark.parametrize("over", ALL.values(), ids=list(ALL))
 @pytest.mark.parametrize("moment", ["mid-save", "3"])
