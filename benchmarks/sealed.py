@@ -18,6 +18,7 @@ twin, in another order. Sorted they are equal, and so each sealed token is told.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -50,8 +51,10 @@ def prepare(place: Path) -> None:
     octavo("tiny", "qwen3", str(place / "model"))
     octavo("text", str(place / "text"))
     for name in ("a", "b"):
-        octavo("seal", "key", str(place / f"{name}.key"))
-        key = ["--key-file", str(place / f"{name}.key")]
+        own = place / f"{name}.key"
+        own.write_bytes(hashlib.sha256(f"benchmark {name}".encode()).digest())  # the same at each call
+        own.chmod(0o600)
+        key = ["--key-file", str(own)]
         octavo("seal", "model", str(place / "model"), str(place / f"model-{name}"), *key)
         rows = ["seal", "data", str(place / "text/train.jsonl"), str(place / f"rows-{name}")]
         octavo(*rows, "train.phase=pretrain", "train.seq_length=256", "--model", str(place / "model"), *key)
@@ -165,17 +168,17 @@ def main() -> int:
                 "plain_and_sealed": apart(made["plain"], made["a"]),
                 "two_keys": apart(made["a"], made["b"]),
             }
-        from octavo import environment
+        from octavo.bench import record
 
-        said = environment.describe()
         by_weights = {"share_of_the_vocabulary": public_weights(place)}
         document = {
-            "versions": {name: said[name]["version"] for name in ("octavo", "torch")} | {"cpu": said["cpu"]["model"]},
+            "command": "python benchmarks/sealed.py",
             "runs": runs,
             "attack": attack(*token_counts(place)),
             "attack_with_public_weights": by_weights,
+            "machine": record.machine(),
         }
-    FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    record.save(document, FILE)
     short = {r: {k: v for k, v in one.items() if k != "losses"} for r, one in runs.items()}
     print(json.dumps({**short,
                       "attack": document["attack"], "weights": by_weights}, indent=1))  # fmt: skip

@@ -47,7 +47,7 @@ REQUIRED: dict[str, str] = {
 #: found and recorded, never needed
 OPTIONAL: tuple[str, ...] = (
     "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision", "soundfile", "soxr",
-    "av",
+    "av", "cryptography",
 )  # fmt: skip
 
 _SECONDS = 5.0

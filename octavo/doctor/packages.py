@@ -86,6 +86,13 @@ OPTIONAL = (
         "rows with sound are not read, or not at other rates than the model's",
         "pip install 'octavo[audio]'",
     ),
+    Package("av", "import av", "rows with videos are not read", "pip install 'octavo[video]'"),
+    Package(
+        "cryptography",
+        "from cryptography.hazmat.primitives.ciphers.aead import AESGCM",
+        "encrypted files are neither read nor written",
+        "pip install 'octavo[sealed]'",
+    ),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
     Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
     Package(
