@@ -147,10 +147,11 @@ def test_which_data_sets_are_joined(folder):
 def config(path, report, **more):
     dataset = Dataset(path=str(path))
     data = {"train": [dataset], "eval": [], "on_long": "drop", "train_on_prompt": True, "system": None, "workers": 0,
-            "max_image_megapixels": 100.0, "video": None, "on_bad_sample": "skip", "join": True,
+            "max_image_megapixels": 100.0, "video": None, "sealed": False, "on_bad_sample": "skip", "join": True,
             "mask_empty_think": True, "mask_reasoning": False, **more}  # fmt: skip
     train = SimpleNamespace(phase="pretrain", seq_length=6, micro_batch=2, global_batch=4)
     return SimpleNamespace(
+        model=SimpleNamespace(path=str(path.parent / "plain")),
         data=SimpleNamespace(**{"cache": None, "packing": False, **data}),
         train=train,
         run=SimpleNamespace(seed=3, timeout=60.0),

@@ -136,12 +136,13 @@ def poison(path: Path, cfg: Config, what: str = "model") -> None:
 
 
 @pytest.fixture(scope="module")
-def old(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def old(place: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A finished run of six steps with checkpoints of 2, 4 and 6, of which 4 and 6 are poisoned."""
     from .conftest import make as fixture
 
     folder = tmp_path_factory.mktemp("old")
-    cfg = fixture.__wrapped__(place, folder)("fp8.recipe=off", "data.eval=[]", "run.save_every=2", "run.keep=9")
+    make = fixture.__wrapped__(place, folder, request)
+    cfg = make("fp8.recipe=off", "data.eval=[]", "run.save_every=2", "run.keep=9")
     train.run(cfg)
     for step, what in ((4, "optimizer"), (6, "model")):
         poison(folder / f"run/checkpoints/step_{step}", cfg, what)

@@ -109,7 +109,7 @@ class Small(nn.Module):
 
 def batch(rows: int = 1, length: int = 5, seed: int = 0, images: bool = False, shorter: int = 0) -> tuple[Any, ...]:
     ids = torch.randint(0, 9, (rows, length), generator=torch.Generator().manual_seed(seed))
-    meta = SimpleNamespace(has_image=images, lengths=(length,) * (rows - 1) + (length - shorter,))
+    meta = SimpleNamespace(sees=images, lengths=(length,) * (rows - 1) + (length - shorter,))
     keep = torch.arange(length - 1)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "meta": meta}
     return given, keep, ids[:, 1:].clone(), torch.full((rows, length - 1), 0.25)
@@ -165,7 +165,7 @@ def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
         assert found.run(*batch(rows=2, shorter=1)) is None
         assert found.run(given, keep, odd, weight) is None
     assert [line.split(": ", 2)[2][:25] for line in said] == [
-        "a batch has images, whose", "rows of a batch differ in", "rows of a batch are judge"
+        "a batch has images or vid", "rows of a batch differ in", "rows of a batch are judge"
     ]  # fmt: skip
 
 

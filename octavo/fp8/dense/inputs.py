@@ -295,7 +295,7 @@ def torch_alone_writes(x: Tensor) -> bool:
 
 
 def _capturing(given: Tensor) -> bool:
-    return capturing(given.device)
+    return given.device.type != "cpu" and capturing(given.device)
 
 
 def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None) -> None:
@@ -309,7 +309,7 @@ def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None)
 def _stamp(x: Input) -> tuple[Any, ...]:
     given = x.given
     device = given.device
-    stream = accelerator.stream_number(device)
+    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
     return (
         given._version,
         given.data_ptr(),

@@ -231,7 +231,7 @@ class WeightCache:
 
 
 def _capturing(weight: Tensor) -> bool:
-    return capturing(weight.device)
+    return weight.device.type != "cpu" and capturing(weight.device)
 
 
 def _forget(address: int, codes: WeightCache | None = None) -> None:
