@@ -1,6 +1,6 @@
 """The note in a sealed folder, a model's or a data set's: of which key it is, by that key's fingerprint.
 
-    sealed.json    {"octavo_sealed": 1, "of": "model" or "data", "key": 32 hexadecimal digits, ...}
+    sealed.json    {"octavo_sealed": 1, "of": "model", "data" or "adapter", "key": 32 hexadecimal digits, ...}
 
 It holds no key, no word and no number from which an order could be found. Whoever trains compares two of them:
 :mod:`octavo.sealing` makes and reads what they stand in.
@@ -21,12 +21,12 @@ NOTE = "sealed.json"
 FORMAT = 1
 _DIGITS = Is(lambda value: isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"),
              "32 hexadecimal digits")  # fmt: skip
-_OF = Is(lambda value: value in ("model", "data"), "model or data")
+_OF = Is(lambda value: value in ("model", "data", "adapter"), "model, data or adapter")
 
 
 @dataclass(frozen=True)
 class Note:
-    """``of``: "model" or "data"; ``key``: the fingerprint; ``more``: what else the note says."""
+    """``of``: "model", "data" or "adapter"; ``key``: the fingerprint; ``more``: what else the note says."""
 
     of: str
     key: str
@@ -48,5 +48,11 @@ def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note |
 
 def write_note(folder: Path, note: Note) -> None:
     """Write the note of a folder that is being made."""
-    document = {"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.more}
-    (folder / NOTE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / NOTE).write_bytes(note_bytes(note))
+
+
+def note_bytes(note: Note) -> bytes:
+    """What the file of a note holds."""
+    return (
+        json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.more}, indent=1) + "\n"
+    ).encode()

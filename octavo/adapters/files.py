@@ -3,6 +3,7 @@
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r],
                                 .lora_magnitude_vector [N] (DoRA)
     adapter_config.json         LoraConfig's fields; base_model_name_or_path: the stock model's folder
+    sealed.json                 beside a sealed model: of which key the adapter is (octavo.sealed)
 
 Nothing in it says what the base was made of. PEFT loads it over the stock model; :func:`load` over a stock model or
 over FP8, since it registers the layers for that, which PEFT does not store.
@@ -33,13 +34,14 @@ from octavo.fp8.weights import distributed, full, is_whole
 from octavo.models import headers
 from octavo.models.folder import pickles
 from octavo.reading import COUNT, FINITE, FLAG, Is
+from octavo.sealed import NOTE, Note, note_bytes, read_note
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.
-_BESIDE = (CONFIG, WEIGHTS, "README.md", ".gitattributes")
+_BESIDE = (CONFIG, WEIGHTS, NOTE, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
 _HONOURED = {
@@ -98,7 +100,7 @@ def save(
 
     The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
     (:mod:`octavo.atomic`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call this on
-    one. ``encrypt``: both files (:mod:`octavo.vault`).
+    one. ``encrypt``: every file (:mod:`octavo.vault`).
 
     Raises AdapterError where the directory holds something that is no adapter, or cannot be written, and for values
     that are not finite.
@@ -119,6 +121,8 @@ def save(
             else:
                 save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
             vault.put(made / CONFIG, text.encode(), encrypt)
+            if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
+                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypt)
             atomic.sync_tree(made)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error

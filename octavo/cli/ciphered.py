@@ -29,9 +29,9 @@ def convert(source: Path, target: Path, write: Write, named: Callable[[Path], st
         raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
-    files = (
-        sorted(f for f in source.rglob("*") if not f.is_dir() and f.name != ".lock") if source.is_dir() else [source]
-    )
+    if not target.absolute().parent.is_dir():
+        raise Refused(f"{printable(target.parent)} is no folder; make it first, or name another place")
+    files = _files(source, named) if source.is_dir() else [source]
     total, done = sum(file.stat().st_size for file in files), 0
     with terminal.progress(what) as progress:
 
@@ -65,11 +65,31 @@ def convert(source: Path, target: Path, write: Write, named: Callable[[Path], st
     return len(files)
 
 
+def _files(source: Path, named: Callable[[Path], str]) -> list[Path]:
+    """All that is in a folder, but for locks. Raises Refused for what would be left out, or lie where another does."""
+    found = sorted(file for file in source.rglob("*") if file.name != ".lock")
+    if odd := next((file for file in found if file.is_symlink() and (file.is_dir() or not file.exists())), None):
+        what = "a folder, which is not followed" if odd.is_dir() else "nothing"
+        raise Refused(f"{printable(odd)} is a link to {what}; put what is meant in its place, or remove the link")
+    files, places = [file for file in found if not file.is_dir()], dict[Path, Path]()
+    for file in files:
+        if (other := places.setdefault(file.with_name(named(file)), file)) is not file:
+            raise Refused(f"{printable(other)} and {printable(file)} would both be {named(file)}; do them one by one")
+    return files
+
+
 def _stored(file: Path) -> BinaryIO:
     """A regular file as it stands on the disk."""
     if (kind := reading.kind_of(file)) is not None:
         raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
     return file.open("rb")
+
+
+def lines(opened: BinaryIO, file: Path, key: vault.Key | None = None) -> Iterator[tuple[int, bytes]]:
+    """(bytes read, what it holds) of each line of an encrypted list; `key`: the process's, unless given."""
+    for number, line in enumerate(opened, 1):
+        if line.endswith(b"\n"):  # half a line is what a kill leaves
+            yield len(line), vault.decrypted_line(line[:-1], f"{file}, line {number},", key)
 
 
 def pieces(opened: BinaryIO) -> Iterator[bytes]:

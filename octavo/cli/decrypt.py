@@ -33,10 +33,9 @@ def run(args: argparse.Namespace) -> int:
         listed = not encrypted and vault.is_list(file)
         written["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
-            for number, line in enumerate(opened, 1):
-                if line.endswith(b"\n"):  # half a line is what a kill leaves
-                    out.write(vault.decrypted_line(line[:-1], f"{file}, line {number},"))
-                yield len(line)
+            for size, line in ciphered.lines(opened, file):
+                out.write(line)
+                yield size
             return
         plain = vault.opened(os.dup(opened.fileno()), file) if encrypted else opened
         for piece in ciphered.pieces(plain):

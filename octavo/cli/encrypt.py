@@ -41,9 +41,16 @@ def run(args: argparse.Namespace) -> int:
 
     def write(opened: BinaryIO, out: BinaryIO, file: Path) -> Iterator[int]:
         plain: BinaryIO = opened
+        listed = vault.is_list(file)
+        if listed and old is not None:
+            for size, line in ciphered.lines(opened, file, old):
+                out.write(vault.encrypted_line(line, key))
+                yield size
+            written["encrypted"] += 1
+            return
         if ciphered.is_encrypted(opened) and old is not None:
             plain = vault.opened(os.dup(opened.fileno()), file, key=old)
-        elif ciphered.is_encrypted(opened) or vault.is_list(file):
+        elif ciphered.is_encrypted(opened) or listed:
             written["copied as they are"] += 1
             for piece in ciphered.pieces(opened):
                 out.write(piece)

@@ -9,18 +9,22 @@ tokens, so that the order of an epoch is the plain data set's. :mod:`octavo.seal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from octavo import reading
+from octavo.data.cache import kept
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import COUNTED, Input
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.table import Mapped
 from octavo.sealed import NOTE, Note, read_note
+from octavo.vault import is_encrypted
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset
@@ -77,10 +81,13 @@ class Sealed(Mapped):
     shards: Sequence[int] | None = None
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        super().__init__(folder, folder / ROWS)
+        super().__init__(folder, _mapped(folder / ROWS))
         if (found := self._table.schema) != SCHEMA:
             raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(found.names)[:200]})")
         self.name, self._limit = str(folder), limit
+
+    def _damaged(self, cause: Exception) -> DataError:
+        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({cause}); seal the data again")
 
     def __len__(self) -> int:
         return len(self._table) if self._limit is None else min(self._limit, len(self._table))
@@ -122,6 +129,16 @@ def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
+def _mapped(file: Path) -> Path:
+    """The file itself, or of an encrypted one its plain text in memory. Raises `DataError`."""
+
+    def decrypt(made: Path, progress: Callable[[float], None]) -> None:
+        with reading.open_file(file, DataError) as stored, made.open("wb") as out:
+            shutil.copyfileobj(stored, out, 1 << 22)
+
+    return kept(None, file, decrypt) if is_encrypted(file) else file
+
+
 class SealedEncoder:
     """What stands where rows become numbers, of rows that are numbers already. A row of more than `seq_length` tokens
     is left out, as one that was sealed for longer ones."""
@@ -160,6 +177,8 @@ def check(cfg: Config) -> None:
     """That model and data are of one world: both plain, or both sealed with one key. Raises `DataError`."""
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
+    if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
+        _check_adapter(cfg, read_note(cfg.lora.adapter, DataError), model)
     if not cfg.data.sealed:
         if model is not None:
             raise DataError(f"{cfg.model.path} is sealed, and to it plain rows are noise: set data.sealed: true, and "
@@ -178,6 +197,16 @@ def check(cfg: Config) -> None:
         if note.key != model.key:
             raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}: to "
                             "each other they are noise. Seal one of them again")  # fmt: skip
+
+
+def _check_adapter(cfg: Config, found: Note | None, model: Note | None) -> None:
+    """That an adapter to begin from is of the model's world. Raises `DataError`."""
+    assert cfg.lora is not None
+    if (found and found.key) != (model and model.key):
+        here, there = (f"sealed with the key {note.key}" if note else "not sealed" for note in (found, model))
+        raise DataError(f"lora.adapter: {cfg.lora.adapter} is {here}, and {cfg.model.path} is {there}: to each other "
+                        "they are noise. `octavo seal adapter` and `octavo unseal adapter` lead from one to the "
+                        "other")  # fmt: skip
 
 
 def _notes(datasets: Sequence[Dataset]) -> Iterator[tuple[str, Note | None]]:

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo import atomic, models
+from octavo import atomic, models, reading
 from octavo.adapters.files import CONFIG, WEIGHTS, read_config, read_state
-from octavo.sealed import read_note
+from octavo.sealed import Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.axes import Axis, Layout, Orders
 from octavo.sealing.errors import SealError
@@ -33,26 +33,25 @@ def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: 
     """Write a plain adapter for the sealed twin `base`: what a sealed run begins from (`lora.adapter`). Raises
     SealError and AdapterError."""
     sealed_by(base, key)
-    return _written(Path(source), Path(target), Path(base), key, permute.sealed)
+    if read_note(source, SealError) is not None:
+        raise SealError(f"{source} is sealed already. Name the plain adapter")
+    return _written(Path(source), Path(target), Path(base), key, permute.sealed, Note("adapter", key.fingerprint))
 
 
 def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
     """Write the plain adapter of one that was trained beside a sealed twin.
 
-    base  the plain model that it is for. The twin that the adapter names must be of this key, if it is still there
+    base  the plain model that it is for. The adapter must be of this key, as its note says
 
     Raises SealError and AdapterError.
     """
     if read_note(base, SealError) is not None:
         raise SealError(f"{base} is sealed. Name the plain model that the adapter is to stand beside")
-    named = json.loads((Path(source) / CONFIG).read_text("utf-8")) if (Path(source) / CONFIG).is_file() else {}
-    twin = Path(str(named.get("base_model_name_or_path") or "."))
-    if (twin / "config.json").is_file():
-        sealed_by(twin, key)
+    sealed_by(source, key)
     return _written(Path(source), Path(target), Path(base), key, permute.plain)
 
 
-def _written(source: Path, target: Path, base: Path, key: Key, move: Move) -> Path:
+def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note: Note | None = None) -> Path:
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     config, state = read_config(source), read_state(source)
@@ -61,10 +60,12 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move) -> Pa
     orders = found.draw(key)
     by = _Moving(stock, found, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
-    raw = json.loads((source / CONFIG).read_text("utf-8")) | {"base_model_name_or_path": str(base)}
+    raw = reading.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
     with atomic.folder(target, SealError) as made:
         save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
         (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if note is not None:
+            write_note(made, note)
         atomic.sync_tree(made)
     return target
 

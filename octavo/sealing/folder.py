@@ -112,7 +112,7 @@ def unseal_model(
     _ready(source, target)
     sealed_by(source, key)
     if like is not None and read_note(like, SealError) is not None:
-        raise SealError(f"--like {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
+        raise SealError(f"--model {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
     stock = Stock(models.empty(source))
     found = structure(stock.model)
     orders = found.draw(key)

@@ -51,13 +51,17 @@ def withholding(cfg: Config) -> Iterator[None]:
     except Exception as error:
         if not cfg.run.encrypt or not getattr(error, "quotes", False):
             raise
-        found = type(error).__name__
+        found, fix = (
+            type(error).__name__,
+            "Where it may be read, decrypt the data and start without run.encrypt to see it",
+        )
         if isinstance(error, data.BadSample):
             found = f"{error.file}, row {error.row} cannot be used ({found})"
-        hidden = TrainError(
-            f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. With "
-            f"data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt reads"
-        )
+            fix = (
+                f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
+                "reads"
+            )
+        hidden = TrainError(f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. {fix}")
     raise hidden from None  # whose message would stand in a traceback
 
 

@@ -66,7 +66,8 @@ def given() -> bytes:
     """The 32 bytes that this process was given as its key; it leaves no core file from now on. Raises NoKey where none
     is given, or two are, and for what is no key."""
     file, value = _source()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]  # 0 holds of files alone; at 1 Linux pipes none to a program
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
     return secret_in(file) if file else _decoded((value or "").encode(), VALUE)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from octavo.vault import form
 from octavo.vault.errors import Damaged
+from octavo.vault.key import Key
 from octavo.vault.reader import decrypted
 from octavo.vault.writer import encrypted
 
@@ -21,12 +22,12 @@ _CHUNK = 1 << 12
 _MARK = base64.b64encode(form.MAGIC[:6])  # how every line begins
 
 
-def encrypted_line(plain: bytes) -> bytes:
-    """A line, its end included."""
-    return base64.b64encode(encrypted(plain, _CHUNK)) + b"\n"
+def encrypted_line(plain: bytes, key: Key | None = None) -> bytes:
+    """A line, its end included. `key`: the process's, unless it is given."""
+    return base64.b64encode(encrypted(plain, _CHUNK, key)) + b"\n"
 
 
-def decrypted_line(line: bytes, where: object) -> bytes:
+def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
     """What a line holds, which had no end. Raises VaultError; `where` it stands is said."""
     try:
         stored = base64.b64decode(line, validate=True)
@@ -34,7 +35,7 @@ def decrypted_line(line: bytes, where: object) -> bytes:
         stored = b""
     if not stored.startswith(form.MAGIC[:7]):
         raise Damaged(f"{where} is damaged: it is no encrypted line. Take the file from a copy, or remove the line")
-    return decrypted(stored, where)
+    return decrypted(stored, where, key)
 
 
 def append(file: Path, lines: Iterable[str]) -> None:

@@ -140,6 +140,6 @@ def opened(handle: int, path: object, buffering: int = -1, key: Key | None = Non
     return raw if buffering == 0 else io.BufferedReader(raw, raw._cipher.chunk)
 
 
-def decrypted(stored: bytes, path: object) -> bytes:
+def decrypted(stored: bytes, path: object, key: Key | None = None) -> bytes:
     """The plain text of an encrypted file's bytes. Raises VaultError."""
-    return Reader(stored, path).readall()
+    return Reader(stored, path, key).readall()

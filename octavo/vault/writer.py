@@ -34,6 +34,8 @@ class Writer(io.RawIOBase):
         return self.out.fileno()
 
     def write(self, data: Any) -> int:
+        if self._done:
+            raise ValueError("the last chunk of this file is written")
         view = memoryview(data).cast("B")
         size, chunk = len(view), self._cipher.chunk
         self._written += size
@@ -57,8 +59,8 @@ class Writer(io.RawIOBase):
     def _put(self, plain: Any, last: bool) -> None:
         if self._number >= form.MOST:
             raise VaultError(f"a file of more than {form.MOST} chunks is not encrypted under one key; split it")
-        self.out.write(self._cipher.sealed(self._number, plain, last))
-        self._number += 1
+        number, self._number = self._number, self._number + 1  # one that a full disk refused is never used again
+        self.out.write(self._cipher.sealed(number, plain, last))
 
 
 @contextmanager
@@ -77,10 +79,10 @@ def put(path: Path, plain: bytes, encrypt: bool) -> None:
     path.write_bytes(encrypted(plain) if encrypt else plain)
 
 
-def encrypted(plain: bytes, chunk: int = form.CHUNK) -> bytes:
+def encrypted(plain: bytes, chunk: int = form.CHUNK, key: Key | None = None) -> bytes:
     """The bytes of an encrypted file that holds these."""
     out = io.BytesIO()
-    writer = Writer(out, chunk)
+    writer = Writer(out, chunk, key)
     writer.write(plain)
     writer.finish()
     return out.getvalue()

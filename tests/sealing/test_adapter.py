@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import load_file
 
 from octavo import adapters, models
 from octavo.config.sections import LoraSection
-from octavo.sealing import SealError, seal_adapter, seal_model, structure, unseal_adapter
+from octavo.sealed import read_note
+from octavo.sealing import Key, SealError, seal_adapter, seal_model, structure, unseal_adapter
 
 pytest.importorskip("peft")
 
@@ -30,6 +32,7 @@ def attached(folder: Path) -> torch.nn.Module:
 def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
     source, twin = checkpoint("qwen3_moe"), tmp_path / "twin"
     seal_model(source, twin, key)
+    shutil.copytree(twin, resealed := tmp_path / "twin-copy")
     model = attached(source)
     adapters.save(model, tmp_path / "plain", source)
     seal_adapter(tmp_path / "plain", tmp_path / "sealed", twin, key)
@@ -56,3 +59,19 @@ def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
         unseal_adapter(tmp_path / "sealed", tmp_path / "again", twin, key)
     with pytest.raises(SealError, match="not sealed"):
         seal_adapter(tmp_path / "plain", tmp_path / "again", source, key)
+    shutil.rmtree(twin)  # it trained elsewhere: what tells the key stands with the adapter
+    with pytest.raises(SealError, match="was sealed with the key"):
+        unseal_adapter(tmp_path / "sealed", tmp_path / "again", source, Key(bytes(32)))
+    with pytest.raises(SealError, match="not sealed"):
+        unseal_adapter(tmp_path / "back", tmp_path / "again", source, key)
+    with pytest.raises(SealError, match="sealed already"):
+        seal_adapter(tmp_path / "sealed", tmp_path / "again", resealed, key)
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_adapter_saved_beside_a_twin_says_of_which_key_it_is(checkpoint, key, tmp_path):
+    twin = tmp_path / "twin"
+    seal_model(checkpoint("qwen3_moe"), twin, key)
+    for _ in range(2):  # the second takes the place of the first
+        adapters.save(attached(twin), tmp_path / "adapter", twin)
+    assert read_note(tmp_path / "adapter").key == key.fingerprint

@@ -140,13 +140,17 @@ def test_worlds_are_not_mixed(place, tmp_path):
         with pytest.raises(data.DataError, match=words) as refused:
             train.run(cfg)
         nothing_plain("".join(traceback.format_exception(refused.value)).encode())
+    adapter = tmp_path / "adapter"
+    adapters.save(attached(place / "text"), adapter, place / "text")
+    with pytest.raises(data.DataError, match="is not sealed, and .* is sealed with the key"):
+        train.run(configured(place, "text", True, tmp_path / "run", f"lora={{rank: 4, alpha: 8, adapter: {adapter}}}"))
     other = tmp_path / "other"
     sealing.seal_model(place / "text", other, sealing.Key(SECRET[::-1]))
     with pytest.raises(data.DataError, match="to each other they are noise"):
         train.run(configured(place, "text", True, tmp_path / "run", f"model.path={other}"))
 
 
-def test_sealed_rows_are_read_as_they_were_made(place, tmp_path):
+def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     plain = data.read(configured(place, "text", False, tmp_path).data.train[0])
     sealed = data.Sealed(place / "text-rows")
     assert len(sealed) == len(plain) == 25
@@ -159,6 +163,10 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path):
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
     with pytest.raises(train.TrainError, match="4 dropped"):
         train.run(short)
+    monkeypatch.setenv(vault.FILE, str(place / "seal.key"))
+    assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
+    stored = data.Sealed(tmp_path / "stored")
+    assert [*stored[0].input_ids] == [*sealed[0].input_ids] and len(stored) == 25
     whole = (place / "text-rows" / "rows.arrow").read_bytes()
     (broken := tmp_path / "broken").mkdir()
     (broken / "sealed.json").write_bytes((place / "text-rows" / "sealed.json").read_bytes())

@@ -121,6 +121,12 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     told = "".join(capfd.readouterr())
     assert "rows.jsonl, row 0 cannot be used" in told and "run.encrypt keeps it out of messages" in told
 
+    named = tmp_path / "named.jsonl"  # what no column is known of is a whole file's fault, and no row's
+    named.write_bytes(vault.encrypted(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
+    assert main([*command, f"run.dir={tmp_path / 'n'}", f"data.train.0.path={named}"]) == 1
+    told += (found := "".join(capfd.readouterr()))
+    assert "start without run.encrypt to see it" in found and "skipped.jsonl.aes" not in found
+
     damaged = tmp_path / "damaged.jsonl"
     raw = bytearray((place / "rows.jsonl").read_bytes())
     raw[200] ^= 1

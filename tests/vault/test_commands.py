@@ -69,3 +69,26 @@ def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
         file.write(b"j09DVEFFUwEhalf")  # of a kill
     assert main(["decrypt", str(tmp_path / "a.jsonl.aes"), str(tmp_path / "a.jsonl")]) == 0
     assert (tmp_path / "a.jsonl").read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
+
+
+def test_lists_take_another_key_too(folder, tmp_path, key, other):
+    vault.append(folder / "a.jsonl.aes", ["one\n", "two\n"])
+    (old := tmp_path / "old.key").write_text(bytes(range(32)).hex())
+    old.chmod(0o600)
+    assert main(["encrypt", str(folder), str(tmp_path / "anew"), "--old-key", str(old), "--key-file", str(other)]) == 0
+    assert main(["decrypt", str(tmp_path / "anew"), str(tmp_path / "back"), "--key-file", str(other)]) == 0
+    assert (tmp_path / "back" / "a.jsonl").read_text() == "one\ntwo\n"
+
+
+def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsys):
+    """Two files of one name, a folder behind a link, a link to nothing, no folder to write into."""
+    vault.append(folder / "a.jsonl.aes", ["of the encrypted run\n"])
+    (folder / "a.jsonl").write_text("of the plain run\n")
+    assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 2
+    assert "a.jsonl and" in (said := capsys.readouterr().err) and "would both be a.jsonl" in said
+    for to, words in ((folder / "inner", "a link to a folder"), (tmp_path / "none", "a link to nothing")):
+        (folder / "link").symlink_to(to)
+        assert main(["encrypt", str(folder), str(tmp_path / "out")]) == 2 and words in capsys.readouterr().err
+        (folder / "link").unlink()
+    assert main(["encrypt", str(folder / "a.json"), str(tmp_path / "no" / "out")]) == 2
+    assert "make it first" in capsys.readouterr().err and not (tmp_path / "out").exists()

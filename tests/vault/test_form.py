@@ -171,3 +171,28 @@ def test_a_reader_shows_no_number_of_the_stored_file(key, tmp_path):
         vault.Reader(file.read(), "a").fileno()
     told = pickle.loads(pickle.dumps(vault.Damaged("it is damaged")))  # as a data worker hands it over
     assert isinstance(told, vault.Damaged) and isinstance(told, OSError) and str(told) == "it is damaged"
+
+
+def test_a_number_that_a_full_disk_refused_is_not_used_again(key):
+    """What was half written under a nonce may lie on the disk: other bytes under the same one would give both away."""
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            if len(data) > 100:
+                raise OSError(28, "No space left on device")
+            return super().write(data)
+
+    writer, used = vault.Writer(Full(), CHUNK), []
+    object.__setattr__(
+        writer._cipher,
+        "aead",
+        type("", (), {"encrypt": lambda self, nonce, *rest: used.append(nonce) or bytes(CHUNK)})(),
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            writer.write(bytes(2 * CHUNK))
+    assert len(used) == len(set(used)) == 2
+    done = vault.Writer(io.BytesIO(), CHUNK)
+    done.finish()
+    with pytest.raises(ValueError, match="last chunk"):
+        done.write(b"more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import resource
 import traceback
 
 import pytest
@@ -75,3 +76,10 @@ def test_a_key_is_shown_nowhere(key):
         with pytest.raises(TypeError, match="not pickled and not copied"):
             taken(key)
     assert not {vault.FILE, vault.VALUE} & vault.without_key().keys()
+
+
+def test_no_core_file_and_none_through_a_pipe(key):
+    """At 0 Linux still pipes one to the program that core_pattern names; 1 is its word for none at all."""
+    vault.given()
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    assert soft == (0 if hard == 0 else 1)
