@@ -250,10 +250,12 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
                 )
             raw.seek(0)
             with av.open(raw, format=kind, metadata_errors="ignore") as container:
-                if not container.streams.video:
+                cover = av.stream.Disposition.attached_pic
+                shown = [one for one in container.streams.video if not one.disposition & cover]
+                if not shown:
                     there = "sound alone" if container.streams.audio else "no stream of video"
                     raise Mismatch(f"video {file} holds {there}")
-                stream = container.streams.video[0]
+                stream = shown[0]
                 context = stream.codec_context
                 if context is None:
                     raise Mismatch(f"video {file} is coded in a way that PyAV does not decode; convert it")
@@ -276,22 +278,25 @@ def _too_large(file: VideoFile, width: int, height: int, most: float) -> Mismatc
 def _frames_of(file: Frames, limits: FileLimits) -> list[Path]:
     """The images of a folder, in the order of the numbers in their names."""
     try:
-        names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and path.is_file()]
+        names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and not path.is_dir()]
         away = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
-    except OSError as cause:
+        gone = [path for path in names if path not in away and not path.is_file()]
+    except (OSError, RuntimeError) as cause:  # a loop of links
         raise Mismatch(f"video {file} cannot be read ({cause})") from cause
     if away:
         raise Mismatch(f"video {file} is a folder whose {away[0].name} lies elsewhere; copy it there")
+    if gone:
+        raise Mismatch(f"video {file} is a folder whose {gone[0].name} is no file; restore or remove it")
     if not names:
         raise Mismatch(f"video {file} is a folder without a frame ({', '.join(IMAGES)})")
     if len(names) > MOST_FRAMES:
         raise Mismatch(f"video {file} has over {MOST_FRAMES} frames; cut it")
-    return sorted(names, key=lambda path: [(part.isdigit(), int(part) if part.isdigit() else 0, part)
+    return sorted(names, key=lambda path: [(part.isdecimal(), int(part) if part.isdecimal() else 0, part)
                                            for part in DIGITS.split(path.name)])  # fmt: skip
 
 
 def _image(path: Path, megapixels: float) -> np.ndarray:
     try:
-        return np.asarray(load_image(path, megapixels))
+        return np.array(load_image(path, megapixels))  # a copy: torch warns of one that it may not write
     except ImageProblem as cause:
         raise Mismatch(f"a frame of a video: {cause}") from cause

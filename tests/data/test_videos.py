@@ -6,6 +6,7 @@ import builtins
 import shutil
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,6 +187,41 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
     assert greys(Frames(folder / "frames", 4.0)) == GREYS[:12]
     assert greys(Frames(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
+
+
+def test_odd_names_of_frames(tmp_path):
+    for name in ("1.png", "\N{SUPERSCRIPT TWO}5.png", "10.png", "x.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    names = [path.name for path in films._frames_of(Frames(tmp_path, 2.0), FileLimits())]
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
+    (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
+    with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
+        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+    (tmp_path / "2.png").unlink()
+    (tmp_path / "2.png").symlink_to("2.png")
+    with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+
+
+def test_the_cover_of_a_song_is_no_video(tmp_path):
+    with av.open(str(tmp_path / "song.mp4"), "w") as container:
+        cover, song = container.add_stream("mjpeg", rate=1), container.add_stream("aac", rate=16000)
+        cover.width, cover.height, cover.pix_fmt, song.layout = 16, 16, "yuvj420p", "mono"
+        cover.disposition = av.stream.Disposition.attached_pic
+        container.mux(cover.encode(av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), format="rgb24")))
+        container.mux(cover.encode())
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        sound.rate = 16000
+        container.mux(song.encode(sound))
+        container.mux(song.encode())
+    with pytest.raises(Mismatch, match="holds sound alone"):
+        films.look(tmp_path / "song.mp4", Every())
+
+
+@pytest.mark.filterwarnings("error")
+def test_frames_of_a_folder_are_resized_without_a_warning(folder):
+    takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
+    assert films.load(films.look(Frames(folder / "frames", 8.0), takes)).frames.shape == (2, 32, 32, 3)
 
 
 def test_a_video_is_upright(tmp_path):

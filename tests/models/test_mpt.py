@@ -299,6 +299,13 @@ REFUSED = [
     ({"logit_scale": "sqrt"}, "logit_scale is 'sqrt'"),
     ({"logit_scale": 0}, "logit_scale is 0"),
     ({"fc_type": "custom"}, "fc_type is 'custom'"),
+    ({"ffn_config": {"fc_type": "custom"}}, "ffn_config.fc_type is 'custom'"),
+    (
+        {"ffn_config": {"ffn_act_fn": {"approximate": "tanh"}}},
+        "ffn_act_fn is {'approximate': 'tanh'}, and it is an obj",
+    ),
+    ({"n_heads": -3}, "n_heads is -3, and it is a whole number from 1"),
+    ({"norm_eps": -1.0}, "norm_eps .layer_norm_epsilon. is -1.0"),
     ({"d_model": 25}, "d_model is 25, which 3 heads"),
     ({"embedding_fraction": 0.0}, "embedding_fraction is 0.0"),
     ({"resid_pdrop": 1.5}, "resid_pdrop is 1.5"),
@@ -438,6 +445,15 @@ def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: 
         "transformer.blocks.0.ffn.down_proj.weight"
     ]
     assert float(given.detach().std()) == pytest.approx(0.07, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "init", [{"init_div_is_residual": "x"}, {"init_div_is_residual": 0}, {"init_nonlinearity": "gelu"},
+             {"emb_init_std": -1.0}]
+)  # fmt: skip
+def test_an_init_config_that_gives_no_spread_is_refused(init: dict) -> None:
+    with pytest.raises(ModelError, match="init_config .* gives .* spread .*Mend it"):
+        mpt.MPTForCausalLM(mpt.MPTConfig(**SIZES, init_config=init))
 
 
 def test_a_scheme_that_is_not_known_is_refused_where_weights_are_drawn(saved: Path, tmp_path: Path) -> None:

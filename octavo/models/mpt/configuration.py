@@ -169,6 +169,9 @@ class MPTConfig(PreTrainedConfig):
         return super().to_diff_dict() | own
 
     def _check(self) -> None:
+        for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_MEND}")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not share. {_MEND}")
         if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:  # type: ignore[index]
@@ -184,9 +187,12 @@ class MPTConfig(PreTrainedConfig):
                 f"epsilon of all norms. {_MEND}"
             )
         self.norm_eps = self.layer_norm_epsilon = both.pop() if both else 1e-5
-        name = self.fc_type.get("name", "torch") if isinstance(self.fc_type, dict) else self.fc_type
-        if name not in ("torch", "te"):
-            raise ValueError(f"fc_type is {name!r}; torch and te are linear layers, others are not known. {_MEND}")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_MEND}")
+        for key, asked in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):  # type: ignore[union-attr]
+            name = asked.get("name", "torch") if isinstance(asked, dict) else asked
+            if name not in ("torch", "te") and not (name is None and "." in key):
+                raise ValueError(f"{key} is {name!r}; torch and te are linear layers, others are not known. {_MEND}")
         wrong = isinstance(self.logit_scale, str) and self.logit_scale != "inv_sqrt_d_model"
         if wrong or not math.isfinite(self.factor) or not self.factor:
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_MEND}")
@@ -240,7 +246,11 @@ def _check_attention(attention: dict[str, Any]) -> None:
 
 def _plain(ffn: dict[str, Any]) -> dict[str, Any]:
     """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
-    act = dict(ffn["ffn_act_fn"] or {"name": "gelu"})
+    act = ffn["ffn_act_fn"] or {"name": "gelu"}
+    if not isinstance(act, dict) or "name" not in act:
+        raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}, and it is an object with a name, "
+                         f'{{"name": "gelu"}}. {_MEND}')  # fmt: skip
+    act = dict(act)
     if ffn["ffn_type"] == FUSED:
         if act != {"name": "gelu"}:
             raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, and ffn_act_fn is {act}. {_MEND}")

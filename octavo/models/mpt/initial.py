@@ -26,7 +26,20 @@ RESIDUAL = "writes_residual"
 
 
 def spread(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
-    """The standard deviation of its weights. Raises ModelError for a scheme that is not known."""
+    """The standard deviation of its weights. Raises ModelError for a scheme that is not known, and for fields that give
+    no number from 0."""
+    try:
+        found = _spread(config, module)
+    except (TypeError, ValueError, ZeroDivisionError) as cause:  # of a field of another kind
+        if isinstance(cause, ModelError):
+            raise
+        raise ModelError(f"init_config {config.init_config} gives no spread of weights ({cause}). Mend it.") from cause
+    if not 0 <= found < math.inf:
+        raise ModelError(f"init_config {config.init_config} gives weights a spread of {found}. Mend it.")
+    return found
+
+
+def _spread(config: MPTConfig, module: nn.Linear | nn.Embedding) -> float:
     if config.initializer_range is not None:
         return config.initializer_range
     init: Any = config.init_config
