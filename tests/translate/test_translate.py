@@ -12,6 +12,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text
+from octavo.models.mpt.configuration import MPTConfig
 from octavo.translate import FRAMEWORKS, TranslateError, Translation, markdown, translate
 
 HERE = Path(__file__).parent
@@ -171,11 +172,42 @@ def test_an_mpt_described_by_numbers_is_a_folder_with_all_defaults_written_out(t
     )
     assert config["learned_pos_emb"] is False  # alibi takes it off there
     assert config["expansion_ratio"] == 4 and config["tie_word_embeddings"] is True
-    assert config["logit_scale"] == "inv_sqrt_d_model" and config["ffn_config"] == {"ffn_type": "mptmlp"}
+    assert config["logit_scale"] == "inv_sqrt_d_model" and config["ffn_config"]["ffn_type"] == "mptmlp"
     plain = json.loads(next(iter(text(tmp_path, "a.yaml", MPT.format(model="", precision="fp32")).extra.values())))
     assert plain["learned_pos_emb"] is True and plain["no_bias"] is False and plain["attn_config"]["alibi"] is False
     other = text(tmp_path, "a.yaml", MPT.format(model=", attn_config: {rope: true}", precision="fp32"))
-    assert become(other)["model.attn_config.rope"] == "none"
+    assert become(other)["model.attn_config.rope"] == "none" and "rope" in " ".join(other.notes)
+
+
+def _config_of(tmp_path: Path, model: str) -> tuple[Translation, MPTConfig]:
+    made = text(tmp_path, "a.yaml", MPT.format(model=model, precision="amp_bf16"))
+    (content,) = made.extra.values()
+    return made, MPTConfig(**json.loads(content))
+
+
+def test_what_octavos_mpt_computes_is_translated_with_its_values(tmp_path: Path) -> None:
+    more = ", resid_pdrop: 0.1, emb_pdrop: 0.2, embedding_fraction: 0.5, logit_scale: 0.25, attn_config: "
+    more += "{qk_gn: true, attn_pdrop: 0.3}, ffn_config: {ffn_hidden_size: 96, ffn_act_fn: {name: relu}}"
+    made, config = _config_of(tmp_path, more)
+    assert (config.resid_pdrop, config.emb_pdrop, config.embedding_fraction, config.factor) == (0.1, 0.2, 0.5, 0.25)
+    assert config.attn_config["qk_gn"] is True and config.attn_config["attn_pdrop"] == 0.3
+    assert config.hidden == 96 and config.ffn_config["ffn_act_fn"] == {"name": "relu"}
+    assert not [key for key, kind in become(made).items() if key.startswith("model.") and kind not in
+                ("translated", "default")]  # fmt: skip
+
+    _, config = _config_of(tmp_path, ", ffn_config: {ffn_type: te_ln_mlp}")
+    assert config.ffn_config["ffn_act_fn"] == {"name": "gelu", "approximate": "tanh"}  # Transformer Engine's
+
+
+@pytest.mark.parametrize("field", ["attn_config: {attn_logit_softcapping: 30}", "final_logit_softcapping: 30",
+                                   "attn_config: {attn_type: grouped_query_attention, kv_n_heads: 2}",
+                                   "block_overrides: {order: [{name: default}]}"])  # fmt: skip
+def test_an_mpt_that_octavo_does_not_compute_is_refused_and_never_another_model(field: str, tmp_path: Path) -> None:
+    made = text(tmp_path, "a.yaml", MPT.format(model=f", {field}", precision="amp_bf16"))
+    assert "refuses" in " ".join(made.notes) and "none" in become(made).values()
+    (content,) = made.extra.values()
+    with pytest.raises(ValueError, match=field.partition(":")[0]):
+        MPTConfig(**json.loads(content))
 
 
 @pytest.mark.parametrize(
