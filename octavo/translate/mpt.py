@@ -88,8 +88,8 @@ def _field(draft: Draft, u: Under, field: str, usual: Any, name: str) -> Any:
 def _refused(draft: Draft, key: str, value: Any, why: str, name: str) -> None:
     """What would be another model without it: config.json says it, so that the model is refused, not changed."""
     draft.none(key, why=why)
-    draft.note(f"{name}/config.json asks for {key.removeprefix('model.')}: {value!r:.80}, which Octavo refuses ({why}): "
-               "as it stands it cannot be trained here")  # fmt: skip
+    field = key.removeprefix("model.")
+    draft.note(f"{name}/config.json asks for {field}: {value!r:.80}, which Octavo refuses when it trains: {why}")
 
 
 def _others(draft: Draft, config: dict[str, Any], name: str) -> None:
@@ -156,7 +156,12 @@ def _ffn(draft: Draft, name: str) -> dict[str, Any]:
     act = draft.mapping(f("ffn_act_fn")) if word != "te_ln_mlp" else {}
     if act:
         config["ffn_act_fn"] = act
-        draft.told(f"{name}/config.json: ffn_config.ffn_act_fn", act, f("ffn_act_fn"), *[f(key) for key in _inner(draft, f, "ffn_act_fn")])
+        draft.told(
+            f"{name}/config.json: ffn_config.ffn_act_fn",
+            act,
+            f("ffn_act_fn"),
+            *[f(key) for key in _inner(draft, f, "ffn_act_fn")],
+        )
     for other in draft.under(f.prefix):
         if other not in draft.rows:
             draft.none(other, why="of other MLPs than mptmlp")
