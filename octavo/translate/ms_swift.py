@@ -143,10 +143,12 @@ def _phase(draft: Draft) -> str:
         else:
             draft.put("preference.loss", kind, "rlhf_type")
             draft.put("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
-        if (share := draft.number("rpo_alpha")) and kind in ("dpo", "simpo"):
+        if (share := draft.number("rpo_alpha")) and kind == "dpo":
             draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
         if kind == "simpo":
-            draft.put("preference.gamma", draft.number("simpo_gamma") or 1.0, "simpo_gamma")
+            draft.put("preference.gamma", 1.0 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
+            why = "SimPO adds the chosen answers' cross-entropy there, 1 unless cpo_alpha is given"
+            draft.put("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
         for weight in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
             if (found := draft.number(weight)) is not None:
                 draft.put(f"preference.{weight}", found, weight)
@@ -328,7 +330,7 @@ def _trainer(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> 
     ranks = max(1, world // context)
     micro = draft.whole("per_device_train_batch_size") or 1
     usual = hf_trainer.Usual(
-        **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * ranks)))}
+        **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * world)))}
     )
     hf_trainer.steps(draft, usual, ranks, packed)
     if phase != "preference":

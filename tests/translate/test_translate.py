@@ -218,6 +218,64 @@ def test_durations_of_composer(word: str, steps: int, tmp_path: Path) -> None:
     assert load_config_text(made.content, base=tmp_path).train.steps == steps
 
 
+AXOLOTL = """
+base_model: Qwen/Qwen3-VL-2B-Instruct
+datasets: [{{path: rows.jsonl, type: chat_template}}]
+sequence_len: 256
+micro_batch_size: 4
+learning_rate: 1e-5
+max_steps: 1000
+{more}
+"""
+
+
+def test_what_axolotl_multiplies_into_a_batch_and_takes_where_nothing_is_said(tmp_path: Path) -> None:
+    """Ranks of tensor parallelism see the same rows; batch_size is of one process; warm-up is 0.03 of the steps."""
+    more = "tensor_parallel_size: 2\nbatch_size: 32\nfreeze_mm_modules: true\nattn_implementation: eager"
+    made = text(tmp_path, "a.yaml", AXOLOTL.format(more=more), world=8)
+    cfg = load_config_text(made.content, base=tmp_path)
+    assert cfg.train.global_batch == 32 * 4 and cfg.train.warmup == 30
+    assert cfg.model.freeze == ("image_encoder", "image_projector") and cfg.model.attention.foundation == "eager"
+    assert "unknown" not in become(made).values()
+    more = "adapter: lora\nlora_target_linear: true\nlora_r: 8\nlora_alpha: 8\nfreeze_mm_modules: "
+    for frozen, targets in (("true", {"foundation"}), ("false", {"foundation", "image_encoder", "image_projector"})):
+        made = text(tmp_path, "a.yaml", AXOLOTL.format(more=more + frozen))
+        assert set(load_config_text(made.content, base=tmp_path).lora.targets) == targets
+
+
+def test_preferences_keep_their_weights(tmp_path: Path) -> None:
+    """SimPO of TRL's trainer adds cross-entropy of the chosen answers, by 1 unless told; DPO what it says."""
+    axolotl = [("rl: simpo", (0.1, 0.5, 1.0)), ("rl: simpo\ncpo_alpha: 0\nrl_beta: 2", (2, 0.5, 0)),
+               ("rl: dpo\nrpo_alpha: 0.3\ndpo_label_smoothing: 0.1", (0.1, None, 0.3))]  # fmt: skip
+    for more, expected in axolotl:
+        cfg = load_config_text(text(tmp_path, "a.yaml", AXOLOTL.format(more=more)).content, base=tmp_path).preference
+        assert (cfg.beta, cfg.gamma, cfg.sft) == expected
+    assert cfg.label_smoothing == 0.1
+    swift = "swift rlhf --rlhf_type simpo --model a/b --dataset rows.jsonl --train_type full --torch_dtype bfloat16"
+    for more, expected in (("", (2, 1, 1)), (" --cpo_alpha 0 --simpo_gamma 0 --beta 1", (1, 0, 0))):
+        cfg = load_config_text(text(tmp_path, "a.sh", swift + more).content, base=tmp_path).preference
+        assert (cfg.beta, cfg.gamma, cfg.sft) == expected
+
+
+def test_the_default_accumulation_of_swift_counts_all_processes(tmp_path: Path) -> None:
+    """16 over all processes, also those that share rows: 2 accumulated by 4 ranks that see different ones."""
+    line = "swift sft --model a/b --dataset rows.jsonl --max_steps 5 --sequence_parallel_size 2 --torch_dtype bfloat16"
+    cfg = load_config_text(text(tmp_path, "a.sh", line, world=8).content, base=tmp_path)
+    assert cfg.train.global_batch == 8
+
+
+def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path) -> None:
+    """`all` leaves the projector out; modules by name are of the tower too where it is not frozen."""
+    content = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: a\n"
+    content += "cutoff_len: 64\nmax_steps: 2\nfreeze_multi_modal_projector: false\n"
+    made = text(tmp_path, "a.yaml", content + "lora_target: all\nfreeze_vision_tower: true\n")
+    assert load_config_text(made.content, base=tmp_path).lora.targets == ("foundation",)
+    assert become(made)["freeze_multi_modal_projector"] == "dead"
+    for frozen, excluded in (("true", ("image_encoder",)), ("false", ())):
+        made = text(tmp_path, "a.yaml", content + f"lora_target: q_proj\nfreeze_vision_tower: {frozen}\n")
+        assert tuple(load_config_text(made.content, base=tmp_path).lora.exclude) == excluded
+
+
 def test_ring_and_usp_become_context_and_say_why(tmp_path: Path) -> None:
     file = (THEIRS / "mindspeed.yaml").read_text()
     ring = text(tmp_path, "a.yaml", file.replace("ulysses_parallel_size: 2", "ulysses_parallel_size: 1"))
