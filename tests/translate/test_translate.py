@@ -264,6 +264,21 @@ def test_the_default_accumulation_of_swift_counts_all_processes(tmp_path: Path) 
     assert cfg.train.global_batch == 8
 
 
+def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
+    line = (
+        "megatron sft --model a/b --dataset rows.jsonl --global_batch_size 16 --num_train_epochs 3 --output_dir there "
+    )
+    line += "--save_steps 200 --logging_steps 5 --save_total_limit 4 --dataloader_num_workers 1 --mcore_model c "
+    line += "--lr_warmup_fraction 0.1 --no_load_optim true"
+    made = text(tmp_path, "a.sh", line, rows=800)
+    cfg = load_config_text(made.content, base=tmp_path)
+    assert (cfg.train.epochs, cfg.train.warmup, cfg.run.save_every, cfg.run.log_every) == (3, 15, 200, 5)
+    assert (cfg.run.keep, cfg.data.workers, Path(cfg.run.dir).name) == (4, 1, "there")
+    assert "unknown" not in become(made).values() and become(made)["no_load_optim"] == "none"
+    pairs = text(tmp_path, "a.sh", line.replace(" sft", " rlhf --rlhf_type dpo --moe_aux_loss_coeff 1e-3"))
+    assert become(pairs)["moe_aux_loss_coeff"] == "none" and not pairs.refused
+
+
 def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path) -> None:
     """`all` leaves the projector out; modules by name are of the tower too where it is not frozen."""
     content = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: a\n"
