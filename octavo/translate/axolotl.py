@@ -335,7 +335,10 @@ def _warmup(draft: Draft, ranks: int) -> None:
 
 
 def _steps(draft: Draft, ranks: int, packed: bool) -> None:
-    micro, accumulation = draft.whole("micro_batch_size") or 1, draft.whole("gradient_accumulation_steps")
+    micro, accumulation = (
+        course.counted(draft, "micro_batch_size") or 1,
+        course.counted(draft, "gradient_accumulation_steps"),
+    )
     total = draft.whole("batch_size")
     if accumulation is None:
         accumulation = max(1, total // micro) if total else 1  # batch_size is of one process there
@@ -345,7 +348,7 @@ def _steps(draft: Draft, ranks: int, packed: bool) -> None:
     course.batch(draft, micro, accumulation, ranks, *keys, packed=packed)
     epochs = draft.number("num_epochs")
     course.length(draft, draft.whole("max_steps"), 1.0 if epochs is None else epochs, "max_steps", "num_epochs")
-    draft.put("train.lr", draft.number("learning_rate") or 5e-5, "learning_rate")
+    draft.put("train.lr", course.rate(draft, "learning_rate", 5e-5), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler", "cosine")
     least = draft.number("cosine_min_lr_ratio")
     if least is not None and kind == "cosine":

@@ -205,7 +205,7 @@ def _time(draft: Draft, key: str, batch: int, length: int) -> tuple[float, str] 
 
 
 def _steps(draft: Draft, world: int, packed: bool) -> None:
-    total = draft.whole("global_train_batch_size") or 1
+    total = course.counted(draft, "global_train_batch_size") or 1
     word = draft.text("device_train_microbatch_size")
     own = max(1, total // world)
     if word in (None, "auto"):
@@ -230,7 +230,7 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
             draft.put("train.epochs", number, "max_duration")
         else:
             draft.wrong("max_duration", "a duration in ba, ep, tok or sp")
-    draft.put("train.lr", draft.number("optimizer.lr") or 1e-3, "optimizer.lr")
+    draft.put("train.lr", course.rate(draft, "optimizer.lr", 1e-3), "optimizer.lr")
     name = draft.text("scheduler.name") or "constant"
     if name in _SCHEDULES:
         draft.put("train.schedule", _SCHEDULES[name], "scheduler.name")
@@ -292,7 +292,7 @@ def _optimizer(draft: Draft) -> None:
     if decay is None:  # Composer's own defaults
         decay = 1e-5 if name.startswith("decoupled") else 1e-2
     lr = draft.settings["train.lr"].value
-    if decay and name.startswith("decoupled"):
+    if decay and lr and name.startswith("decoupled"):
         why = f"decoupled_adamw takes it off whole at the peak; here it is times the learning rate: {decay:g} / {lr:g}"
         if decay / lr <= 100:
             draft.put("optimizer.weight_decay", decay / lr, "optimizer.weight_decay", why=why)

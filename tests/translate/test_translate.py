@@ -279,6 +279,13 @@ def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
     assert become(pairs)["moe_aux_loss_coeff"] == "none" and not pairs.refused
 
 
+def test_a_zero_is_not_taken_for_the_default(tmp_path: Path) -> None:
+    made = text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("1e-5", "0"))
+    assert " lr: 0 " in made.content
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("size: 4", "size: 0"))
+
+
 def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path) -> None:
     """`all` leaves the projector out; modules by name are of the tower too where it is not frozen."""
     content = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: a\n"
