@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
 from octavo.models.chat import FILES, deadline, give, written
@@ -79,11 +79,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = at(whole, "tokenizer_config.json").parent
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
+    instead: dict[str, Any] = {}
     if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
         check_sizes(folder / "config.json")
+        if read_json(folder / "config.json").get("model_type") == MptConfig.model_type:
+            # Its class of that kind refuses numbers that LLM-Foundry writes (clip_qkv: 6); a tokenizer asks for the
+            # kind alone.
+            instead["config"] = MptConfig()
     with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         with readable(folder) as plain:
-            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False, **instead)
         tokenizer.name_or_path = str(folder)
     if parts_of(whole):
         add_media(tokenizer)

@@ -18,6 +18,11 @@ _USUAL = hf_trainer.Usual(micro=1, schedule="cosine", epochs=1.0, save=None)
 _RL = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 _KERNELS = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "flex_attention": "flex",
             "eager_attention": "eager", "xformers_attention": "efficient"}  # fmt: skip
+#: what attn_implementation may say
+_NAMED = {
+    "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_3", "sdpa": "sdpa",
+    "flex_attention": "flex", "eager": "eager", "xformers": "efficient",
+}  # fmt: skip
 _OF_LORA = (
     "lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules lora_target_parameters peft_use_dora "
     "peft_use_rslora lora_modules_to_save lora_fan_in_fan_out peft_* lora_mlp_kernel lora_qkv_kernel lora_o_kernel"
@@ -61,7 +66,7 @@ NONE = {
     "process_reward_model num_labels qat* quantization* llmcompressor* diffusion* trl.* vllm.* dpo_use_weighting "
     "dpo_use_logits_to_keep cpo_alpha rpo_alpha loss_watchdog_* gc_steps do_bench_eval bench_* eval_table_size "
     "eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics profiler_steps dynamic_checkpoint* adam_epsilon2 "
-    "adam_beta3 batch_size tensor_parallel_size chunked_cross_entropy* image_resize_algorithm skip_move_to_device",
+    "adam_beta3 batch_size chunked_cross_entropy* image_resize_algorithm skip_move_to_device",
     "set in the tracker's own environment": "wandb_* mlflow_* comet_* use_comet gradio_* use_mlflow",
     "memory is planned ahead (octavo plan FILE --card 24GB)": "max_memory* gpu_memory_limit device device_map",
     "one process group, by --nproc or torchrun": "use_ray ray_* resources_per_worker* world_size ddp",
@@ -69,6 +74,7 @@ NONE = {
 SAME = {
     "an unknown key is always an error": "strict",
     "weights are read shard by shard": "low_cpu_mem_usage",
+    "FSDP2 shards over all ranks (parallel.shard, parallel.replicate)": "fsdp_version dp_shard_size dp_replicate_size",
     "one of them, whatever the precision": "float16 float32 embeddings_skip_upcast",
     "written with the checkpoints": "save_safetensors save_first_step",
 }
@@ -87,7 +93,7 @@ def translate(draft: Draft) -> None:
     _data(draft, phase)
     context = _context(draft, packed)
     packed = packed or context > 1
-    _steps(draft, max(1, world // context), packed)
+    _steps(draft, max(1, world // (context * _tensor(draft))), packed)
     if phase != "preference":
         draft.put("train.loss", "token", why="tokens of the whole step")
     hf_trainer.optimizer(draft, _USUAL, "optimizer")
@@ -100,7 +106,7 @@ def translate(draft: Draft) -> None:
         draft.table("dead", {"adapter is empty, so there are none": _OF_LORA})
     if phase != "preference":
         draft.table("dead", {"rl is empty, so no answers are compared": "rl_beta orpo_alpha simpo_gamma "
-        "kto_desirable_weight "
+        "cpo_alpha rpo_alpha dpo_label_smoothing kto_desirable_weight "
                     "kto_undesirable_weight max_prompt_len"})  # fmt: skip
     draft.table("none", NONE)
     draft.table("default", SAME)
@@ -117,11 +123,18 @@ def _phase(draft: Draft) -> str:
         draft.refuse("rl", "SFT and preferences are; phase rl has GRPO and its relatives (docs/rl.md)")
     draft.put("train.phase", "preference", "rl")
     draft.put("preference.loss", _RL[word], "rl")
-    beta = draft.number("orpo_alpha") if word == "orpo" else draft.number("rl_beta")
-    usual = 2.0 if word == "simpo" else 0.1
-    draft.put("preference.beta", usual if beta is None else beta, "orpo_alpha" if word == "orpo" else "rl_beta")
+    betas = [key for key in ("trl.beta", "rl_beta", "orpo_alpha") if draft.has(key)]
+    draft.put("preference.beta", draft.number(betas[0]) if betas else 0.1, *betas[:1])
+    draft.dead(*betas[1:], why=f"{betas[0] if betas else ''} decides there where both are given")
     if word == "simpo":
         draft.put("preference.gamma", 0.5 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
+        why = "TRL's trainer of SimPO adds the chosen answers' cross-entropy, 1 unless cpo_alpha is given"
+        draft.put("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
+    if word == "dpo":
+        if (share := draft.number("rpo_alpha")) is not None:
+            draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
+        if smooth := draft.number("dpo_label_smoothing"):
+            draft.put("preference.label_smoothing", smooth, "dpo_label_smoothing")
     if word == "kto":
         for ours, theirs in (
             ("desirable_weight", "kto_desirable_weight"),
@@ -151,6 +164,12 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     bits = 4 if draft.flag("load_in_4bit") else 8 if draft.flag("load_in_8bit") else None
     draft.same(*[key for key in ("load_in_4bit", "load_in_8bit") if draft.flag(key) is False], why="off")
     if word is None:
+        if seeing and draft.flag("freeze_mm_modules"):
+            seen = parts.COMPONENTS[:2]
+            parts.freeze(draft, dict.fromkeys(seen, ("freeze_mm_modules",)))
+        elif draft.flag("freeze_mm_modules"):
+            draft.dead("freeze_mm_modules", why="a text model has no tower, no projector")
+        draft.same(*(["freeze_mm_modules"] if not draft.flag("freeze_mm_modules") else []), why="off")
         return False
     if word not in ("lora", "qlora"):
         draft.none("adapter", why=f"{word} adapters are not built; LoRA stands here")
@@ -168,7 +187,11 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         draft.none(
             "lora_target_modules", why="a regular expression: the language model's layers stand here; write globs"
         )
-    components = ["foundation", "image_encoder", "image_projector"] if seeing and not pattern else ["foundation"]
+    apart = draft.flag("freeze_mm_modules")
+    components = (
+        ["foundation"] if apart or pattern or not seeing else ["foundation", "image_encoder", "image_projector"]
+    )
+    draft.same("freeze_mm_modules", why="the language model alone gets adapters" if apart else "off")
     found = components if everything or pattern else targets
     alpha = draft.number("lora_alpha") or 16
     parts.lora(
@@ -181,6 +204,13 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
 
 
 def _attention(draft: Draft, packed: bool) -> None:
+    kernel = choice(draft, "attn_implementation", _NAMED)
+    if kernel and packed and kernel.startswith("flash"):
+        draft.put("model.attention", "sdpa", "attn_implementation", why="packs take torch's flash attention")
+    elif kernel == "flex" and not packed:
+        draft.put("model.attention", "sdpa", "attn_implementation", why="flex is for packs here")
+    elif kernel:
+        draft.put("model.attention", kernel, "attn_implementation")
     for key, kernel in _KERNELS.items():
         on = draft.flag(key)
         if on and packed and kernel.startswith("flash"):
@@ -286,15 +316,39 @@ def _context(draft: Draft, packed: bool) -> int:
     return size
 
 
+def _tensor(draft: Draft) -> int:
+    """Ranks that share each layer see the same rows: they do not multiply the batch."""
+    size = draft.whole("tensor_parallel_size") or 1
+    why = "tensor parallelism is not built; FSDP2 shards layers instead (parallel.shard: auto)"
+    (draft.none if size > 1 else draft.same)("tensor_parallel_size", why=why if size > 1 else "1")
+    return size
+
+
+def _warmup(draft: Draft, ranks: int) -> None:
+    """Where nothing is said of it, axolotl warms up in 0.03 of the steps, 100 at most."""
+    if draft.has("warmup_steps") or draft.has("warmup_ratio"):
+        course.warmup(draft, ranks, "warmup_steps", "warmup_ratio")
+    elif (whole := course.total_steps(draft, ranks)) is None:
+        draft.note("train.warmup is to be filled in: their default is 0.03 of the steps of the run, 100 at most")
+    elif steps := min(int(0.03 * whole), 100):
+        draft.put("train.warmup", steps, why="their default: 0.03 of the steps, 100 at most")
+
+
 def _steps(draft: Draft, ranks: int, packed: bool) -> None:
-    micro, accumulation = draft.whole("micro_batch_size") or 1, draft.whole("gradient_accumulation_steps")
+    micro, accumulation = (
+        course.counted(draft, "micro_batch_size") or 1,
+        course.counted(draft, "gradient_accumulation_steps"),
+    )
     total = draft.whole("batch_size")
     if accumulation is None:
-        accumulation = max(1, total // (micro * ranks)) if total else 1
-    course.batch(draft, micro, accumulation, ranks, "micro_batch_size", "gradient_accumulation_steps", packed=packed)
+        accumulation = max(1, total // micro) if total else 1  # batch_size is of one process there
+    keys = ["micro_batch_size", "gradient_accumulation_steps"]
+    if total and not draft.has(keys[1]):
+        keys[1] = "batch_size"
+    course.batch(draft, micro, accumulation, ranks, *keys, packed=packed)
     epochs = draft.number("num_epochs")
     course.length(draft, draft.whole("max_steps"), 1.0 if epochs is None else epochs, "max_steps", "num_epochs")
-    draft.put("train.lr", draft.number("learning_rate") or 5e-5, "learning_rate")
+    draft.put("train.lr", course.rate(draft, "learning_rate", 5e-5), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler", "cosine")
     least = draft.number("cosine_min_lr_ratio")
     if least is not None and kind == "cosine":
@@ -303,7 +357,7 @@ def _steps(draft: Draft, ranks: int, packed: bool) -> None:
         )
     elif least is not None:
         draft.dead("cosine_min_lr_ratio", why="read with a cosine schedule alone")
-    course.warmup(draft, ranks, "warmup_steps", "warmup_ratio")
+    _warmup(draft, ranks)
     if (clip := draft.number("max_grad_norm")) is not None:
         draft.put("train.clip", clip, "max_grad_norm")
     if (word := draft.text("torch_compile")) in ("true", "auto"):

@@ -50,6 +50,20 @@ def batch(draft: Draft, micro: int, accumulation: int, ranks: int, *keys: str, p
     draft.put("train.global_batch", total, *keys, why=why)
 
 
+def rate(draft: Draft, key: str, usual: float) -> float:
+    """The peak of the learning rate: 0 is what was asked for, and not the default."""
+    found = draft.number(key)
+    return usual if found is None else found
+
+
+def counted(draft: Draft, key: str) -> int | None:
+    """A number of rows or of micro-batches; below 1 is nonsense."""
+    found = draft.whole(key)
+    if found is not None and found < 1:
+        draft.wrong(key, "a whole number from 1")
+    return found
+
+
 def rows_of(path: str | Path) -> int | None:
     """The rows of a local file of JSON or JSON lines, counted; None for what is not there or is not such a file."""
     file = Path(path)

@@ -90,14 +90,14 @@ class Usual:
 def steps(draft: Draft, usual: Usual, ranks: int, packed: bool = False) -> None:
     """Batch, length, learning rate. ``ranks``: processes that see different rows."""
     keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    micro = draft.whole(keys[0]) or usual.micro
-    accumulation = draft.whole(keys[1]) or usual.accumulation
+    micro = course.counted(draft, keys[0]) or usual.micro
+    accumulation = course.counted(draft, keys[1]) or usual.accumulation
     course.batch(draft, micro, accumulation, ranks, *keys, packed=packed)
     epochs = draft.number("num_train_epochs")
     course.length(
         draft, draft.whole("max_steps"), usual.epochs if epochs is None else epochs, "max_steps", "num_train_epochs"
     )
-    draft.put("train.lr", draft.number("learning_rate") or usual.lr, "learning_rate")
+    draft.put("train.lr", course.rate(draft, "learning_rate", usual.lr), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler_type", usual.schedule)
     further = draft.mapping("lr_scheduler_kwargs")
     inner = ["lr_scheduler_kwargs", *draft.under("lr_scheduler_kwargs.")]

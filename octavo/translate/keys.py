@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.translate.draft import Draft
 
 
 class Under:
-    """A draft seen from a section of their file; ``Under(draft)("lr")`` is the whole name of a key."""
+    """A draft seen from a section of their file; ``Under(draft)("lr")`` is the whole name of a key. ``names``: what
+    keys are called there, where another version renamed them."""
 
-    def __init__(self, draft: Draft, prefix: str = "") -> None:
-        self.draft, self.prefix = draft, prefix
+    def __init__(self, draft: Draft, prefix: str = "", names: Mapping[str, str] | None = None) -> None:
+        self.draft, self.prefix, self.names = draft, prefix, names or {}
 
     def __call__(self, key: str) -> str:
-        return f"{self.prefix}{key}"
+        return f"{self.prefix}{self.names.get(key, key)}"
 
     def has(self, key: str) -> bool:
         return self.draft.has(self(key))

@@ -180,13 +180,15 @@ def _adapters(draft: Draft, kind: str, seeing: bool) -> None:
         rank = draft.whole("lora_rank") or 8
         targets = draft.words("lora_target") or ["all"]
         if targets == ["all"]:
-            targets = trained if seeing else ["foundation"]
+            targets = [name for name in trained if name != "image_projector"] if seeing else ["foundation"]
             for key in usual if seeing else ():
-                if not frozen[key]:
+                if not frozen[key] and names[key] in targets:
                     draft.put("lora.targets", targets, key)
+            if seeing and not frozen["freeze_multi_modal_projector"]:
+                draft.dead("freeze_multi_modal_projector", why="lora_target: all leaves out the projector's layers")
         keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target"}
         parts.lora(draft, rank, draft.number("lora_alpha") or 2 * rank, draft.number("lora_dropout") or 0.0, targets,
-                   keys=keys, seeing=seeing)  # fmt: skip
+                   keys=keys, seeing=seeing and frozen["freeze_vision_tower"])  # fmt: skip
         parts.adapt(draft, keys, "use_rslora", "use_dora")
         if adapter := draft.words("adapter_name_or_path"):
             draft.put("lora.adapter", draft.path(adapter[0]), "adapter_name_or_path")

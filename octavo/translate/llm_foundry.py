@@ -50,9 +50,7 @@ NONE = {
     "of the process there": "max_split_size_mb expandable_segments cuda_load_lazy code_paths* dist_timeout "
     "compile_config* autoresume_* device_train_batch_size n_gpus device_train_grad_accum train_loader.replication",
     "layers are Octavo's": "model.use_cache model.use_pad_tok_in_ffn model.attn_config.attn_impl "
-    "model.attn_config.fused_qkv model.attn_config.flex_attn_* model.attn_config.rope_* model.attn_config.kv_* "
-    "model.attn_config.reuse_* model.attn_config.attn_logit_softcapping model.attn_config.prefix_lm "
-    "model.block_overrides* model.final_logit_softcapping",
+    "model.attn_config.fused_qkv model.attn_config.rope_* model.attn_config.flex_attn_*",
     "the architecture of a model of the hub is its config.json's": "model.config_overrides* model.use_auth_token "
     "model.use_train_metrics model.additional_*metrics* model.shift_labels model.attn_config.* model.init_config.* "
     "model.allow_embedding_resizing model.use_flash_attention_2 model.should_save_peft_only",
@@ -178,6 +176,11 @@ def _packing(draft: Draft, phase: str) -> bool:
         parts.packing(draft, "train_loader.dataset.packing_ratio", why="rows are as full as data.window makes them")
         draft.same("model.attn_config.attn_uses_sequence_id", why="samples never see each other")
         return True
+    apart = draft.flag("model.attn_config.attn_uses_sequence_id")
+    if phase == "pretrain" and apart:
+        why = "documents of a row see each other here; data.packing: true with data.join: false keeps them apart"
+        draft.none("model.attn_config.attn_uses_sequence_id", why=why)
+        return False
     if phase == "pretrain":
         draft.same("model.attn_config.attn_uses_sequence_id", why="documents are joined and see each other (data.join)")
     draft.same("train_loader.dataset.packing_ratio", "model.attn_config.attn_uses_sequence_id", why="a row is a sample")
@@ -202,7 +205,7 @@ def _time(draft: Draft, key: str, batch: int, length: int) -> tuple[float, str] 
 
 
 def _steps(draft: Draft, world: int, packed: bool) -> None:
-    total = draft.whole("global_train_batch_size") or 1
+    total = course.counted(draft, "global_train_batch_size") or 1
     word = draft.text("device_train_microbatch_size")
     own = max(1, total // world)
     if word in (None, "auto"):
@@ -227,7 +230,7 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
             draft.put("train.epochs", number, "max_duration")
         else:
             draft.wrong("max_duration", "a duration in ba, ep, tok or sp")
-    draft.put("train.lr", draft.number("optimizer.lr") or 1e-3, "optimizer.lr")
+    draft.put("train.lr", course.rate(draft, "optimizer.lr", 1e-3), "optimizer.lr")
     name = draft.text("scheduler.name") or "constant"
     if name in _SCHEDULES:
         draft.put("train.schedule", _SCHEDULES[name], "scheduler.name")
@@ -244,13 +247,15 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
     clip = draft.number("algorithms.gradient_clipping.clipping_threshold")
     kind = draft.text("algorithms.gradient_clipping.clipping_type")
     if kind not in (None, "norm"):
-        draft.none("algorithms.gradient_clipping.clipping_type", why="gradients are clipped by their norm alone")
+        why = f"gradients are clipped by their norm alone, and not at all in the place of {kind}"
+        draft.none(*draft.under("algorithms.gradient_clipping."), why=why)
+        clip = None
     draft.same("algorithms.gradient_clipping.clipping_type", why="by the norm of all")
     draft.put(
         "train.clip",
         clip or 0.0,
-        "algorithms.gradient_clipping.clipping_threshold",
-        why="" if clip else "not clipped there",
+        *(["algorithms.gradient_clipping.clipping_threshold"] if clip else []),
+        why="" if clip else "not clipped by norm there",
     )
     draft.table("none", {"algorithms of Composer are not built": "algorithms.*"})
 
@@ -283,9 +288,11 @@ def _optimizer(draft: Draft) -> None:
     draft.put("optimizer.betas", betas if len(betas) == 2 else [0.9, 0.95], "optimizer.betas")
     if (eps := draft.number("optimizer.eps")) is not None:
         draft.put("optimizer.eps", eps, "optimizer.eps")
-    decay = draft.number("optimizer.weight_decay") or 0.0
+    decay = draft.number("optimizer.weight_decay")
+    if decay is None:  # Composer's own defaults
+        decay = 1e-5 if name.startswith("decoupled") else 1e-2
     lr = draft.settings["train.lr"].value
-    if decay and name.startswith("decoupled"):
+    if decay and lr and name.startswith("decoupled"):
         why = f"decoupled_adamw takes it off whole at the peak; here it is times the learning rate: {decay:g} / {lr:g}"
         if decay / lr <= 100:
             draft.put("optimizer.weight_decay", decay / lr, "optimizer.weight_decay", why=why)

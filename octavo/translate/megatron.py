@@ -87,8 +87,8 @@ def data_parallel(draft: Draft, u: Under, world: int) -> int:
 
 
 def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> None:
-    micro = u.whole("micro_batch_size") or usual.micro
-    total = u.whole("global_batch_size") or usual.total or micro * ranks
+    micro = course.counted(draft, u("micro_batch_size")) or usual.micro
+    total = course.counted(draft, u("global_batch_size")) or usual.total or micro * ranks
     draft.put("train.micro_batch", 1 if packed else micro, u("micro_batch_size"), why="one pack" if packed else "")
     draft.put(
         "train.global_batch", total, u("global_batch_size"), why="" if u.has("global_batch_size") else "micro x ranks"
@@ -100,7 +100,7 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         draft.put("train.steps", max(1, samples // total), u("train_samples"), why=f"samples / {total}")
     elif epochs := u.number("max_epochs"):
         draft.put("train.epochs", epochs, u("max_epochs"))
-    draft.put("train.lr", u.number("lr") or usual.lr, u("lr"))
+    draft.put("train.lr", course.rate(draft, u("lr"), usual.lr), u("lr"))
     style = choice(
         draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant", "inverse-square-root", "wsd")}
     )

@@ -29,6 +29,10 @@ COMMANDS = ("swift", "megatron")
 FIRST_WINS = False
 _HF = hf_trainer.Usual(micro=1, schedule="cosine", betas=(0.9, 0.95), decay=0.1, recompute=True)
 _MEGATRON = megatron.Usual(total=16, schedule="cosine", betas=(0.9, 0.95), decay=0.1, lr=1e-5, seed=42)
+#: flags of `megatron sft` of 3 -> what 4 calls them
+_NEWER = {"max_epochs": "num_train_epochs", "save": "output_dir", "save_interval": "save_steps", "load": "mcore_model",
+          "log_interval": "logging_steps", "num_workers": "dataloader_num_workers",
+          "eval_interval": "eval_steps"}  # fmt: skip
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sigmoid_norm": "sigmoid_norm"}
 _KERNELS = {
     "sdpa": "sdpa",
@@ -143,10 +147,12 @@ def _phase(draft: Draft) -> str:
         else:
             draft.put("preference.loss", kind, "rlhf_type")
             draft.put("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
-        if (share := draft.number("rpo_alpha")) and kind in ("dpo", "simpo"):
+        if (share := draft.number("rpo_alpha")) and kind == "dpo":
             draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
         if kind == "simpo":
-            draft.put("preference.gamma", draft.number("simpo_gamma") or 1.0, "simpo_gamma")
+            draft.put("preference.gamma", 1.0 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
+            why = "SimPO adds the chosen answers' cross-entropy there, 1 unless cpo_alpha is given"
+            draft.put("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
         for weight in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
             if (found := draft.number(weight)) is not None:
                 draft.put(f"preference.{weight}", found, weight)
@@ -328,7 +334,7 @@ def _trainer(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> 
     ranks = max(1, world // context)
     micro = draft.whole("per_device_train_batch_size") or 1
     usual = hf_trainer.Usual(
-        **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * ranks)))}
+        **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * world)))}
     )
     hf_trainer.steps(draft, usual, ranks, packed)
     if phase != "preference":
@@ -376,7 +382,8 @@ def _shared(draft: Draft, packed: bool) -> int:
 
 
 def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> None:
-    u = Under(draft)
+    draft.asked.update(_NEWER.values())
+    u = Under(draft, names={old: new for old, new in _NEWER.items() if new in draft.given and old not in draft.given})
     ranks = megatron.data_parallel(draft, u, world)
     usual = megatron.Usual(**{**vars(_MEGATRON), "lr": 1e-4 if lora else 1e-5})
     megatron.context(draft, u)
@@ -392,14 +399,27 @@ def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) ->
         megatron.precision(draft, u)
     megatron.fp8(draft, u, param=not lora)
     parts.no_fp8(draft)
-    megatron.aux_loss(draft, u)
+    if phase == "preference":
+        draft.none(
+            "moe_aux_loss_coeff", "expert_model_parallel_size", why="not in phase preference; experts are sharded"
+        )
+    else:
+        megatron.aux_loss(draft, u)
+        megatron.expert(draft, u, lora=lora)
     megatron.recompute(draft, u, "selective")
     _vit(draft)
     megatron.saving(draft, u)
-    megatron.expert(draft, u, lora=lora)
+    if (keep := draft.whole("save_total_limit")) is not None:
+        draft.put("run.keep", max(1, keep), "save_total_limit")
+    if draft.has("report_to"):
+        hf_trainer.trackers(draft, "report_to")
     word = draft.text("attention_backend")
     if word:
         draft.put("model.attention", "sdpa" if word in ("flash", "fused", "auto") else "eager", "attention_backend",
                   why="torch chooses at each call, flash where it can")  # fmt: skip
-    draft.none("load", why="a checkpoint of Megatron's layout: Octavo reads the Hugging Face folder (model.path)")
+    draft.none(
+        u("load"),
+        "mcore_adapter",
+        why="a checkpoint of Megatron's layout: Octavo reads the Hugging Face folder (model.path)",
+    )
     megatron.rest(draft, u)

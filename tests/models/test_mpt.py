@@ -19,7 +19,8 @@ from transformers import MptConfig, MptForCausalLM
 from octavo import fp8, models
 from octavo.checkpoint import verify
 from octavo.config import load_config_text
-from octavo.models import ModelError, mpt, packed
+from octavo.models import ModelError, mpt, packed, tiny
+from octavo.models.processors import load_tokenizer
 from octavo.train import planning
 
 SIZES = {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16, "vocab_size": 40}
@@ -370,6 +371,17 @@ def no(*keys: str):
 
 
 FOUNDRY = ("ffn_config", "init_config", "fc_type", "architectures")
+
+
+def test_numbers_that_stock_transformers_refuses_leave_the_tokenizer_be(tmp_path: Path) -> None:
+    """A published folder of LLM-Foundry has `clip_qkv: 6`, and transformers' class takes floats there; dropout of
+    attention is whole there."""
+    tiny.write("mpt", tmp_path / "m", size="mini")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["attn_config"] |= {"clip_qkv": 6, "attn_pdrop": 0.1}
+    kind = type(load_tokenizer(tmp_path / "m"))
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    assert type(load_tokenizer(tmp_path / "m")) is kind
 
 
 def test_what_is_absent_means_what_its_writer_means(saved: Path, tmp_path: Path) -> None:

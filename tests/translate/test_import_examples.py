@@ -14,8 +14,9 @@ from octavo.models import tiny
 from octavo.translate import FRAMEWORKS, translate
 
 IMPORT = Path(__file__).resolve().parents[2] / "examples" / "import"
-#: the file that is named to octavo import; loongforge.sh comes with its YAML, and MPT is translated alone
-FILES = sorted(p for p in IMPORT.iterdir() if p.name not in ("loongforge.sh", "llm_foundry_mpt.yaml", "README.md"))
+#: the file that is named to octavo import; loongforge.sh comes with its YAML
+FILES = sorted(p for p in IMPORT.iterdir() if p.name not in ("loongforge.sh", "README.md"))
+MPT = "llm_foundry_mpt.yaml"
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -30,6 +31,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     shutil.copytree(IMPORT, folder / "examples" / "import")
     assert main(["digits", str(folder / "build" / "digits")]) == 0
+    assert main(["text", str(folder / "build" / "text")]) == 0
     for family in sorted({words[1] for path in FILES for words in commands(path) if words[0] == "tiny"}):
         tiny.write(family, folder / "build" / "tiny" / family, size="mini")
     return folder
@@ -40,9 +42,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_of_another_framework_trains_here(path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     typed = commands(path)
-    assert [words[0] for words in typed] == ["tiny", "digits", "import", "train"]
-    for words in typed[2:]:
-        assert main(words) == 0
+    rows_by = "text" if path.name == MPT else "digits"
+    assert [words[0] for words in typed] == ["tiny", rows_by, "import", "train"]
+    assert main(typed[2]) == 0
+    if path.name == MPT:
+        (line,) = [words for words in map(str.split, path.read_text().split("\n")) if words[1:2] == ["cp"]]
+        for file in home.glob(line[2]):
+            shutil.copy(file, line[3])
+    assert main(typed[3]) == 0
     cfg = load_config(typed[3][1])
     run = home / cfg.run.dir
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
@@ -57,5 +64,5 @@ def test_the_examples_are_of_every_framework_and_mpt_becomes_a_folder(tmp_path: 
     more = {"loongforge.yaml": [IMPORT / "loongforge.sh"]}
     made = [translate([path, *more.get(path.name, [])], tmp_path / "out.yaml", root=tmp_path) for path in FILES]
     assert {one.framework for one in made} == set(FRAMEWORKS) and not any(one.refused for one in made)
-    mpt = translate([IMPORT / "llm_foundry_mpt.yaml"], tmp_path / "out.yaml", root=tmp_path)
-    assert not mpt.refused and [file.name for file in mpt.extra] == ["config.json"] and "recipe: delayed" in mpt.content
+    mpt = next(one for path, one in zip(FILES, made, strict=True) if path.name == MPT)
+    assert [file.name for file in mpt.extra] == ["config.json"] and "recipe: delayed" in mpt.content

@@ -12,6 +12,7 @@ import pytest
 
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text
+from octavo.models.mpt.configuration import MPTConfig
 from octavo.translate import FRAMEWORKS, TranslateError, Translation, markdown, translate
 
 HERE = Path(__file__).parent
@@ -171,11 +172,42 @@ def test_an_mpt_described_by_numbers_is_a_folder_with_all_defaults_written_out(t
     )
     assert config["learned_pos_emb"] is False  # alibi takes it off there
     assert config["expansion_ratio"] == 4 and config["tie_word_embeddings"] is True
-    assert config["logit_scale"] == "inv_sqrt_d_model" and config["ffn_config"] == {"ffn_type": "mptmlp"}
+    assert config["logit_scale"] == "inv_sqrt_d_model" and config["ffn_config"]["ffn_type"] == "mptmlp"
     plain = json.loads(next(iter(text(tmp_path, "a.yaml", MPT.format(model="", precision="fp32")).extra.values())))
     assert plain["learned_pos_emb"] is True and plain["no_bias"] is False and plain["attn_config"]["alibi"] is False
     other = text(tmp_path, "a.yaml", MPT.format(model=", attn_config: {rope: true}", precision="fp32"))
-    assert become(other)["model.attn_config.rope"] == "none"
+    assert become(other)["model.attn_config.rope"] == "none" and "rope" in " ".join(other.notes)
+
+
+def _config_of(tmp_path: Path, model: str) -> tuple[Translation, MPTConfig]:
+    made = text(tmp_path, "a.yaml", MPT.format(model=model, precision="amp_bf16"))
+    (content,) = made.extra.values()
+    return made, MPTConfig(**json.loads(content))
+
+
+def test_what_octavos_mpt_computes_is_translated_with_its_values(tmp_path: Path) -> None:
+    more = ", resid_pdrop: 0.1, emb_pdrop: 0.2, embedding_fraction: 0.5, logit_scale: 0.25, attn_config: "
+    more += "{qk_gn: true, attn_pdrop: 0.3}, ffn_config: {ffn_hidden_size: 96, ffn_act_fn: {name: relu}}"
+    made, config = _config_of(tmp_path, more)
+    assert (config.resid_pdrop, config.emb_pdrop, config.embedding_fraction, config.factor) == (0.1, 0.2, 0.5, 0.25)
+    assert config.attn_config["qk_gn"] is True and config.attn_config["attn_pdrop"] == 0.3
+    assert config.hidden == 96 and config.ffn_config["ffn_act_fn"] == {"name": "relu"}
+    assert not [key for key, kind in become(made).items() if key.startswith("model.") and kind not in
+                ("translated", "default")]  # fmt: skip
+
+    _, config = _config_of(tmp_path, ", ffn_config: {ffn_type: te_ln_mlp}")
+    assert config.ffn_config["ffn_act_fn"] == {"name": "gelu", "approximate": "tanh"}  # Transformer Engine's
+
+
+@pytest.mark.parametrize("field", ["attn_config: {attn_logit_softcapping: 30}", "final_logit_softcapping: 30",
+                                   "attn_config: {attn_type: grouped_query_attention, kv_n_heads: 2}",
+                                   "block_overrides: {order: [{name: default}]}"])  # fmt: skip
+def test_an_mpt_that_octavo_does_not_compute_is_refused_and_never_another_model(field: str, tmp_path: Path) -> None:
+    made = text(tmp_path, "a.yaml", MPT.format(model=f", {field}", precision="amp_bf16"))
+    assert "refuses" in " ".join(made.notes) and "none" in become(made).values()
+    (content,) = made.extra.values()
+    with pytest.raises(ValueError, match=field.partition(":")[0]):
+        MPTConfig(**json.loads(content))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +216,86 @@ def test_an_mpt_described_by_numbers_is_a_folder_with_all_defaults_written_out(t
 def test_durations_of_composer(word: str, steps: int, tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", MPT.format(model="", precision="fp32").replace("10ba", word))
     assert load_config_text(made.content, base=tmp_path).train.steps == steps
+
+
+AXOLOTL = """
+base_model: Qwen/Qwen3-VL-2B-Instruct
+datasets: [{{path: rows.jsonl, type: chat_template}}]
+sequence_len: 256
+micro_batch_size: 4
+learning_rate: 1e-5
+max_steps: 1000
+{more}
+"""
+
+
+def test_what_axolotl_multiplies_into_a_batch_and_takes_where_nothing_is_said(tmp_path: Path) -> None:
+    """Ranks of tensor parallelism see the same rows; batch_size is of one process; warm-up is 0.03 of the steps."""
+    more = "tensor_parallel_size: 2\nbatch_size: 32\nfreeze_mm_modules: true\nattn_implementation: eager"
+    made = text(tmp_path, "a.yaml", AXOLOTL.format(more=more), world=8)
+    cfg = load_config_text(made.content, base=tmp_path)
+    assert cfg.train.global_batch == 32 * 4 and cfg.train.warmup == 30
+    assert cfg.model.freeze == ("image_encoder", "image_projector") and cfg.model.attention.foundation == "eager"
+    assert "unknown" not in become(made).values()
+    more = "adapter: lora\nlora_target_linear: true\nlora_r: 8\nlora_alpha: 8\nfreeze_mm_modules: "
+    for frozen, targets in (("true", {"foundation"}), ("false", {"foundation", "image_encoder", "image_projector"})):
+        made = text(tmp_path, "a.yaml", AXOLOTL.format(more=more + frozen))
+        assert set(load_config_text(made.content, base=tmp_path).lora.targets) == targets
+
+
+def test_preferences_keep_their_weights(tmp_path: Path) -> None:
+    """SimPO of TRL's trainer adds cross-entropy of the chosen answers, by 1 unless told; DPO what it says."""
+    axolotl = [("rl: simpo", (0.1, 0.5, 1.0)), ("rl: simpo\ncpo_alpha: 0\nrl_beta: 2", (2, 0.5, 0)),
+               ("rl: dpo\nrpo_alpha: 0.3\ndpo_label_smoothing: 0.1", (0.1, None, 0.3))]  # fmt: skip
+    for more, expected in axolotl:
+        cfg = load_config_text(text(tmp_path, "a.yaml", AXOLOTL.format(more=more)).content, base=tmp_path).preference
+        assert (cfg.beta, cfg.gamma, cfg.sft) == expected
+    assert cfg.label_smoothing == 0.1
+    swift = "swift rlhf --rlhf_type simpo --model a/b --dataset rows.jsonl --train_type full --torch_dtype bfloat16"
+    for more, expected in (("", (2, 1, 1)), (" --cpo_alpha 0 --simpo_gamma 0 --beta 1", (1, 0, 0))):
+        cfg = load_config_text(text(tmp_path, "a.sh", swift + more).content, base=tmp_path).preference
+        assert (cfg.beta, cfg.gamma, cfg.sft) == expected
+
+
+def test_the_default_accumulation_of_swift_counts_all_processes(tmp_path: Path) -> None:
+    """16 over all processes, also those that share rows: 2 accumulated by 4 ranks that see different ones."""
+    line = "swift sft --model a/b --dataset rows.jsonl --max_steps 5 --sequence_parallel_size 2 --torch_dtype bfloat16"
+    cfg = load_config_text(text(tmp_path, "a.sh", line, world=8).content, base=tmp_path)
+    assert cfg.train.global_batch == 8
+
+
+def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
+    line = (
+        "megatron sft --model a/b --dataset rows.jsonl --global_batch_size 16 --num_train_epochs 3 --output_dir there "
+    )
+    line += "--save_steps 200 --logging_steps 5 --save_total_limit 4 --dataloader_num_workers 1 --mcore_model c "
+    line += "--lr_warmup_fraction 0.1 --no_load_optim true"
+    made = text(tmp_path, "a.sh", line, rows=800)
+    cfg = load_config_text(made.content, base=tmp_path)
+    assert (cfg.train.epochs, cfg.train.warmup, cfg.run.save_every, cfg.run.log_every) == (3, 15, 200, 5)
+    assert (cfg.run.keep, cfg.data.workers, Path(cfg.run.dir).name) == (4, 1, "there")
+    assert "unknown" not in become(made).values() and become(made)["no_load_optim"] == "none"
+    pairs = text(tmp_path, "a.sh", line.replace(" sft", " rlhf --rlhf_type dpo --moe_aux_loss_coeff 1e-3"))
+    assert become(pairs)["moe_aux_loss_coeff"] == "none" and not pairs.refused
+
+
+def test_a_zero_is_not_taken_for_the_default(tmp_path: Path) -> None:
+    made = text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("1e-5", "0"))
+    assert " lr: 0 " in made.content
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("size: 4", "size: 0"))
+
+
+def test_adapters_of_llama_factory_lie_where_it_looks_for_layers(tmp_path: Path) -> None:
+    """`all` leaves the projector out; modules by name are of the tower too where it is not frozen."""
+    content = "model_name_or_path: Qwen/Qwen3-VL-2B-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: a\n"
+    content += "cutoff_len: 64\nmax_steps: 2\nfreeze_multi_modal_projector: false\n"
+    made = text(tmp_path, "a.yaml", content + "lora_target: all\nfreeze_vision_tower: true\n")
+    assert load_config_text(made.content, base=tmp_path).lora.targets == ("foundation",)
+    assert become(made)["freeze_multi_modal_projector"] == "dead"
+    for frozen, excluded in (("true", ("image_encoder",)), ("false", ())):
+        made = text(tmp_path, "a.yaml", content + f"lora_target: q_proj\nfreeze_vision_tower: {frozen}\n")
+        assert tuple(load_config_text(made.content, base=tmp_path).lora.exclude) == excluded
 
 
 def test_ring_and_usp_become_context_and_say_why(tmp_path: Path) -> None:
