@@ -133,9 +133,9 @@ def without_key() -> dict[str, str]:
 
 def _decoded(raw: bytes, where: str) -> bytes:
     """The bytes that text, or the bytes themselves, stand for. Nothing of them is shown."""
-    if len(raw) == SIZE:
-        return raw
     text = raw.strip()
+    if len(raw) == SIZE and not (raw.isascii() and raw.decode().isprintable()):  # letters are no random bytes: they
+        return raw  # are what `openssl rand -hex 16` writes, which is half a key
     try:
         if len(text) == 2 * SIZE:
             return binascii.unhexlify(text)

@@ -125,5 +125,6 @@ def test_how_it_may_be_written(make, written, read) -> None:
     "written", ["off", "0", "-5", "700,10", "[700, 10]", "0,10,10", "7,7,7,7", "1.5", "true", "[]"]
 )
 def test_what_it_may_not_be(make, written) -> None:
-    with pytest.raises(ConfigError, match=r"train\.gc"):
+    with pytest.raises(ConfigError, match=r"train\.gc") as found:
         make(f"train.gc={written}")
+    assert "700,10,1000" in str(found.value) or "," not in written

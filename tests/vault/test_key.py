@@ -29,8 +29,9 @@ def test_every_form_of_a_key_file(tmp_path, monkeypatch, form):
 
 
 @pytest.mark.parametrize(
-    "wrong", [b"", b"words", SECRET[:31], SECRET + b"!", SECRET.hex().encode()[:-2], b"zz" * 32],
-    ids=["empty", "words", "short", "long", "cut", "no-hex"],
+    "wrong", [b"", b"words", SECRET[:31], SECRET + b"!", SECRET.hex().encode()[:-2], b"zz" * 32,
+     b"0123456789abcdef" * 2],
+    ids=["empty", "words", "short", "long", "cut", "no-hex", "half a key"],
 )  # fmt: skip
 def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
     file = tmp_path / "key"
