@@ -218,7 +218,12 @@ def videos_of(folder: Path, kind: str, image_processor: Any, asked: Mapping[str,
         ours = image_processor
         more = {"patch": ours.patch_size, "merge": ours.merge_size, "depth": ours.temporal_patch_size}
     values = {**stock, **stated, **{name: value for name, value in asked.items() if value is not None}}
-    values |= {name: tuple(values[name]) for name in ("mean", "std")}
+    for name in ("mean", "std"):
+        given = values[name]
+        if not isinstance(given, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in given):
+            shown = reading.printable(repr(given))[:80]
+            raise ModelError(f"{file if own else folder} gives image_{name} {shown}: it is three numbers.")
+        values[name] = tuple(given)
     found = Videos(kind, **values, **more)
     _check(found, file if own else folder, asked)
     return found

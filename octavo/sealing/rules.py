@@ -63,7 +63,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"(patch_embed\.proj|patch_embedding|patch_embeddings\.projection|patch_conv)", "own, patch"),
     (r"audio_tower\.conv1", "@first, bins, -"),
     (r"audio_tower\.conv2", "own, @first, -"),
-    (r"(pos_embed|position_embedding|embed_positions)", "-, own"),
+    (r"(pos_embed|position_embedding|embed_positions|wpe)", "-, own"),
     (r"(position_embeddings|cls_token)", "-, -, own"),
     (r"(class_embedding|lambda_[12])", "own"),
     (r"class_pos_emb", "-, -"),

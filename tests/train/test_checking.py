@@ -71,7 +71,9 @@ def test_losses_are_those_without_checks(make, uncounted) -> None:
 def test_all_gemms_of_every_kind_of_run(make, uncounted, experts, monkeypatch, over) -> None:
     monkeypatch.setattr(checking, "drawn", lambda there, seed, number: tuple(there))
     first, second = same(make, *(f"model.path={experts}" if word == "MOE" else word for word in over))
-    assert len(first["sites"]) >= 48 and min(first["products"], second["products"]) >= len(first["sites"])
+    # below the first adapter no gradient goes: of a frozen base all forwards are looked at, and dgrads where they run
+    least = sum(gemm == "fwd" for _, gemm in first["sites"]) + 1 if "lora={rank: 4}" in over else len(first["sites"])
+    assert len(first["sites"]) >= 48 and min(first["products"], second["products"]) >= least
 
 
 class Plant(train.Callback):
