@@ -152,6 +152,7 @@ def config(path, report, **more):
     train = SimpleNamespace(phase="pretrain", seq_length=6, micro_batch=2, global_batch=4)
     return SimpleNamespace(
         model=SimpleNamespace(path=str(path.parent / "plain")),
+        lora=None,
         data=SimpleNamespace(**{"cache": None, "packing": False, **data}),
         train=train,
         run=SimpleNamespace(seed=3, timeout=60.0),
