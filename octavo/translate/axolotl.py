@@ -87,7 +87,7 @@ def translate(draft: Draft) -> None:
         draft.put("model.revision", revision, "revision_of_model")
     seeing = parts.sees(draft, path)
     phase = _phase(draft)
-    packed = _packing(draft, phase)
+    packed = parts.packs(draft, phase, "sample_packing")
     lora = _adapters(draft, seeing)
     _attention(draft, packed)
     _data(draft, phase)
@@ -145,20 +145,6 @@ def _phase(draft: Draft) -> str:
     return "preference"
 
 
-def _packing(draft: Draft, phase: str) -> bool:
-    on = draft.flag("sample_packing")
-    if phase == "sft" and on:
-        parts.packing(draft, "sample_packing")
-        return True
-    if phase == "pretrain":
-        draft.same("sample_packing", why="documents are joined and cut to seq_length (data.join)")
-    elif on:
-        draft.none("sample_packing", why="pairs are rows of one batch")
-    else:
-        draft.same("sample_packing", why="a row is a sample")
-    return False
-
-
 def _adapters(draft: Draft, seeing: bool) -> bool:
     word = draft.text("adapter")
     bits = 4 if draft.flag("load_in_4bit") else 8 if draft.flag("load_in_8bit") else None
@@ -177,7 +163,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         draft.same("adapter", why="the section lora is there")
     if bits or word == "qlora":
         parts.eight_bits(draft, "load_in_8bit" if bits == 8 else "load_in_4bit", bits or 4)
-    rank = draft.whole("lora_r") or 8
+    rank = draft.whole("lora_r", 8)
     targets = draft.words("lora_target_modules")
     everything = draft.flag("lora_target_linear") or "all-linear" in targets or not targets
     keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -193,9 +179,9 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     )
     draft.same("freeze_mm_modules", why="the language model alone gets adapters" if apart else "off")
     found = components if everything or pattern else targets
-    alpha = draft.number("lora_alpha") or 16
+    alpha = draft.number("lora_alpha", 16)
     parts.lora(
-        draft, rank, alpha, draft.number("lora_dropout") or 0.0, found, keys=keys, seeing=seeing and not everything
+        draft, rank, alpha, draft.number("lora_dropout", 0.0), found, keys=keys, seeing=seeing and not everything
     )
     parts.adapt(draft, keys, "peft_use_rslora", "peft_use_dora")
     if adapter := draft.text("lora_model_dir"):
@@ -348,7 +334,7 @@ def _steps(draft: Draft, ranks: int, packed: bool) -> None:
     course.batch(draft, micro, accumulation, ranks, *keys, packed=packed)
     epochs = draft.number("num_epochs")
     course.length(draft, draft.whole("max_steps"), 1.0 if epochs is None else epochs, "max_steps", "num_epochs")
-    draft.put("train.lr", course.rate(draft, "learning_rate", 5e-5), "learning_rate")
+    draft.put("train.lr", draft.number("learning_rate", 5e-5), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler", "cosine")
     least = draft.number("cosine_min_lr_ratio")
     if least is not None and kind == "cosine":

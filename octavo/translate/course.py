@@ -50,12 +50,6 @@ def batch(draft: Draft, micro: int, accumulation: int, ranks: int, *keys: str, p
     draft.put("train.global_batch", total, *keys, why=why)
 
 
-def rate(draft: Draft, key: str, usual: float) -> float:
-    """The peak of the learning rate: 0 is what was asked for, and not the default."""
-    found = draft.number(key)
-    return usual if found is None else found
-
-
 def counted(draft: Draft, key: str) -> int | None:
     """A number of rows or of micro-batches; below 1 is nonsense."""
     found = draft.whole(key)

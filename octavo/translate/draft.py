@@ -66,16 +66,20 @@ class Draft:
         found = self.given.get(key)
         return None if found is None or found.open else found.value
 
-    def number(self, key: str) -> float | None:
+    def number(self, key: str, usual: float | None = None) -> Any:
+        """A number; ``usual`` where none is given. 0 is what was asked for, not what is usual."""
         value = self.value(key)
         if isinstance(value, str):
             value = _number(value)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)):
+        if value is None:
+            return usual
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return value
         return self._wrong(key, "a number")
 
-    def whole(self, key: str) -> int | None:
-        value = self.number(key)
+    def whole(self, key: str, usual: int | None = None) -> Any:
+        """A whole number; ``usual`` where none is given."""
+        value = self.number(key, usual)
         if value is None or value == int(value):
             return None if value is None else int(value)
         return self._wrong(key, "a whole number")

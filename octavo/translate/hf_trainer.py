@@ -97,7 +97,7 @@ def steps(draft: Draft, usual: Usual, ranks: int, packed: bool = False) -> None:
     course.length(
         draft, draft.whole("max_steps"), usual.epochs if epochs is None else epochs, "max_steps", "num_train_epochs"
     )
-    draft.put("train.lr", course.rate(draft, "learning_rate", usual.lr), "learning_rate")
+    draft.put("train.lr", draft.number("learning_rate", usual.lr), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler_type", usual.schedule)
     further = draft.mapping("lr_scheduler_kwargs")
     inner = ["lr_scheduler_kwargs", *draft.under("lr_scheduler_kwargs.")]

@@ -21,11 +21,11 @@ class Under:
     def has(self, key: str) -> bool:
         return self.draft.has(self(key))
 
-    def number(self, key: str) -> float | None:
-        return self.draft.number(self(key))
+    def number(self, key: str, usual: float | None = None) -> Any:
+        return self.draft.number(self(key), usual)
 
-    def whole(self, key: str) -> int | None:
-        return self.draft.whole(self(key))
+    def whole(self, key: str, usual: int | None = None) -> Any:
+        return self.draft.whole(self(key), usual)
 
     def flag(self, key: str) -> bool | None:
         return self.draft.flag(self(key))

@@ -177,7 +177,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool) -> None:
         parts.freeze(draft, {names[key]: (key,) for key in usual if frozen[key]})
         draft.same(*[key for key in usual if not frozen[key]], why="trained")
     if kind == "lora":
-        rank = draft.whole("lora_rank") or 8
+        rank = draft.whole("lora_rank", 8)
         targets = draft.words("lora_target") or ["all"]
         if targets == ["all"]:
             targets = [name for name in trained if name != "image_projector"] if seeing else ["foundation"]
@@ -187,7 +187,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool) -> None:
             if seeing and not frozen["freeze_multi_modal_projector"]:
                 draft.dead("freeze_multi_modal_projector", why="lora_target: all leaves out the projector's layers")
         keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target"}
-        parts.lora(draft, rank, draft.number("lora_alpha") or 2 * rank, draft.number("lora_dropout") or 0.0, targets,
+        parts.lora(draft, rank, draft.number("lora_alpha", 2 * rank), draft.number("lora_dropout", 0.0), targets,
                    keys=keys, seeing=seeing and frozen["freeze_vision_tower"])  # fmt: skip
         parts.adapt(draft, keys, "use_rslora", "use_dora")
         if adapter := draft.words("adapter_name_or_path"):

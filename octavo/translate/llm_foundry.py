@@ -123,9 +123,9 @@ def _lora(draft: Draft) -> bool:
     targets = ["foundation" if word == "all-linear" else word for word in targets]
     parts.lora(
         draft,
-        draft.whole(named["rank"]) or 8,
-        draft.number(named["alpha"]) or 8,
-        draft.number(named["dropout"]) or 0.0,
+        draft.whole(named["rank"], 8),
+        draft.number(named["alpha"], 8),
+        draft.number(named["dropout"], 0.0),
         targets,
         keys=named,
         seeing=False,
@@ -230,7 +230,7 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
             draft.put("train.epochs", number, "max_duration")
         else:
             draft.wrong("max_duration", "a duration in ba, ep, tok or sp")
-    draft.put("train.lr", course.rate(draft, "optimizer.lr", 1e-3), "optimizer.lr")
+    draft.put("train.lr", draft.number("optimizer.lr", 1e-3), "optimizer.lr")
     name = draft.text("scheduler.name") or "constant"
     if name in _SCHEDULES:
         draft.put("train.schedule", _SCHEDULES[name], "scheduler.name")

@@ -178,9 +178,9 @@ def _lora(draft: Draft) -> bool:
     keys = {"rank": u("dim"), "alpha": u("alpha"), "dropout": u("dropout"), "targets": u("target_modules")}
     parts.lora(
         draft,
-        u.whole("dim") or 16,
-        u.number("alpha") or 32,
-        u.number("dropout") or 0.0,
+        u.whole("dim", 16),
+        u.number("alpha", 32),
+        u.number("dropout", 0.0),
         targets,
         keys=keys,
         seeing=False,

@@ -100,7 +100,7 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         draft.put("train.steps", max(1, samples // total), u("train_samples"), why=f"samples / {total}")
     elif epochs := u.number("max_epochs"):
         draft.put("train.epochs", epochs, u("max_epochs"))
-    draft.put("train.lr", course.rate(draft, u("lr"), usual.lr), u("lr"))
+    draft.put("train.lr", u.number("lr", usual.lr), u("lr"))
     style = choice(
         draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant", "inverse-square-root", "wsd")}
     )

@@ -145,7 +145,9 @@ def _parallel_old(draft: Draft, u: Under) -> int:
 
 
 def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
-    micro, accumulation = u.whole("micro_batch_size") or 1, u.whole("gradient_accumulation_steps") or 1
+    micro, accumulation = (
+        course.counted(draft, u(k)) or 1 for k in ("micro_batch_size", "gradient_accumulation_steps")
+    )
     keys = (u("micro_batch_size"), u("gradient_accumulation_steps"))
     course.batch(draft, micro, accumulation, ranks, *keys, packed=packed)
     if epochs := u.whole("train_epochs"):
@@ -196,9 +198,9 @@ def _lora(draft: Draft) -> bool:
     keys = {name: u(key) for name, key in names.items()}
     parts.lora(
         draft,
-        u.whole(names["rank"]) or 8,
-        u.number(names["alpha"]) or 16,
-        u.number(names["dropout"]) or 0.0,
+        u.whole(names["rank"], 8),
+        u.number(names["alpha"], 16),
+        u.number(names["dropout"], 0.0),
         found,
         keys=keys,
         seeing=True,

@@ -117,7 +117,7 @@ def translate(draft: Draft) -> None:
         draft.put("model.revision", revision, "model_revision")
     seeing = parts.sees(draft, path)
     phase = _phase(draft)
-    packed = _packing(draft, phase)
+    packed = parts.packs(draft, phase, "packing")
     _data(draft, phase)
     lora = _adapters(draft, seeing)
     _model(draft, packed)
@@ -165,20 +165,6 @@ def _phase(draft: Draft) -> str:
     phase = "pretrain" if "pt" in draft.command else "sft"
     draft.put("train.phase", phase, why="swift pt" if phase == "pretrain" else "")
     return phase
-
-
-def _packing(draft: Draft, phase: str) -> bool:
-    on = draft.flag("packing")
-    if on and phase == "sft":
-        parts.packing(draft, "packing")
-        return True
-    if phase == "pretrain":
-        draft.same("packing", why="documents are joined and cut to seq_length (data.join)")
-    elif on:
-        draft.none("packing", why="pairs are rows of one batch")
-    else:
-        draft.same("packing", why="a row is a sample")
-    return False
 
 
 def _data(draft: Draft, phase: str) -> None:
@@ -289,10 +275,9 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         ]
         if left := [word for word in odd if word not in names]:
             draft.none("target_modules", why=f"{', '.join(left)}: embeddings and routers get no adapters")
-    rank, alpha = draft.whole("lora_rank") or 8, draft.number("lora_alpha") or 32
-    dropout = draft.number("lora_dropout")
+    rank, alpha = draft.whole("lora_rank", 8), draft.number("lora_alpha", 32)
     parts.lora(
-        draft, rank, alpha, 0.05 if dropout is None else dropout, targets, keys=keys, seeing=seeing and not everything
+        draft, rank, alpha, draft.number("lora_dropout", 0.05), targets, keys=keys, seeing=seeing and not everything
     )
     if everything and seeing:
         draft.put("lora.targets", targets, *frozen)
@@ -332,7 +317,7 @@ def _trainer(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> 
     context = _shared(draft, packed)
     packed = packed or context > 1
     ranks = max(1, world // context)
-    micro = draft.whole("per_device_train_batch_size") or 1
+    micro = course.counted(draft, "per_device_train_batch_size") or 1
     usual = hf_trainer.Usual(
         **{**vars(_HF), "lr": 1e-4 if lora else 1e-5, "accumulation": max(1, -(-16 // (micro * world)))}
     )

@@ -85,6 +85,21 @@ def packing(draft: Draft, *keys: str, why: str = "") -> None:
     draft.put("data.packing", True, *keys, why=why or "samples of a row never see each other")
 
 
+def packs(draft: Draft, phase: str, key: str) -> bool:
+    """Whether rows are packed, which one flag says there; what it means in each phase."""
+    on = draft.flag(key)
+    if phase == "sft" and on:
+        packing(draft, key)
+        return True
+    if phase == "pretrain":
+        draft.same(key, why="documents are joined and cut to seq_length (data.join)")
+    elif on:
+        draft.none(key, why="pairs are rows of one batch")
+    else:
+        draft.same(key, why="a row is a sample")
+    return False
+
+
 def no_fp8(draft: Draft) -> None:
     """Where nothing asked for FP8, the run stays in high precision, so that it is the run it was."""
     if not any(target.startswith(("fp8.", "model.load_in_fp8")) for target in draft.settings):

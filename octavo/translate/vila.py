@@ -122,12 +122,11 @@ def _trained(draft: Draft, coat: bool) -> bool:
     if draft.flag("lora_enable"):
         names = [ours for ours, key in (("foundation", "lora_llm"), ("image_encoder", "lora_vt")) if draft.flag(key)]
         keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-        dropout = draft.number("lora_dropout")
         parts.lora(
             draft,
-            draft.whole("lora_r") or 64,
-            draft.number("lora_alpha") or 16,
-            0.05 if dropout is None else dropout,
+            draft.whole("lora_r", 64),
+            draft.number("lora_alpha", 16),
+            draft.number("lora_dropout", 0.05),
             names or ["foundation"],
             keys=keys,
             seeing=False,

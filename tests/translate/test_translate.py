@@ -282,6 +282,8 @@ def test_megatron_sft_of_ms_swift_4_has_other_names(tmp_path: Path) -> None:
 def test_a_zero_is_not_taken_for_the_default(tmp_path: Path) -> None:
     made = text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("1e-5", "0"))
     assert " lr: 0 " in made.content
+    adapters = text(tmp_path, "b.yaml", AXOLOTL.format(more="adapter: lora\nlora_alpha: 0\n"))
+    assert "alpha: 0" in adapters.content
     with pytest.raises(ConfigError, match="micro_batch_size"):
         text(tmp_path, "a.yaml", AXOLOTL.format(more="").replace("size: 4", "size: 0"))
 
