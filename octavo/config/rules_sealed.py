@@ -10,7 +10,7 @@ from octavo.config.sections import DataSection, Dataset
 from octavo.config.whole import Sections
 
 _MADE = (
-    *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels"),
+    *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
     *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
 )
 _OF_FILES = ("revision", "split", "subset", "images", "stream", "fetch_gb", "shuffle_buffer", "columns", "format")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from octavo import atomic, data, models
@@ -126,6 +127,10 @@ def _word(bad: DataError, on_bad: str) -> str:
 
 def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
+    for name, one in sample.more.items():  # numbers of whatever a row shows: none is written as it is
+        if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
+            what = "videos" if "video" in name else name
+            raise SealError(f"rows hold {what}, which no key puts into another order; leave these rows out")
     more = {
         name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
         for name, one in sample.more.items()

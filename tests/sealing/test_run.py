@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from octavo import adapters, data, sealing, train, vault
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
-from octavo.data import digits
+from octavo.data import clips_of_digits, digits
 from octavo.models import tiny
 from tests.sealing.conftest import SECRET
 from tests.sealing.test_adapter import attached
@@ -180,6 +180,7 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     [
         ("data.system=Be brief.", "numbers already"),
         ("data.max_pixels=1000", "seal data"),
+        ("data.video={fps: 2}", "seal data"),
         ("data.train.0.format=messages", "one form"),
         ("train.phase=rl", "sealed rows hold none"),
     ],
@@ -187,6 +188,13 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
 def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
     with pytest.raises(ConfigError, match=words):
         configured(place, "text", True, tmp_path, setting)
+
+
+def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
+    clips = clips_of_digits.write(tmp_path / "clips", train=2, test=2)
+    key = ["--key-file", str(place / "seal.key"), "--model", str(place / "see")]
+    assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1, clips
+    assert "videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()
 
 
 def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):
