@@ -17,14 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
+import growth
 import texts
-from matplotlib.figure import Figure
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
 from units import TRAINED, UNITS, Unit, bare
-
-from octavo.report.figures import PALETTE, STYLE
 
 STEPS, DEPTH, SEEDS, WINDOW = 1000, 500, 4, 50
 RECIPES = ("blockwise", "delayed")
@@ -71,25 +67,8 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """How the gap of forks grows with their length: mean and 95 % interval by recipe."""
-    from octavo.report.claims import mean_gap
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for number, (recipe, curve) in enumerate(found["growth"].items()):
-            made = [(step, mean_gap(gaps)) for step, gaps in zip(curve["steps"], curve["gaps"], strict=True)]
-            known = [(step, one) for step, one in made if one is not None]
-            at = np.array([step for step, _ in known]) + 6 * (number - 0.5)
-            middle, half = (np.array([100 * getattr(one, of) for _, one in known]) for of in ("estimate", "half"))
-            color = PALETTE[f"fp8-{number}"]
-            axes.errorbar(at, middle, half, color=color, marker="o", markersize=4, capsize=2, label=recipe)
-        axes.axhline(100 * FORK, color=PALETTE["soft"], linestyle="--", linewidth=1)
-        axes.axhline(0, color=PALETTE["ink"], linewidth=0.8)
-        axes.set(title=f"MPT, forks after step {DEPTH}: loss above high precision's", xlabel="steps after the fork",
-                 ylabel="% (95 % intervals)")  # fmt: skip
-        axes.legend(ncols=2)
-        figure.savefig(path, dpi=150)
+    """How the gap of forks grows with their length."""
+    growth.draw(found["growth"], f"MPT, forks after step {DEPTH}: loss above high precision's", FORK, path)
 
 
 TRIED = "forks of the pretraining study, which scattered by 0.01 to 0.03 % over 100 steps"

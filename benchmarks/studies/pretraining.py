@@ -17,15 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
+import growth
 import texts
-from matplotlib.figure import Figure
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights, seed_of
 from units import TRAINED, UNITS, Unit, bare
 
 from octavo.config import Config
-from octavo.report.figures import PALETTE, STYLE
 
 STEPS, DEPTHS, THIRD = 600, (200, 400), 200
 FORK_SEEDS, PAIRS = 4, 4
@@ -105,28 +102,8 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """How the gap of forks grows with their length: mean and 95 % interval by recipe."""
-    from octavo.report.claims import mean_gap
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for number, (recipe, curve) in enumerate(found["growth"].items()):
-            made = [(step, mean_gap(gaps)) for step, gaps in zip(curve["steps"], curve["gaps"], strict=True)]
-            known = [(step, one) for step, one in made if one is not None]
-            if not known:
-                continue
-            at = np.array([step for step, _ in known]) + 6 * (number - 1.5)
-            middle = np.array([100 * one.estimate for _, one in known])
-            half = np.array([100 * one.half for _, one in known])
-            color = PALETTE[f"fp8-{number}"]
-            axes.errorbar(at, middle, half, color=color, marker="o", markersize=4, capsize=2, label=recipe)
-        axes.axhline(100 * FORK, color=PALETTE["soft"], linestyle="--", linewidth=1)
-        axes.axhline(0, color=PALETTE["ink"], linewidth=0.8)
-        axes.set(title=f"Forks after step {DEPTHS[0]}: loss above high precision's", xlabel="steps after the fork",
-                 ylabel="% (95 % intervals)")  # fmt: skip
-        axes.legend(ncols=4)
-        figure.savefig(path, dpi=150)
+    """How the gap of forks grows with their length."""
+    growth.draw(found["growth"], f"Forks after step {DEPTHS[0]}: loss above high precision's", FORK, path)
 
 
 STUDY = Study(
