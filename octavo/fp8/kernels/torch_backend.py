@@ -10,6 +10,8 @@ is to hand over what the operation asks for, and that differs by the kind of sca
     line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
     mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
 
+The last three want both operands in E4M3; with one scale a tensor or row, one of them may be in E5M2.
+
 k and n must be multiples of 16 and both operands contiguous along k, as :mod:`octavo.fp8.kernels.layout` has them. What
 lies otherwise is laid out anew by the backend that casts (``relay``), and columns of zeros are cut off the result.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
@@ -101,6 +103,8 @@ class TorchBackend(GemmOnlyBackend):
         kind = kind_of(op, a, b)
         if kind is None:
             return f"scaled_mm cannot multiply {a} by {b}"
+        if kind in _NAMES and "e5m2" in (a.format, b.format):
+            return f"scaled_mm has {_NAMES[kind]} for two matrices in E4M3 alone, not for {a} by {b}"
         return _why_not(kind, device.type, device.index)
 
     def gemm(
