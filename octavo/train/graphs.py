@@ -12,8 +12,9 @@ Clipping and the update stay outside, as do steps that somebody looks into (the 
 which run eagerly. A shape is captured when it comes the second time; up to :data:`MOST` are kept, in one pool of
 memory. What the host decides by values cannot be in a graph: batches with images or padding, and rows that are judged
 at different positions, run eagerly, and the run says so once. So does whatever the capture itself refuses: a warm-up
-under CUDA's check for waits finds an operation that would wait, before anything is captured. Refused at the start is
-what never could be (:func:`why_never`, :func:`why_not_this`).
+under CUDA's check for waits finds an operation that would wait, before anything is captured. No autograd graph of an
+eager micro-batch may be alive at a capture: its gradients belong to another stream, on which the capture would have to
+wait. Refused at the start is what never could be (:func:`why_never`, :func:`why_not_this`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ pytest.importorskip("pydantic", reason="runs are configured by pydantic")
 pytest.importorskip("transformers")
 
 from octavo import fp8, models
+from octavo.fp8.kernels import CudaGraph
 from octavo.train.graphs import Graphs
 from octavo.train.update import Loss
 
@@ -21,7 +22,7 @@ TOKENS = 257
 
 
 class Meta:
-    has_image, lengths = False, (TOKENS,)
+    sees, lengths = False, (TOKENS,)
 
 
 def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[Any, int], Graphs, list[str]]:
@@ -53,10 +54,26 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
                         loss = loss_at({"input_ids": ids.cuda(), "meta": Meta()}, *on)
                     loss.total.backward()
                     parts = loss.parts
+                    del loss  # a graph that is still alive adds its gradients on the stream it ran on
                 losses.append(parts.clone())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return [x.tolist() for x in losses], dict(counts.calls), found, said
+
+
+def test_a_capture_that_fails_says_why_and_leaves_nothing_behind() -> None:
+    torch.cuda.manual_seed(5)
+    wanted = [torch.randn(3, device="cuda") for _ in range(2)][1]
+    torch.cuda.manual_seed(5)
+    torch.randn(3, device="cuda")
+    pool = torch.cuda.graph_pool_handle()
+    with pytest.raises(RuntimeError, match="capturing"):
+        CudaGraph(pool).capture(lambda: torch.randn(3, device="cuda").cpu())  # a copy that waits
+    assert torch.equal(torch.randn(3, device="cuda"), wanted)
+    again, x = CudaGraph(pool), torch.ones(3, device="cuda")
+    out = again.capture(lambda: x * 2)
+    again.replay()
+    assert out.tolist() == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise"])

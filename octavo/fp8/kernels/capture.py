@@ -44,8 +44,21 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            return work()
+        """As :class:`Graph` has it. Where ``work`` cannot be recorded, it raises what ``work`` raised, and random
+        numbers go on where they were: ending a capture that was broken off raises an error of its own, and leaves
+        torch's generator waiting for a replay."""
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before, cause = generator.clone_state(), None
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool):
+                try:
+                    return work()
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception as error:
+            generator.graphsafe_set_state(before)
+            raise cause or error from None
 
     def replay(self) -> None:
         self._graph.replay()
