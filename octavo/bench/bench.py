@@ -115,16 +115,16 @@ class Bench:
             self.begins(name, [candidate])
             self._built += 1
             try:
-                call = build()
-                call()  # compiles, fills caches, and fails here rather than in the timing
-                peaks[candidate] = self._peak(call) if memory is True else None
+                calls[candidate] = build()
+                calls[candidate]()  # compiles, fills caches, and fails here rather than in the timing
+                peaks[candidate] = self._peak(calls[candidate]) if memory is True else None
             except Exception as error:  # whatever a candidate raises is its answer, and is shown
+                calls.pop(candidate, None)
                 self.result.absent.append(
                     Absent(suite, name, candidate, str(error) if isinstance(error, Refusal) else first_line(error))
                 )
                 accelerator.synchronize(self.device)  # raises where the GPU is lost to this process: end it
                 continue
-            calls[candidate] = call
         if calls:
             self.begins(name, list(calls))
             kinds = {} if isinstance(memory, bool) else dict(memory)
@@ -140,7 +140,7 @@ class Bench:
                         parts=parts(calls[candidate]),
                     )
                 )
-        calls.clear()
+        calls.clear()  # the only place that holds them: the next candidate may need their memory
         gc.collect()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # or graphs of many cases pile up until no more are compiled

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +113,27 @@ def test_who_cannot_take_part_says_why_and_the_others_go_on() -> None:
         ("no", "this library is not installed"),
         ("late", "ZeroDivisionError: in the first call"),
     ]
+
+
+def test_a_candidate_is_gone_before_the_next_is_built() -> None:
+    """Two models of 8 B do not fit beside each other: neither one that was timed nor one that failed may stay."""
+    alive: list[weakref.ref[Any]] = []
+
+    class Model:
+        def __init__(self, fails: bool) -> None:
+            assert not [m for m in alive if m() is not None]
+            self.fails, self.itself = fails, self  # modules with hooks are cycles, too
+            alive.append(weakref.ref(self))
+
+        def __call__(self) -> None:
+            if self.fails:
+                raise RuntimeError("out of memory")
+
+    bench = session()
+    for name, fails in (("one", False), ("two", True), ("three", False)):
+        bench.case("step", "case", "one", {name: functools.partial(Model, fails)}, Work(flops=1.0), memory=True)
+    assert [r.candidate for r in bench.result.rows] == ["one", "three"] and len(alive) == 3
+    assert [a.why for a in bench.result.absent] == ["RuntimeError: out of memory"]
 
 
 def test_a_spent_budget_leaves_cases_out_and_says_so() -> None:
