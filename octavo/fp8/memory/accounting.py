@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten
 
 from octavo.fp8.dense import inputs
@@ -223,7 +223,10 @@ class Accountant:
         for plain, storage in _parts(tensor):
             seen = self._note(plain, storage, "saved", False)
             seen.saved, seen.dtype = True, plain.dtype  # scales are written as integers
-        return tensor
+        if tensor.grad_fn is None:
+            return tensor
+        with _disable_current_modes():  # a node that held its own result would live until a backward, if there is none
+            return tensor.detach()
 
     def _known(self, tensor: Tensor) -> list[_Seen]:
         return [self._note(plain, storage, "given", False) for plain, storage in _parts(tensor)]
