@@ -34,6 +34,7 @@ from benchmarks.gpu.store import FILES, Store, collect
 
 NEEDED = ("torch", "transformers", "pytest", "hypothesis", "numpy")  # triton comes with CUDA builds of torch
 END = 15.0  # seconds kept for the report
+LANES = 16  # test files at a time, a core each: what they do most is to compile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in {job.kind for job in jobs}:
         store.apply(kind, "", {"call": call, "what": what})
     device = "cuda" if cuda else "cpu"
-    lanes = min(4, os.cpu_count() or 1)
+    lanes = min(LANES, os.cpu_count() or 1)
     runner = Runner(store, say, call, device, args.small, lanes)
     say(f"{len(jobs)} jobs on {where['device']}, {args.budget:.0f} s, into {folder}")
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A worker without torch: its target is a list of cases, each a name and what happens in it.
 FAKE = """
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 order = json.load(sys.stdin)
 pipe = os.fdopen(order["pipe"], "w")
 def send(**event): print(json.dumps(event), file=pipe, flush=True)
@@ -48,6 +49,9 @@ for case, what in json.loads(order["target"]):
         if name == "b" and what == "leave": sys.exit(3)
         if what == "terminate": os.kill(os.getppid(), 15); time.sleep(9)
         if what == "nap": time.sleep(0.05)
+        if what == "break":  # the signal that asks where it hangs makes a compiler fail, and the test with it
+            signal.signal(signal.SIGABRT, lambda *_: send(test=[case, "failed", 1.0, "PassManager::run failed"]))
+            time.sleep(99)
     if here:
         row = {"suite": "fake", "case": case, "seconds": order["seconds"], "host": 0.0}
         send(rows=[{**row, "candidate": name} for name in here], absent=[], cut=[])
@@ -155,6 +159,12 @@ def test_a_job_past_its_limit_is_cut_off_and_the_next_has_its_time(run, messages
     assert rows(found["slow"])[:2] == [("one", "a"), ("one", "b")] and found["next"]["state"] == "done" and code == 1
 
 
+def test_a_test_that_fails_as_it_is_ended_is_lost_and_no_failure(run) -> None:
+    found, code = run(fake("slow", ("one", "break"), seconds=1), fake("next", ("one", "")), seconds=10)
+    (lost,) = found["slow"]["lost"]
+    assert lost["case"] == "one" and "limit" in lost["why"] and "tests" not in found["slow"] and code == 1
+
+
 def test_shares_add_up_to_what_is_left_and_spared_time_goes_on(run) -> None:
     work = [fake(name, ("one", ""), seconds=share) for name, share in (("x", 1), ("y", 1), ("z", 2))]
     found, code = run(*work, seconds=8)
@@ -181,13 +191,16 @@ def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, 
 
 def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command) -> None:
     kept = Store(tmp_path / "out", messages.append)
+    naps = json.dumps([[str(i), "nap"] for i in range(20)])
     work = [Job(f"t{i}", "tests", 1, '[["c", "nap"]]', 9.0, alone=i == 4) for i in range(5)]
+    work[3] = replace(work[3], target=naps, seconds=0.05)
     Runner(kept, messages.append, "one", "cpu", True, 3, 0.1, command).run(work, time.monotonic() + 20)
     lines = [
         line.split(":")[0] + (" +" if "begins" in line else " -") for line in messages if re.match(r"t\d: (b|d)", line)
     ]
     running = [sum(1 if line.endswith("+") else -1 for line in lines[: i + 1]) for i in range(len(lines))]
     assert max(running) == 3 and lines[-2:] == ["t4 +", "t4 -"] and len(lines) == 10
+    assert not any("cut off" in line for line in messages)  # t3 takes ten times its share, and nobody waits
     kept.close()
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("ruamel.yaml")
+pytest.importorskip("pyarrow")
 pytest.importorskip("triton")
 
 from octavo import fp8, models

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("pydantic", reason="runs are configured by pydantic")
 pytest.importorskip("transformers")
+pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("ruamel.yaml")
+pytest.importorskip("pyarrow")
 
 from octavo import fp8, models
 from octavo.fp8.kernels import CudaGraph

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("transformers")
+pytest.importorskip("pydantic")  # these three where runs are configured and rows are read
+pytest.importorskip("ruamel.yaml")
+pytest.importorskip("pyarrow")
 pytest.importorskip("triton")
 
 from octavo import fp8, models

@@ -90,6 +90,8 @@ def test_a_run_goes_on_from_a_file_in_every_bit_and_on_the_other_device(states, 
 class _Mesh:
     """Two ranks, of which the other one's marks are always smaller."""
 
+    ndim = 1
+
     def size(self, dim: int) -> int:
         return 2
 
