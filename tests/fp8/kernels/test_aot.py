@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.fp8.kernels import aot
+from tests.fp8.kernels import aot, forms
 
 KERNELS = {"rmsnorm_rows", "rmsnorm_tile", "rstd_of_rows", "swiglu", "swiglu_backward", "gemm_kernel", "decode_kernel"}
 KERNELS |= {"product_kernel", "attend_kernel", "sums_kernel"}
@@ -41,7 +41,7 @@ def test_the_first_form_of_each_kernel_is_one_of_it_an_architecture() -> None:
 
 HERE = """
 import sys
-from tests.fp8.kernels import aot
+from tests.fp8.kernels import aot, forms
 
 sys.exit(aot.main(["--arch", "90", "--jobs", "2", "--json", *sys.argv[1:]]))
 """
@@ -152,10 +152,10 @@ def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
     assert rows["fine", 90]["error"] is None and rows["fine", 90]["spill"] == 0
     assert rows["fine", 90]["loads"] == {"16": 2} and rows["old only", 89]["loads"] == {"4": 8}, "alignment is not used"
     assert ("old only", 90) not in rows
-    assert rows["greedy", 90]["spill"] > aot.SPILL_BOUND
+    assert rows["greedy", 90]["spill"] > forms.SPILL_BOUND
     for text in (
         "broken: no such for sm_90 does not compile: ",
-        f"broken: greedy for sm_90 spills {rows['greedy', 90]['spill']} bytes a thread, more than {aot.SPILL_BOUND}",
+        f"broken: greedy for sm_90 spills {rows['greedy', 90]['spill']} bytes a thread, more than {forms.SPILL_BOUND}",
         "broken: unsaid for sm_89 does not compile: ValueError: variant 'unsaid' says nothing of the argument 'n'",
         "broken: stray for sm_89 does not compile: ValueError: variant 'stray' describes 'm', which is no argument",
         "broken: fuses for sm_90 does not compile: ValueError: it must round products and sums apart",
@@ -167,7 +167,7 @@ def test_what_fails_is_listed_and_the_exit_code_says_so(tmp_path: Path) -> None:
 
 def test_too_much_shared_memory_and_waiting_products_are_faults() -> None:
     row = {"name": "big", "kernel": "k", "module": "m", "arch": 90, "error": None, "registers": 64, "spill": 0}
-    row |= {"shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
+    row |= {"allowed": 0, "shared": 200 * 1024, "tensor_core": None, "loads": {16: 2}, "stores": {}}
     row |= {"executed": 99, "steps": [40], "serialised": False}
     assert aot.faults([row]) == []
     assert aot.faults([{**row, "arch": 120}]) == [

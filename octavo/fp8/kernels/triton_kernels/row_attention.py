@@ -24,6 +24,7 @@ from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.bits import round_to, widen
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tile_products import dot, weighted
+from octavo.fp8.kernels.triton_kernels.tiles import gpu_of
 
 NOTHING, SEEN, ADDED = 0, 1, 2  # kinds of mask
 
@@ -51,7 +52,7 @@ def attend(
         bias = bias.expand(batch, heads, queries, keys)
     seen = None if own is None else own.expand(batch, keys).view(torch.uint8)
     across, beside = (max(16, triton.next_power_of_2(n)) for n in (size, wide))
-    rows, tile, warps = form(max(across, beside), q.dtype)
+    rows, tile, warps = form(max(across, beside), q.dtype, gpu_of(q.device).sm)
     strides = [n for x in (q, k, v) for n in x.stride()[:3]]
     unit = gcd(16, *strides)  # Triton looks no further than "divides by 16": heads of 72 would be read one by one
     launch(
@@ -67,11 +68,18 @@ def attend(
     return out, lse
 
 
-def form(across: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """(queries, keys, warps) of a program; numbers of fp32, which no tensor core multiplies, take more registers."""
+def form(across: int, dtype: torch.dtype, sm: int) -> tuple[int, int, int]:
+    """(queries, keys, warps) of a program; numbers of fp32, which no tensor core multiplies, take more registers.
+
+    On Hopper 32 queries of 256 numbers have no instruction of a whole warp group, and compiled under a mask they had
+    other last bits than by positions (an H200, 13 of 266,240); 64 have the same, and take less time, though some
+    registers are spilled.
+    """
     if dtype == torch.float32:
         return 16, max(16, min(32, 2048 // across)), 4
-    return (64, 64, 4) if across <= 64 else (64, 32, 8) if across <= 128 else (32, 32, 8)
+    if across <= 64:
+        return 64, 64, 4
+    return (64, 32, 8) if across <= 128 or sm // 10 == 9 else (32, 32, 8)
 
 
 @triton.jit(do_not_specialize=["scale", "queries", "keys", "window"])

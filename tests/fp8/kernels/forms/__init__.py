@@ -8,6 +8,9 @@ from unittest import mock
 
 import torch
 
+SPILL_BOUND = 128
+"""Bytes of local memory a thread that are still no fault: some registers once, kept in the L1 cache."""
+
 
 class Variant(NamedTuple):
     """One compiled form of a kernel: what ``python -m tests.fp8.kernels.aot`` builds for each architecture.
@@ -15,7 +18,8 @@ class Variant(NamedTuple):
     ``signature`` gives Triton's type of each argument that is no constant (``"*bf16"``, ``"*fp8e4nv"``, ``"*u8"``,
     ``"i32"``; ``":16"`` behind it: a multiple of 16, as Triton finds out by itself at a launch); ``constants`` the
     constexpr arguments; ``architectures`` those it is used on; ``maxnreg`` the most registers a thread may have;
-    ``fused`` whether a product may be rounded together with the sum it enters.
+    ``fused`` whether a product may be rounded together with the sum it enters; ``spill`` the most bytes of local memory
+    a thread, more than usual for a form that was timed and is the fastest all the same.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Variant(NamedTuple):
     architectures: tuple[int, ...] = (89, 90, 100, 120)
     maxnreg: int | None = None
     fused: bool = True
+    spill: int = SPILL_BOUND
 
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8", torch.int32: "i32"}

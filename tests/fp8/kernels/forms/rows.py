@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from octavo.fp8.kernels.triton_kernels import gemm, row_attention, row_products, row_sums
+from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 from tests.fp8.kernels import recorded
 from tests.fp8.kernels.forms import Variant
 from tests.fp8.kernels.forms.decode import RECIPES as KNOWN
@@ -30,7 +32,10 @@ def variants() -> list[Variant]:
     found = [_sums(dtype, length) for dtype in (torch.bfloat16, torch.float32) for length in LENGTHS]
     found += [_product(dtype, kind) for dtype in DTYPES for kind in ("plain", "bias", "grouped", "by columns")]
     for size, dtype in [*((size, torch.bfloat16) for size in SIZES), *(("qwen3-8b", dtype) for dtype in DTYPES[1:])]:
-        found += [_attention(size, dtype, kind) for kind in ("mask", "positions")]
+        elsewhere = (89, 100, 120) if size == "256" else (89, 90, 100, 120)
+        made = [_attention(size, dtype, kind) for kind in ("mask", "positions")]
+        found += [variant._replace(architectures=elsewhere) for variant in made]
+    found += [_on_hopper(kind) for kind in ("mask", "positions")]
     found += [_attention("qwen3-8b", torch.bfloat16, kind) for kind in ("added", "window", "all keys")]
     found += [_attention(size, torch.float32, "all keys") for size in ("a tower", "256")]
     return found + distinct(list(_fixed()))
@@ -67,6 +72,13 @@ def _attention(size: str, dtype: torch.dtype, kind: str) -> Variant:
     with recorded.launches(row_attention) as seen:
         row_attention.attend(q, k, v, mask, positions, own, 100 if kind == "window" else None, d**-0.5)
     return _told(f"row attention {kind}, {size}, {_short(dtype)}", seen)
+
+
+def _on_hopper(kind: str) -> Variant:
+    """Wide heads there: 1.13 ms for 8 x 4,096 queries of BF16 on an H200, the form that spills nothing 1.31."""
+    with mock.patch.object(row_attention, "gpu_of", lambda device: Gpu(90, 132)):
+        found = _attention("256", torch.bfloat16, kind)
+    return found._replace(name=f"{found.name}, Hopper", architectures=(90,), spill=320)
 
 
 def _fixed() -> Iterator[Variant]:
