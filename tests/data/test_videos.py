@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -37,7 +38,7 @@ RATE = 8
 GREYS = [7 * n for n in range(30)]  # the grey that frame n has
 
 
-def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), audio: bool = False) -> Path:
+def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), options=None) -> Path:
     """Frames of one grey each, a key frame every six; `times`: of a thousandth of a second, where they are not even."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=RATE)
@@ -46,6 +47,7 @@ def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(
         stream.options = (
             {"qp": "0", "g": "6", "bf": "2", "sc_threshold": "0"} if codec == "libx264" else {"lossless": "1", "g": "6"}
         )
+        stream.options = options or stream.options
         if times:
             stream.codec_context.time_base = Fraction(1, 1000)
             stream.options = {**stream.options, "bf": "0"}
@@ -135,8 +137,8 @@ def test_a_video_is_named_in_every_layout(folder):
     assert row(folder, "a.mp4", form="llava") == plain
     held = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
     assert isinstance(held.videos[0], Clip) and greys(held.videos[0], 3) == [GREYS[3]]
-    frames = row(folder, "frames", fps=4)
-    assert frames.videos == (Frames(folder / "frames", 4.0),)
+    for fps in (4, "4.0"):  # a text, as CSV has it
+        assert row(folder, "frames", fps=fps).videos == (Frames(folder / "frames", 4.0),)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,11 @@ def test_a_video_is_named_in_every_layout(folder):
         (("../x.mp4",), {}, "lies outside"),
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
-        (("frames",), {"fps": 0}, "has the fps 0; expected a number of frames a second"),
+        *(
+            (("frames",), {"fps": fps}, "has the fps .*; expected frames a second, a number above 0, at most 1000")
+            for fps in (0, -1, True, "fast", float("nan"), 1001, [4])
+        ),
+        (("a.mp4",), {"fps": 2}, "has the fps 2, and no folder of frames, .* set data.video.fps"),
     ],
 )
 def test_what_no_row_may_say(folder, names, more, said):
@@ -184,6 +190,25 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
     assert wanted != list(range(8))
 
 
+def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
+    path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
+    found = films.look(path, Every(), FileLimits(seconds=2.0))
+    assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
+
+
+def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
+    """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
+    path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
+    assert len(films.look(path, Every()).keys) > 1
+    assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "endless.mp4")
+    with pytest.raises(Mismatch, match="is no file"):
+        films.look(tmp_path / "endless.mp4", Every())
+
+
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
     assert greys(Frames(folder / "frames", 4.0)) == GREYS[:12]
     assert greys(Frames(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
@@ -200,6 +225,10 @@ def test_odd_names_of_frames(tmp_path):
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
     with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+    (tmp_path / "2.png").unlink()
+    Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
+    with pytest.raises(Mismatch, match="two frames of one name; remove one"):
         films._frames_of(Frames(tmp_path, 2.0), FileLimits())
 
 
