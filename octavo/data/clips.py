@@ -19,7 +19,6 @@ from octavo.data.media import Medium, Ref
 
 PLACEHOLDER = "<video>"
 VIDEO_KEYS = ("video", "videos")
-PHASES = "holds a video, which rows of this phase do not take in this version; use train.phase: sft"
 _OF_PART = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels",
             "video_start", "video_end", "resized_height", "resized_width")  # fmt: skip
 

@@ -18,6 +18,7 @@ from PIL import Image
 from octavo import models
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, LongSample, clips, films, parse, read
+from octavo.data.batched import together
 from octavo.data.clips import Clip, Frames, VideoRef
 from octavo.data.collate import collate, collate_pack
 from octavo.data.counting import tokens
@@ -25,7 +26,7 @@ from octavo.data.digits import Digits
 from octavo.data.encode import Encoder
 from octavo.data.expansion import Mismatch
 from octavo.data.films import FileLimits
-from octavo.data.pairs import PairEncoder, parse_pair
+from octavo.data.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.prompts import PromptEncoder, parse_prompt
 from octavo.models import tiny
 from octavo.models.videos import Videos
@@ -332,13 +333,44 @@ def test_who_takes_no_videos_says_so(folder, processors, models):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    raw = {"prompt": "<video>what?", "answer": "a", "video": "a.mp4"}
-    prompt = parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
-    pair = parse_pair({"prompt": "<video>a", "chosen": "b", "rejected": "c", "video": "a.mp4"}, "pairs", file="rows",
-                      row=3, images=folder)  # fmt: skip
-    for encoder, asked in ((PromptEncoder, prompt), (PairEncoder, pair)):
-        with pytest.raises(BadSample, match="which rows of this phase do not take in this version; use train.phase"):
-            encoder(processors["qwen3_vl"], 512).encode(asked)
+    with pytest.raises(BadSample, match="which the generation engine does not take: videos of qwen2_5_vl stand in"):
+        PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
+
+
+def prompt(folder: Path):
+    raw = {"prompt": "<image>a<video>what?", "answer": "a", "video": "a.mp4", "image": "i.png"}
+    return parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, processors, kind):
+    """What the model makes of it is what it makes of the same row with a video."""
+    asked = prompt(folder)
+    made = PromptEncoder(processors[kind], 512).encode(asked)
+    assert made.columns["videos"] == [str(folder / "a.mp4")] and made.columns["messages"][0]["content"].count("<video>")
+    stock = Encoder(processors[kind], 512)
+    [whole] = together([stock.encoding(asked.conversation, None)], stock.calls)
+    assert made.images == 1 + 3 and not made.more and whole.videos == 1
+    model = models.load(folder / kind, dtype=torch.float32)
+    forward = Forward(model, World(), None)
+    with torch.no_grad():
+        assert torch.allclose(forward(collate([made], 0)), forward(collate([whole], 0)), atol=1e-5)
+
+
+def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
+    said = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
+    pair = parse_pair({"prompt": "<video>a", **said}, "pairs", file="rows", row=3, images=folder)
+    assert pair.videos == (folder / "a.mp4",) and pair.given == 0
+    for kind in KINDS:
+        made, alone = PairEncoder(processors[kind], 512).encode(pair), Encoder(processors[kind], 512)
+        for side, own in (("chosen", made.chosen), ("rejected", made.rejected)):
+            of = alone.encode(getattr(pair, side))
+            assert np.array_equal(own.input_ids, of.input_ids) and own.videos == 1
+            for name, one in of.more.items():
+                assert np.array_equal(own.more[name].values, one.values)
+    labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
+    with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
+        parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
 
 
 def mixed(folder: Path) -> list:
@@ -419,6 +451,8 @@ def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, ki
         Encoder(processors[kind], 8, on_long="error").encode(held)
     with pytest.raises(LongSample):
         Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
+    with pytest.raises(LongSample, match="falls into a video, which goes whole, and nothing to learn is left"):
+        Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
 
 
 def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
