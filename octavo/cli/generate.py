@@ -7,6 +7,7 @@ as it was trained, FP8 weights by the recipe that multiplies by their codes, all
 octavo generate runs/first --image cat.png --prompt "What is this?"
 octavo generate ./Qwen3-VL-2B-Instruct-FP8 --prompt "Hello" --recipe off          the codes, dequantized
 octavo generate runs/first --video clip.mp4 --prompt "What happens?"
+octavo generate runs/first --video ./frames --fps 4 --prompt "What happens?"
 octavo generate runs/first --prompt "Hello" --prompt "Who?" --samples 4 --temperature 1 --top-p 0.9 --seed 7
 octavo generate runs/lora/adapter --load-in-fp8 rowwise --prompt "Hello"
 octavo generate ./Qwen3.5-4B --prompt "Hello" --template-arg enable_thinking=false
@@ -44,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--video", metavar="FILE", action="append", default=[],
         help=f"mp4, mov, webm, mkv, or a folder of frames; with each question; {more}",
     )  # fmt: skip
+    parser.add_argument(
+        "--fps", metavar="N", type=_rate, help="frames a second in folders of frames; files of video say their own"
+    )
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--template-arg", metavar="NAME=VALUE", action="append", default=[], type=_variable,
@@ -64,6 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="keys and values: as computed, or in FP8")
     add_target_options(parser)
     arguments.add_json(parser)
+
+
+def _rate(text: str) -> float:
+    """An argparse type: frames a second."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 1000:
+        raise argparse.ArgumentTypeError(f"expected frames a second, a number above 0, at most 1000, found {text!r}")
+    return found
 
 
 def _variable(text: str) -> tuple[str, Any]:
@@ -120,6 +135,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no image file {missing[0]}")
     if missing := [file for file in args.video if not Path(file).exists()]:
         raise UsageError(f"there is no video {missing[0]}")
+    folders = [file for file in args.video if Path(file).is_dir()]
+    if args.fps is not None and not folders:
+        what = f"{args.video[0]} is a file of video, which says its own" if args.video else "no --video is given"
+        raise UsageError(f"--fps tells the rate of a folder of frames, and {what}; leave it out")
     for prompt in args.prompt:
         if not prompt.strip():
             raise UsageError("--prompt is empty; ask something")
@@ -129,7 +148,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--samples {args.samples} without --temperature would be one answer {args.samples} times; give one"
         )
-    answers, gemms, notes = ask(look(args, args.base), args)
+    found = look(args, args.base)
+    if folders and args.fps is None and _folder_fps(found.cfg) is None:
+        raise UsageError(f"--video {folders[0]} is a folder of frames, whose rate nobody says; add --fps, its frames a "
+                         "second")  # fmt: skip
+    answers, gemms, notes = ask(found, args)
     single = len(args.prompt) == args.samples == 1
     if args.json:
         said = {"answer": answers[0][0]} if single else {"answers": answers}
@@ -144,6 +167,12 @@ def run(args: argparse.Namespace) -> int:
             if not answer.strip():
                 terminal.note("(the model answered nothing)")
     return 0
+
+
+def _folder_fps(cfg: Any) -> float | None:
+    """The rate of folders of frames by the configuration of a run; None where it says none, or there is no run."""
+    video = None if cfg is None else cfg.data.video
+    return None if video is None else video.folder_fps
 
 
 def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
@@ -167,7 +196,7 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
             "by transformers' generate, or hold answers against rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
-    videos = data.shots(args.video, processor, cfg)
+    videos = data.shots(args.video, processor, cfg, args.fps)
     places = {PLACE: len(loaded), VIDEO: len(videos)}
     conversations = [(_messages(system, prompt, places, sees), loaded, videos) for prompt in args.prompt]
     sampling = generation.Sampling(

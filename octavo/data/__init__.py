@@ -21,7 +21,7 @@ from octavo.config.texts import is_url
 from octavo.config.video import VideoSection
 from octavo.data import digits, text
 from octavo.data.cache import Say, files_of, quiet
-from octavo.data.clips import Frames
+from octavo.data.clips import as_video
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.counting import counts
@@ -107,15 +107,15 @@ def file_limits(cfg: Config) -> FileLimits:
     return FileLimits(video.max_seconds, video.max_megabytes, cfg.data.max_image_megapixels, video.folder_fps)
 
 
-def shots(paths: Sequence[str], processor: Any, cfg: Config | None = None) -> list[Shot]:
-    """Videos by their names, decoded as a model of this processor takes them. Raises `DataError`."""
+def shots(paths: Sequence[str], processor: Any, cfg: Config | None = None, fps: float | None = None) -> list[Shot]:
+    """Videos by their names, decoded as a model of this processor takes them; `fps`: the rate of those that are folders
+    of frames. Raises `DataError`."""
     videos = getattr(processor, "videos", None)
     if paths and videos is None:
         raise DataError(f"{paths[0]} is a video, and videos of this model are not taken here")
     limits = FileLimits() if cfg is None else file_limits(cfg)
     try:
-        files = [Frames(Path(path)) if Path(path).is_dir() else Path(path) for path in paths]
-        return [load_film(look(file, videos, limits), limits) for file in files]
+        return [load_film(look(as_video(Path(path), fps), videos, limits), limits) for path in paths]
     except Mismatch as cause:
         raise DataError(str(cause)) from cause
 

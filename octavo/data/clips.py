@@ -1,7 +1,8 @@
 """Videos in rows: where they name them, or hold them (:mod:`octavo.data.media`), under `video` or `videos`.
 
 A video is a file (mp4, mov, webm, mkv), by name or by its bytes, or a folder of frames as images, whose rate the row's
-`fps` tells. What is in one is read elsewhere (:mod:`octavo.data.films`).
+`fps` tells; beside files alone, which say their own, it is refused, since elsewhere (qwen-vl-utils) it means how many
+frames are taken. What is in one is read elsewhere (:mod:`octavo.data.films`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from octavo.data.media import Medium, Ref
 
 PLACEHOLDER = "<video>"
 VIDEO_KEYS = ("video", "videos")
-PHASES = "holds a video, which rows of this phase do not take in this version; use train.phase: sft"
 _OF_PART = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels",
             "video_start", "video_end", "resized_height", "resized_width")  # fmt: skip
 
@@ -69,12 +69,31 @@ def find_videos(turns: Sequence[Any], folder: Path, raw: Any = None) -> tuple[Vi
     """The files of the videos in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
     `ImageProblem` and `RowProblem`."""
     names = VIDEO.names(turns)
-    fps = raw.get("fps") if names and isinstance(raw, dict) else None
-    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= 1000):
-        raise RowProblem(f"has the fps {shown(fps)}; expected a number of frames a second, above 0")
-    found: list[VideoFile] = []
-    for name in names:
-        path = name if isinstance(name, Clip) else locate(folder, name, "video", folders=True)
-        is_folder = isinstance(path, Path) and path.is_dir()
-        found.append(Frames(path, None if fps is None else float(fps)) if is_folder else path)
-    return tuple(found)
+    paths = [name if isinstance(name, Clip) else locate(folder, name, "video", folders=True) for name in names]
+    if not names or not isinstance(raw, dict) or raw.get("fps") is None:
+        return tuple(as_video(path) for path in paths)
+    fps = rate(raw["fps"])
+    found = tuple(as_video(path, fps) for path in paths)
+    if not any(isinstance(file, Frames) for file in found):
+        raise RowProblem(
+            f"has the fps {shown(raw['fps'])}, and no folder of frames, whose rate it would tell: a file of video says "
+            "its own. If it means how many frames are taken, set data.video.fps; else remove it, or give it another "
+            "name by data.train's columns: {file_fps: fps}"
+        )
+    return found
+
+
+def as_video(path: Path | Clip, fps: float | None = None) -> VideoFile:
+    """A file of video, or a folder of frames of which `fps` are a second (None: it is not said)."""
+    return Frames(path, fps) if isinstance(path, Path) and path.is_dir() else path
+
+
+def rate(value: Any) -> float:
+    """Frames a second of a folder, a number or its text, which is all that CSV has. Raises `RowProblem`."""
+    try:
+        found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+    except (ValueError, OverflowError):
+        found = 0.0
+    if not 0 < found <= 1000:
+        raise RowProblem(f"has the fps {shown(value)}; expected frames a second, a number above 0, at most 1000")
+    return found

@@ -43,6 +43,13 @@ def runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int
     return sorted([*films, *_of_images(sample, image_mask, place, opening)])
 
 
+def into(runs: Sequence[Run], end: int) -> str:
+    """What a cut at `end` falls into, as the beginning of a sentence; "" where that is text."""
+    hit = next((run for run in runs if run.start < end < run.stop), None)
+    what = "a video" if hit and (hit.video or hit.images > 1) else "an image"
+    return f"the cut falls into {what}, which goes whole, and " if hit else ""
+
+
 def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     if sample.pixel_values is None:
         return []

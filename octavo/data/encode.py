@@ -14,7 +14,7 @@ from octavo.data import cutting, films
 from octavo.data.answers import Answers
 from octavo.data.batched import Calls, Encoding, Wanted, refused, together
 from octavo.data.bound import beginning, with_short_reasoning
-from octavo.data.clips import PHASES, VIDEO, VideoRef
+from octavo.data.clips import VIDEO
 from octavo.data.conversations import Conversation, Text
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.expansion import Expansion, Mismatch, covering, replaced, stretches
@@ -237,15 +237,12 @@ class Encoder:
         return conversation, control, turns, render, text, shown[: len(conversation.videos)]
 
     def _films(self, conversation: Conversation) -> tuple[films.Film, ...]:
-        """What is taken of the videos of a row. Raises `Mismatch` where the model or the phase takes
-        none."""
-        if not any(isinstance(part, VideoRef) for turn in conversation.turns for part in turn.parts):
+        """What is taken of the videos of a row. Raises `Mismatch` where the model takes none."""
+        if not conversation.videos:
             return ()
         if self.calls.videos is None:
             raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
                            "InternVL, or other data")  # fmt: skip
-        if not conversation.videos:
-            raise Mismatch(PHASES)
         found = []
         for file in conversation.videos:
             film = films.look(file, self.calls.videos, self.calls.file_limits)
@@ -388,7 +385,8 @@ class Encoder:
         except Mismatch as cause:
             raise LongSample(sample.file, sample.row, f"{where}; {cause}", sample.id) from cause
         if not (short.labels != IGNORE).any():
-            raise LongSample(sample.file, sample.row, f"{where}; {NOTHING_LEFT}", sample.id)
+            why = f"{cutting.into(images, self.seq_length)}{NOTHING_LEFT}"
+            raise LongSample(sample.file, sample.row, f"{where}; {why}", sample.id)
         return short
 
     def _image_mask(self, ids: np.ndarray) -> np.ndarray:

@@ -102,6 +102,8 @@ def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Fi
         tick = float(stream.time_base)
         fps = _rate(file, stream, when, tick)
         claimed = float(stream.duration or 0) * tick or (container.duration or 0) / 1e6
+        if "matroska" in container.format.name:  # counts from 0, where frames need not begin
+            claimed -= max(0.0, when[0] * tick)
         length = (when[-1] - when[0]) * tick + 1 / fps
         if claimed > limits.seconds or length > limits.seconds:
             raise Mismatch(f"video {file} is {max(claimed, length):.0f} s long, and {limits.seconds:g} are the most "
@@ -140,7 +142,8 @@ def load(film: Film, limits: FileLimits = FileLimits()) -> Shot:
 
 
 def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
-    """Frame number -> its pixels: frames in order, with a seek wherever a key frame lies between them."""
+    """Frame number -> its pixels: frames in order, with a seek wherever a key frame lies between them. Key frames may
+    be such in name alone (streams of intra refresh): where one gives no picture, all are decoded from the first on."""
     since = (film.when - film.when[0]) * film.tick
     shown = np.searchsorted(since, np.array(film.indices) / film.fps + _NEAR / film.fps, side="right") - 1
     of_stamp: dict[int, list[int]] = {}
@@ -148,14 +151,18 @@ def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
         of_stamp.setdefault(int(film.when[max(place, 0)]), []).append(number)
     found: dict[int, np.ndarray] = {}
     frames: Iterator[Any] = iter(())
-    at: int | None = None
+    first, at, keys = int(film.when[0]), None, film.keys
     for stamp, numbers in sorted(of_stamp.items()):
-        before = film.keys[film.keys <= stamp]
-        key = int(before[-1]) if len(before) else int(film.when[0])
+        before = keys[keys <= stamp]
+        key = int(before[-1]) if len(before) else first
         if at is None or key > at:
             frames = _decoded(container, stream, key)
-        frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
-        if frame is None or frame.pts != stamp:
+        frame = _shown(frames, stamp)
+        if (frame is None or frame.is_corrupt) and len(keys):
+            keys = keys[:0]  # once: from here on without seeks
+            frames = _decoded(container, stream, first)
+            frame = _shown(frames, stamp)
+        if frame is None:
             raise Mismatch(f"video {film.file} is broken: its frame {numbers[0]} cannot be decoded")
         at = frame.pts
         if frame.width * frame.height > film.megapixels * 1e6:
@@ -169,6 +176,12 @@ def _decoded(container: Any, stream: Any, stamp: int) -> Iterator[Any]:
     """Frames from the key frame at a time stamp on."""
     container.seek(stamp, stream=stream, backward=True)
     return container.decode(stream)  # type: ignore[no-any-return]
+
+
+def _shown(frames: Iterator[Any], stamp: int) -> Any:
+    """The next frame that is shown at a time stamp; None where there is none."""
+    frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
+    return frame if frame is not None and frame.pts == stamp else None
 
 
 def _upright(frame: Any, file: VideoFile) -> np.ndarray:
@@ -235,6 +248,8 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
             f"rows hold videos, which PyAV reads, and it cannot be imported ({cause}); pip install 'octavo[video]'"
         ) from cause
     assert not isinstance(file, Frames)
+    if isinstance(file, Path) and not file.is_file():  # a pipe would be waited for
+        raise Mismatch(f"video {file} is no file")
     try:
         with BytesIO(file.data) if isinstance(file, Clip) else file.open("rb") as raw:
             size = raw.seek(0, 2)
@@ -291,6 +306,10 @@ def _frames_of(file: Frames, limits: FileLimits) -> list[Path]:
         raise Mismatch(f"video {file} is a folder without a frame ({', '.join(IMAGES)})")
     if len(names) > MOST_FRAMES:
         raise Mismatch(f"video {file} has over {MOST_FRAMES} frames; cut it")
+    of_stem = {path.stem: path for path in names}
+    if twice := next((path for path in names if of_stem[path.stem] != path), None):
+        raise Mismatch(f"video {file} has {twice.name} and {of_stem[twice.stem].name}, two frames of one name; remove "
+                       "one")  # fmt: skip
     return sorted(names, key=lambda path: [(part.isdecimal(), int(part) if part.isdecimal() else 0, part)
                                            for part in DIGITS.split(path.name)])  # fmt: skip
 

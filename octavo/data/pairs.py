@@ -9,7 +9,7 @@ Pairs are `chosen` and `rejected`, as TRL, LLaMA-Factory and rows of messages wr
 
 An ANSWER is a text, an assistant turn or a list of turns; turns have role/content or from/value. Where `chosen` and
 `rejected` are whole conversations, what they share at the beginning is the prompt, and a `prompt` beside them repeats
-it. `images` as in `prompts.py`.
+it. `images` and `videos` as in `prompts.py`.
 
 Labelled rows, for KTO, have `prompt`, `completion` and `label` (true: good), or a conversation and `label`; as
 LLaMA-Factory writes them `instruction`, `input`, `output`, and `kto_tag` for `label`.
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from octavo.data.batched import Encoding
+from octavo.data.clips import VideoFile, VideoRef, find_videos
 from octavo.data.collate import EMPTY_LENGTH, collate
 from octavo.data.conversations import (
     Conversation,
@@ -65,6 +66,10 @@ class PairRow:
     @property
     def images(self) -> tuple[ImageFile, ...]:
         return self.chosen.images
+
+    @property
+    def videos(self) -> tuple[VideoFile, ...]:
+        return self.chosen.videos
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,10 @@ class LabelledRow:
     @property
     def images(self) -> tuple[ImageFile, ...]:
         return self.conversation.images
+
+    @property
+    def videos(self) -> tuple[VideoFile, ...]:
+        return self.conversation.videos
 
 
 @dataclass(frozen=True)
@@ -188,10 +197,7 @@ def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Pat
         for turns, _ in made.values():
             check_turns(turns)
         given = _given(*made.values())
-        chosen, rejected = (
-            Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
-            for turns, names in made.values()
-        )
+        chosen, rejected = (_conversation(raw, told, str(file), row, identity, images) for told in made.values())
         return PairRow(chosen, rejected, given)
 
 
@@ -208,11 +214,17 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         check_turns(turns)
         if turns[-1].role != "assistant":
             raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
-        if any(isinstance(part, ImageRef) for part in turns[-1].parts):
-            raise RowProblem("has an image in the answer that is labelled, and answers are text; remove it")
+        for kind, what in ((ImageRef, "an image"), (VideoRef, "a video")):
+            if any(isinstance(part, kind) for part in turns[-1].parts):
+                raise RowProblem(f"has {what} in the answer that is labelled, and answers are text; remove it")
         given = sum(turn.role == "assistant" for turn in turns) - 1
-        conversation = Conversation(tuple(turns), find_images(names, images), str(file), row, identity, tools_of(raw))
-        return LabelledRow(conversation, given, label)
+        return LabelledRow(_conversation(raw, (turns, names), str(file), row, identity, images), given, label)
+
+
+def _conversation(raw: Any, told: Told, file: str, row: int, identity: str | None, images: Path) -> Conversation:
+    turns, names = told
+    files, videos = find_images(names, images), find_videos(turns, images, raw)
+    return Conversation(tuple(turns), files, file, row, identity, tools_of(raw), videos=videos)
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:

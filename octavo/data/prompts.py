@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from octavo.data.batched import Encoding
-from octavo.data.clips import PHASES, VIDEO, VIDEO_KEYS, VideoRef, find_videos
+from octavo.data.clips import VIDEO, VIDEO_KEYS, VideoRef, find_videos
 from octavo.data.conversations import (
     PLACEHOLDER,
     ROLES,
@@ -47,7 +49,7 @@ from octavo.data.tools import tools_of
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
 MEDIA_KEYS = ("image", "images", *VIDEO_KEYS, *SOUND_KEYS)
-COLUMNS = ("answer", "prompt", "messages", "images")  # for rewards, of every prompt
+COLUMNS = ("answer", "prompt", "messages", "images", "videos")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 
 
@@ -55,7 +57,8 @@ ANSWERS = "a text, a number, or a list of them"
 class PromptRow:
     """A row that is asked. `answer`: the reference, several where any of them is right, or None; `columns`: further
     keys of the row, as JSON has them (of bytes only how many), and `prompt` (words of the last turn), `messages` (all
-    turns: role, content) and `images` (files); `reasoning`: what is thought before the answer, where a row says it."""
+    turns: role, content), `images` and `videos` (files); `reasoning`: what is thought before the answer, where a row
+    says it."""
 
     conversation: Conversation
     answer: str | list[str] | None = None
@@ -82,7 +85,8 @@ class PromptSample(Sample):
 
 
 class PromptEncoder(Encoder):
-    """Encodes prompts. One that leaves no room for an answer of `reserve` tokens is left out or an error, never cut."""
+    """Encodes prompts. One that leaves no room for an answer of `reserve` tokens is left out or an error, never cut.
+    Videos become the images that they are to the tower, as the generation engine takes them."""
 
     ways = "drop"
 
@@ -95,10 +99,32 @@ class PromptEncoder(Encoder):
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        if (of := row.conversation).videos:
-            raise BadSample(of.source, of.row, PHASES, of.id)
-        made = yield from super().encoding(of, None)
-        return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=row.conversation.images)
+        of = row.conversation
+        if of.videos and (why := getattr(self.processor, "why_not_images", None)):
+            why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
+            raise BadSample(of.source, of.row, why, of.id)
+        made = self._of_images((yield from super().encoding(of, None)))
+        return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=of.images)
+
+    def _of_images(self, sample: Sample) -> Sample:
+        """A sample whose videos have become images."""
+        if "video_grid_thw" not in sample.more:
+            return sample
+        own = {"input_ids": sample.input_ids[None], "mm_token_type_ids": sample.mm_token_type_ids[None],
+               "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
+        own |= {name: one.values for name, one in sample.more.items()}
+        found = self.processor.as_images({name: torch.from_numpy(x) for name, x in own.items() if x is not None})
+        return replace(
+            sample,
+            input_ids=found["input_ids"][0].numpy(),
+            mm_token_type_ids=found["mm_token_type_ids"][0].numpy(),
+            pixel_values=found["pixel_values"].numpy(),
+            image_grid_thw=found["image_grid_thw"].numpy(),
+            images=len(found["image_grid_thw"]),
+            more={name: one for name, one in sample.more.items() if name in found},
+            films=(),
+            videos=0,
+        )
 
 
 def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
@@ -113,7 +139,8 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         sounds, videos = find_sounds(prompt, images), find_videos(prompt, images, raw)
         said = tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds
         conversation = Conversation(*said, videos=videos)
-        return PromptRow(conversation, answer, columns | words | {"images": [str(path) for path in files]}, reasoning)
+        named = {"images": [str(path) for path in files], "videos": [str(path) for path in videos]}
+        return PromptRow(conversation, answer, columns | words | named, reasoning)
 
 
 def _read(raw: Any, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
@@ -199,7 +226,7 @@ def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> 
 
 def reward_columns(samples: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
     """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
-    `messages`, `images` and all that any of these rows has beside them (None for rows without)."""
+    `messages`, `images`, `videos` and all that any of these rows has beside them (None for rows without)."""
     rows = [{**sample.columns, "answer": sample.answer} for sample in samples for _ in range(group)]
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 

@@ -26,14 +26,14 @@ def prompt_of(
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
     images    one PIL image for each image part, in reading order
-    videos    one `octavo.data` Shot for each video part, likewise, of a model that :func:`why_not_here` does not refuse
+    videos    one `octavo.data` Shot for each video part, likewise, of a processor whose `why_not_images` is None
     number    the prompt's identity for randomness
 
     Raises ModelError as `models.question`.
     """
     asked = models.question(processor, messages, images, videos=videos)
     if "video_grid_thw" in asked:
-        asked = models.as_images(asked, processor.videos.merge, processor.image_token_id)
+        asked = processor.as_images(asked)
     batch = {name: value.numpy() for name, value in asked.items()}
     kinds = batch.get("mm_token_type_ids")
     return Prompt(
@@ -41,13 +41,6 @@ def prompt_of(
         None if kinds is None else kinds[0], len(images) + len(videos),
         more=of_processor(processor, batch) if images else {},
     )  # fmt: skip
-
-
-def why_not_here(model: Any, videos: bool) -> str | None:
-    """Why questions with videos are not answered by the engine, as the end of a sentence; None where they are."""
-    if videos and model.config.model_type == "qwen2_5_vl":
-        return "videos of qwen2_5_vl stand in seconds, and prompts of the engine in images"
-    return None
 
 
 def answers(
@@ -64,7 +57,7 @@ def answers(
     """
     context = context or Context()
     films = [asked[2] if len(asked) > 2 else () for asked in conversations]
-    if why := models.why_not_paged(model) or why_not_here(model, any(films)):
+    if why := models.why_not_paged(model) or (any(films) and getattr(processor, "why_not_images", None)):
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
             raise GenerationError(f"{why}: it answers greedily alone. Leave temperature, stop, samples and kv out.")
         say(f"answers come from transformers, one by one: {why}")

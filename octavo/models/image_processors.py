@@ -29,6 +29,7 @@ from octavo.models import stock_processors as stocked
 from octavo.models.chat import WithDeadline
 from octavo.models.errors import ModelError
 from octavo.models.folder import read_json, stock
+from octavo.models.frames import as_images
 from octavo.models.nvila.images import NvilaImages
 from octavo.models.nvila.processor import NvilaProcessor
 from octavo.models.skeleton import stock_config
@@ -77,10 +78,12 @@ class _WithoutVideo(WithDeadline):
 
 class _Filming:
     """What a processor says of videos to the data side: `videos` (None: it takes none here), the tensors of theirs in
-    `inputs`, whether `frames_are_images`, and which token `opens_frames`."""
+    `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot hold them
+    as images (None: they can)."""
 
     videos: Videos | None = None
     frames_are_images = False
+    why_not_images: ClassVar[str | None] = None
 
     @property
     def video_processor(self) -> Videos | None:
@@ -99,6 +102,11 @@ class _Filming:
         else:
             about["pixel_values_videos"] = [np.empty((len(film.indices), 0))]
         return self.replace_video_token(about, 0)  # type: ignore[attr-defined,no-any-return]
+
+    def as_images(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch as tensors in host memory, whose videos have become images (:mod:`octavo.models.frames`)."""
+        assert self.videos is not None
+        return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
 
     def video_inputs(self, films: Sequence[Any]) -> dict[str, Any]:
         """How a call is given videos, decoded; `film.frames` are those of its `indices`."""
@@ -119,6 +127,7 @@ class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
 class Qwen25VLImageTextProcessor(_Filming, _WithoutVideo, Qwen2_5_VLProcessor):
     """Qwen2_5_VLProcessor for images and text, and videos where `videos` are given."""
 
+    why_not_images = "videos of qwen2_5_vl stand in seconds, and prompts of the engine in images"
     inputs: ClassVar[dict[str, str]] = {**Qwen3VLImageTextProcessor.inputs, "second_per_grid_ts": "video"}
 
 

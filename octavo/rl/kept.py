@@ -193,11 +193,19 @@ def _answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     It is a pass over them in host memory."""
     meta, ids, labels = batch["meta"], batch["input_ids"], batch["labels"]
     pixels = batch["pixel_values"].split(meta.patches) if meta.has_image else [ids[:0]] * meta.samples
+    clips = _of_videos(batch) if meta.has_video else [ids[:0]] * meta.samples
     for place in range(meta.samples):
         count, mark = meta.lengths[place], 0
-        for part in (ids[place, :count], labels[place, :count], pixels[place]):
+        for part in (ids[place, :count], labels[place, :count], pixels[place], clips[place]):
             mark = zlib.crc32(part.contiguous().numpy(), mark)
         yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), mark
+
+
+def _of_videos(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    """The pixels of each row's videos."""
+    patches = iter(batch["video_grid_thw"].prod(-1).tolist())
+    counts = [sum(next(patches) for _ in range(videos)) for videos in batch["meta"].videos]
+    return batch["pixel_values_videos"].split(counts)  # type: ignore[no-any-return]
 
 
 def _steps(mixture: data.Mixture, rows: int, steps: int) -> list[int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,10 @@ def _paired(cfg: Config) -> bool:
 
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
     """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;
-    towers over those with an image. Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same,
-    and a measurement made for one serves the other.
+    towers over those with an image. Rows that are left out do not count: micro-batches are taken as full of such rows
+    as are left. Where rows of words alone make the mean too short for an image, rows are as long as those with one.
+    Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same, and a measurement made for one
+    serves the other.
 
     Of phases whose rows have no answers of their own, or two, what :func:`assumed` says. Raises DataError as training
     on these rows would.
@@ -71,26 +74,33 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
     loader = data.train_loader(plain, processor)
     try:
-        batches = [batch for step in itertools.islice(loader, MICRO_BATCHES) for batch in step]
+        every = (batch for step in loader for batch in step)
+        batches = [*itertools.islice((b for b in every if b["meta"].samples), MICRO_BATCHES)]
     finally:
         loader.close()
     with_image = [batch for batch in batches if batch["meta"].sees]
-    decoder = _mean([batch["input_ids"].numel() for batch in batches])
-    row = max(1, decoder // cfg.train.micro_batch)
+    rows = cfg.train.micro_batch
+    decoder = _of_full(batches, [batch["input_ids"].numel() for batch in batches], rows)
     counts = {"foundation": decoder, "lm_head": decoder, "image_encoder": 0, "image_projector": 0}
     image = 0
     if with_image and family.has_vision:
-        seen = [_patches(batch, config) for batch in with_image]
-        counts["image_encoder"] = _mean([patches for patches, _, _ in seen])
-        counts["image_projector"] = _mean([tokens for _, tokens, _ in seen])
-        image = max(1, sum(patches for patches, _, _ in seen) // sum(images for _, _, images in seen))
+        patches, features, images = zip(*(_patches(batch, config) for batch in with_image), strict=True)
+        counts["image_encoder"] = _of_full(with_image, patches, rows)
+        counts["image_projector"] = _of_full(with_image, features, rows)
+        image = max(1, sum(patches) // sum(images))
+        more = _rounded(counts["image_encoder"]) / counts["image_encoder"]
+        room = math.ceil(counts["image_projector"] * more) + _of_full(with_image, images, rows)  # a word behind each
+        if room > decoder:
+            decoder = max(room, _of_full(with_image, [batch["input_ids"].numel() for batch in with_image], rows))
+            counts |= {"foundation": decoder, "lm_head": decoder}
+    row = max(1, -(-decoder // rows))
     sound = 0
     if family.has_audio:
         hearing = models.hearing_of(config)
-        sounds = [n for batch in batches if (n := sum(batch["meta"].sounds))]
-        sound = hearing.positions if sounds else 0
-        counts["audio_encoder"] = sound and _mean(sounds) * sound
-        counts["audio_projector"] = sound and _mean(sounds) * hearing.features
+        heard = [batch for batch in batches if batch["meta"].has_sound]
+        sound = hearing.positions if heard else 0
+        sounds = _of_full(heard, [sum(batch["meta"].sounds) for batch in heard], rows) if heard else 0
+        counts |= {"audio_encoder": sounds * sound, "audio_projector": sounds * hearing.features}
     known = {name: _rounded(counts[name]) for name in family.components if name in counts}
     lengths = [length for batch in batches for length in batch["meta"].lengths] if cfg.data.packing else []
     sample = sum(length**2 for length in lengths) // max(1, sum(lengths))
@@ -220,8 +230,9 @@ def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
     return sum(patches), sum(map(vision.features, patches)), len(patches)
 
 
-def _mean(values: list[int]) -> int:
-    return -(-sum(values) // len(values))
+def _of_full(batches: Sequence[Mapping[str, Any]], values: Sequence[int], rows: int) -> int:
+    """What so many rows have of something, of which batches have these values."""
+    return -(-sum(values) * rows // sum(len(batch["input_ids"]) for batch in batches))
 
 
 def _rounded(value: int) -> int:

@@ -23,7 +23,7 @@ def test_sft_rows_give_their_last_answer(folder):
     llava = prompts(folder, [folder.llava("<image>\nWhat?", "One", "And now?", " Two ", image=image, level=3)])[0]
     assert llava.answer == " Two " and [turn.role for turn in llava.conversation.turns] == ["user", "assistant", "user"]
     assert llava.columns == {
-        "id": "r", "level": 3, "prompt": "And now?", "images": [str(folder.path / image)],
+        "id": "r", "level": 3, "prompt": "And now?", "images": [str(folder.path / image)], "videos": [],
         "messages": [{"role": "user", "content": "<image>\nWhat?"}, {"role": "assistant", "content": "One"},
                      {"role": "user", "content": "And now?"}],
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from octavo import models
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, LongSample, clips, films, parse, read
+from octavo.data.batched import together
 from octavo.data.clips import Clip, Frames, VideoRef
 from octavo.data.collate import collate, collate_pack
 from octavo.data.counting import tokens
@@ -24,7 +26,7 @@ from octavo.data.digits import Digits
 from octavo.data.encode import Encoder
 from octavo.data.expansion import Mismatch
 from octavo.data.films import FileLimits
-from octavo.data.pairs import PairEncoder, parse_pair
+from octavo.data.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.prompts import PromptEncoder, parse_prompt
 from octavo.models import tiny
 from octavo.models.videos import Videos
@@ -37,7 +39,7 @@ RATE = 8
 GREYS = [7 * n for n in range(30)]  # the grey that frame n has
 
 
-def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), audio: bool = False) -> Path:
+def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), options=None) -> Path:
     """Frames of one grey each, a key frame every six; `times`: of a thousandth of a second, where they are not even."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=RATE)
@@ -46,6 +48,7 @@ def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(
         stream.options = (
             {"qp": "0", "g": "6", "bf": "2", "sc_threshold": "0"} if codec == "libx264" else {"lossless": "1", "g": "6"}
         )
+        stream.options = options or stream.options
         if times:
             stream.codec_context.time_base = Fraction(1, 1000)
             stream.options = {**stream.options, "bf": "0"}
@@ -135,8 +138,8 @@ def test_a_video_is_named_in_every_layout(folder):
     assert row(folder, "a.mp4", form="llava") == plain
     held = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
     assert isinstance(held.videos[0], Clip) and greys(held.videos[0], 3) == [GREYS[3]]
-    frames = row(folder, "frames", fps=4)
-    assert frames.videos == (Frames(folder / "frames", 4.0),)
+    for fps in (4, "4.0"):  # a text, as CSV has it
+        assert row(folder, "frames", fps=fps).videos == (Frames(folder / "frames", 4.0),)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,11 @@ def test_a_video_is_named_in_every_layout(folder):
         (("../x.mp4",), {}, "lies outside"),
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
-        (("frames",), {"fps": 0}, "has the fps 0; expected a number of frames a second"),
+        *(
+            (("frames",), {"fps": fps}, "has the fps .*; expected frames a second, a number above 0, at most 1000")
+            for fps in (0, -1, True, "fast", float("nan"), 1001, [4])
+        ),
+        (("a.mp4",), {"fps": 2}, "has the fps 2, and no folder of frames, .* set data.video.fps"),
     ],
 )
 def test_what_no_row_may_say(folder, names, more, said):
@@ -184,6 +191,25 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
     assert wanted != list(range(8))
 
 
+def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
+    path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
+    found = films.look(path, Every(), FileLimits(seconds=2.0))
+    assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
+
+
+def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
+    """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
+    path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
+    assert len(films.look(path, Every()).keys) > 1
+    assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "endless.mp4")
+    with pytest.raises(Mismatch, match="is no file"):
+        films.look(tmp_path / "endless.mp4", Every())
+
+
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
     assert greys(Frames(folder / "frames", 4.0)) == GREYS[:12]
     assert greys(Frames(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
@@ -200,6 +226,10 @@ def test_odd_names_of_frames(tmp_path):
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
     with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+    (tmp_path / "2.png").unlink()
+    Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
+    with pytest.raises(Mismatch, match="two frames of one name; remove one"):
         films._frames_of(Frames(tmp_path, 2.0), FileLimits())
 
 
@@ -303,13 +333,44 @@ def test_who_takes_no_videos_says_so(folder, processors, models):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    raw = {"prompt": "<video>what?", "answer": "a", "video": "a.mp4"}
-    prompt = parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
-    pair = parse_pair({"prompt": "<video>a", "chosen": "b", "rejected": "c", "video": "a.mp4"}, "pairs", file="rows",
-                      row=3, images=folder)  # fmt: skip
-    for encoder, asked in ((PromptEncoder, prompt), (PairEncoder, pair)):
-        with pytest.raises(BadSample, match="which rows of this phase do not take in this version; use train.phase"):
-            encoder(processors["qwen3_vl"], 512).encode(asked)
+    with pytest.raises(BadSample, match="which the generation engine does not take: videos of qwen2_5_vl stand in"):
+        PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
+
+
+def prompt(folder: Path):
+    raw = {"prompt": "<image>a<video>what?", "answer": "a", "video": "a.mp4", "image": "i.png"}
+    return parse_prompt(raw, "prompt", file="rows", row=3, images=folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, processors, kind):
+    """What the model makes of it is what it makes of the same row with a video."""
+    asked = prompt(folder)
+    made = PromptEncoder(processors[kind], 512).encode(asked)
+    assert made.columns["videos"] == [str(folder / "a.mp4")] and made.columns["messages"][0]["content"].count("<video>")
+    stock = Encoder(processors[kind], 512)
+    [whole] = together([stock.encoding(asked.conversation, None)], stock.calls)
+    assert made.images == 1 + 3 and not made.more and whole.videos == 1
+    model = models.load(folder / kind, dtype=torch.float32)
+    forward = Forward(model, World(), None)
+    with torch.no_grad():
+        assert torch.allclose(forward(collate([made], 0)), forward(collate([whole], 0)), atol=1e-5)
+
+
+def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
+    said = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
+    pair = parse_pair({"prompt": "<video>a", **said}, "pairs", file="rows", row=3, images=folder)
+    assert pair.videos == (folder / "a.mp4",) and pair.given == 0
+    for kind in KINDS:
+        made, alone = PairEncoder(processors[kind], 512).encode(pair), Encoder(processors[kind], 512)
+        for side, own in (("chosen", made.chosen), ("rejected", made.rejected)):
+            of = alone.encode(getattr(pair, side))
+            assert np.array_equal(own.input_ids, of.input_ids) and own.videos == 1
+            for name, one in of.more.items():
+                assert np.array_equal(own.more[name].values, one.values)
+    labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
+    with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
+        parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
 
 
 def mixed(folder: Path) -> list:
@@ -390,6 +451,8 @@ def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, ki
         Encoder(processors[kind], 8, on_long="error").encode(held)
     with pytest.raises(LongSample):
         Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
+    with pytest.raises(LongSample, match="falls into a video, which goes whole, and nothing to learn is left"):
+        Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
 
 
 def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):

@@ -231,7 +231,7 @@ def test_columns_are_those_of_all_data_sets_whichever_rows_a_step_has(reinforcin
     cfg = reinforcing(*over, f"rl.rewards=['{tmp_path}/own.py:score']", "train.steps=1", "rl.prompts=2")
     rl.run(cfg)
     assert rows_of(cfg)[0]["reward"] == 1 and all(row < len(rows) - 1 for _, row, *_ in said(cfg))
-    with pytest.raises(RewardError, match=r"takes nothing, and the columns .* are answer, .*images, hint, .*\. Add it"):
+    with pytest.raises(RewardError, match=r"takes nothing, and .* answer, .*images, videos, hint, .*\. Add it"):
         rl.run(reinforcing(*over, f"rl.rewards=['{tmp_path}/own.py:asks']", dir="asks"))
 
 

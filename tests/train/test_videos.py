@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
-from octavo import train
+from octavo import data, models, rl, train
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config, load_config_text
 from octavo.data import clips_of_digits, digits
+from octavo.data.pairs import parse_pair
 from octavo.models import ModelError, tiny
-from octavo.train import base
+from octavo.rl import kept
+from octavo.train import base, planning, tokens
+from octavo.train.memory_plan import Footprints
 
 pytest.importorskip("av", reason="rows with videos need the extra `video`")
 
@@ -73,6 +77,92 @@ def test_a_run_and_its_folder_are_asked_about_a_clip(here, result, capsys):
     ):
         assert main(["generate", str(here / "run/hf"), *words]) != 0
         assert found in capsys.readouterr().err
+
+
+def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
+    frames = here / "frames"
+    frames.mkdir()
+    for number in range(6):
+        Image.new("RGB", (16, 16), (40 * number,) * 3).save(frames / f"{number}.png")
+    asked = ["generate", str(here / "run/hf"), "--prompt", "Which?", "--max-new-tokens", "2", "--json", "--video"]
+    said = []
+    for fps in ("2", "0.5"):  # 3 and 12 seconds, as the model is told in front of each pair of frames
+        assert main([*asked, str(frames), "--fps", fps]) == 0
+        said.append(data.shots([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
+    assert [shot.fps for shot in said] == [2, 0.5] and "answer" in capsys.readouterr().out
+    clip = str(here / "clips" / "videos" / "test" / "00000.mp4")
+    for words, found in (
+        ([str(frames)], "is a folder of frames, whose rate nobody says; add --fps"),
+        ([clip, "--fps", "2"], "--fps tells the rate of a folder of frames, and "),
+        *(
+            ([str(frames), "--fps", value], "a number above 0, at most 1000, found")
+            for value in ("0", "nan", "x", "1e4")
+        ),
+    ):
+        assert _status([*asked, *words]) != 0
+        assert found in capsys.readouterr().err
+
+
+def _status(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as end:  # argparse's
+        return int(end.code or 0)
+
+
+def test_held_out_clips_are_answered_and_counted(here, result, capsys):
+    assert main(["eval", str(here / "run"), "--answers", "3", "--max-new-tokens", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["completions"] == 3 and found["questions"] == 4 and "rewards/exact_match/mean" in found
+
+
+def test_pairs_and_prompts_hold_clips(here):
+    """Preferences by a reference that is asked once; and prompts, whose completions the trainer gives the probability
+    that the engine gave them."""
+    rows = json.loads((here / "clips" / "train.json").read_text())
+    pairs = [
+        {"prompt": asked["value"], "chosen": answer["value"], "rejected": "0", "video": row["video"]}
+        for row in rows
+        for asked, answer in [row["conversations"]]
+    ]
+    (here / "clips" / "pairs.json").write_text(json.dumps(pairs))
+    of = TEXT.replace("/clips/train.json", "/clips/pairs.json").replace(", {{path: {here}/digits/train.json}}", "")
+    of = of.replace("train: {{steps: 2", "preference: {{reference: disk}}\ntrain: {{phase: preference, steps: 1")
+    done = rl.run(load_config_text(of.replace("/run,", "/preferred,").format(here=here), ()))
+    assert done.status == "finished" and done.eval["questions"] == 4
+    asked = "rl: {{rewards: [exact_match], prompts: 4, group: 2, max_new_tokens: 4}}\ntrain: {{phase: rl, steps: 1"
+    of = TEXT.replace("train: {{steps: 2", asked).replace("micro_batch: 4, global_batch: 8", "micro_batch: 2")
+    done = rl.run(load_config_text(of.replace("/run,", "/rewarded,").format(here=here), ()))
+    row = json.loads((here / "rewarded" / "metrics.jsonl").read_text().splitlines()[0])
+    assert done.status == "finished" and 0 <= row["logp_gap_max"] < 1e-5
+    assert not json.loads((here / "rewarded" / "proof.json").read_text())["missing"]
+
+
+def test_a_kept_reference_belongs_to_the_pixels_of_a_clip(here):
+    encoder = data.PairEncoder(models.load_processor(here / "model"), 128)
+    row, where = {"prompt": "<video>a", "chosen": "b", "rejected": "c"}, here / "clips" / "videos" / "test"
+    of = ({**row, "video": f"{n:05d}.mp4"} for n in (0, 1))
+    pair, other = (encoder.encode(parse_pair(one, "", file="x", row=0, images=where)) for one in of)
+    assert (pair.chosen.input_ids == other.chosen.input_ids).all()
+    marks = [[mark for *_, mark in kept._answers(data.collate_pairs([one, one], 0))] for one in (pair, pair, other)]
+    assert marks[0] == marks[1] and len(marks[0]) == 4 and not {*marks[0]} & {*marks[2]}
+
+
+def test_rows_that_are_left_out_count_for_no_prediction(here):
+    """Seven of eight clips are too long: what is predicted is that of the eighth, which alone is trained on."""
+    rows = json.loads((here / "clips" / "train.json").read_text())
+    long = [
+        {**row, "conversations": [row["conversations"][0], {"from": "gpt", "value": "0 " * 99}]} for row in rows[2:]
+    ]
+    found = []
+    for name, some in (("fit", rows[:2]), ("all", rows[:2] + long)):
+        (here / "clips" / f"{name}.json").write_text(json.dumps(some))
+        cfg = load_config_text(TEXT.format(here=here), [f"data.train=[{{path: {here}/clips/{name}.json}}]"])
+        model, family = planning.model_of(cfg)
+        counted = tokens.count(base.with_video(cfg), models.load_processor(here / "model"), family, model.config)
+        plan, _, _ = planning.plan_model(cfg, model, family)
+        found.append((counted, Footprints(cfg, model, family, plan, counted, device="cpu").of(cfg).total))
+    assert found[0] == found[1] and found[0][0].rows == 4 and found[0][0].counts["image_encoder"] > 0
 
 
 def test_packs_hold_clips(here):

@@ -90,6 +90,8 @@ class RewardModel:
                 f"has images, and the reward model ({self.model.config.model_type}) reads text alone; those that see "
                 f"are ...{SCORING} of {', '.join(TRAINED)}"
             )
+        if row.get("videos"):
+            return "has videos, which reward models are not shown in this version; give such rows another reward"
         asked = row.get("messages") or row.get("prompt")
         turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         if asked is None:

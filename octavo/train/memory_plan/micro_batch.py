@@ -79,7 +79,7 @@ def _images(
     elif vision.kind == "tiles":
         found = _tiles(vision, patches, image, rows)
     else:
-        found = _whole(vision, patches, image, rows)
+        found = _whole(vision, patches, image, rows, ids.shape[1])
     each, length, shape, more = found
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
@@ -94,11 +94,16 @@ def _images(
     return {"pixel_values": pixels, **more}
 
 
-def _whole(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
-    """Whole images, nearly square; in patches, or as they are."""
+def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
+    """Whole images, nearly square; in patches, or as they are. Rounded up no further than rows of `length` tokens have
+    room for."""
     each, merge = max(1, round(patches / image / rows)), vision.merge
+    area = patches / (each * rows * merge * merge)
     side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
-    other = max(1, round(patches / (each * rows * side * merge * merge)))
+    other = max(1, round(area / side))
+    if side * other > length // each - 1 >= int(area):
+        side = max(range(side // 2 + 1, side + 1), key=lambda tall: int(area / tall) * tall)
+        other = int(area / side)
     count, (tall, wide) = each * rows, vision.patch
     if vision.kind == "patches":
         grid = torch.tensor([[1, side * merge, other * merge]]).repeat(count, 1)

@@ -12,6 +12,7 @@ from octavo.train import planning
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.footprint import Card, Footprints, changed
+from octavo.train.memory_plan.micro_batch import _whole
 from octavo.train.memory_plan.switches import savings
 from octavo.train.tokens import Tokens, assumed
 
@@ -28,6 +29,17 @@ def test_text_only_and_rows(make, place) -> None:
     two = one.of(changed(cfg, {"train.micro_batch": 2 * cfg.train.micro_batch}))
     assert two.kinds["activations"] == 2 * one.of(cfg).kinds["activations"] > 0
     assert two.kinds["weights"] == one.of(cfg).kinds["weights"]
+
+
+def test_an_image_is_never_rounded_up_beyond_its_row(make) -> None:
+    """Nearly square images have a few tokens more or less than asked for; the longest that a row has room for fit."""
+    vision = models.vision_of(models.read_config(make().model.path))
+    for row in range(3, 300):
+        patches = 4 * (row - 2)
+        found = _whole(vision, patches, patches, 1, row)
+        assert (
+            0.9 * (row - 2) <= found.length + 1 <= row and int(found.more["image_grid_thw"].prod()) == found.length * 4
+        )
 
 
 def test_objects_that_the_caller_froze_stay_frozen(make, place) -> None:
