@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from octavo import reading
@@ -24,9 +25,13 @@ def processes(draft: Draft) -> int:
     world = draft.world or found
     if draft.world and found and draft.world != found:
         draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
-    if world is None:
+    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    if opened and not draft.world:
+        names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
+        draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")
+    elif world is None:
         draft.note("how many processes trained there is said nowhere: 1 is assumed; give --world N if it was another")
-        world = 1
+    world = world or 1
     draft.told(
         "octavo train --nproc",
         world,
@@ -105,7 +110,9 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
     return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
 
 
-def warmup(draft: Draft, ranks: int, steps_key: str, ratio_key: str) -> None:
+def warmup(
+    draft: Draft, ranks: int, steps_key: str, ratio_key: str, whole_steps: Callable[[float], int] = math.ceil
+) -> None:
     """Warm-up in steps; a share of the run becomes steps where the length of the run is known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
@@ -124,7 +131,7 @@ def warmup(draft: Draft, ranks: int, steps_key: str, ratio_key: str) -> None:
             draft.none(ratio_key, why=why + "give --rows N, or set train.warmup")
             draft.note(f"train.warmup is to be filled in: {share:g} of the steps of the run")
         else:
-            draft.put("train.warmup", math.ceil(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
+            draft.put("train.warmup", whole_steps(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
     else:
         draft.same(steps_key, ratio_key, why="no warm-up")
 

@@ -21,13 +21,14 @@ _WORD_KEYS = "a key must be a word"
 _ROUNDS = 8
 
 
-def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool) -> Foreign:
-    """All keys of one or two files. ``known``: variables of scripts that the user gives. Where both files give a key,
-    the first wins, or the second does. Raises ConfigError for files that cannot be read as what they are."""
+def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root: Path) -> Foreign:
+    """All keys of one or two files. ``known``: variables of scripts that the user gives; ``root``: the folder that they
+    were started in. Where both files give a key, the first wins, or the second does. Raises ConfigError for files that
+    cannot be read as what they are."""
     given: dict[str, Given] = {}
     kinds, lost, unread, words = [], [], [], set()
     for path in paths:
-        kind, found, skipped, seen = _one(path, known)
+        kind, found, skipped, seen = _one(path, known, root)
         kinds.append(kind)
         unread += skipped
         words |= seen
@@ -45,15 +46,25 @@ def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool) -> F
     return Foreign(tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words))
 
 
-def _one(path: Path, known: Mapping[str, str]) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+def _one(
+    path: Path, known: Mapping[str, str], root: Path
+) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
     text = reading.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
     name = path.name
+
+    def look(named: str) -> str | None:
+        """A file that a script sources: as seen from the folder it was started in, or from its own."""
+        for file in (root / named, path.parent / named):
+            if not Path(named).is_absolute() and file.is_file():
+                return reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
+        return None
+
     if path.suffix in (".yaml", ".yml", ".json"):
         return _mapping(text, name, path.suffix == ".json")
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".flags", ".args") or text.startswith("#!"):
-        return _script(text, name, known)
+        return _script(text, name, known, look)
     if text.lstrip().startswith(("--", "{")):
-        return _script(text, name, known) if text.lstrip().startswith("--") else _mapping(text, name, True)
+        return _script(text, name, known, look) if text.lstrip().startswith("--") else _mapping(text, name, True)
     raise TranslateError(
         f"{name}: {path.suffix or 'a file without ending'} is not read here. Give .yaml, .yml or .json, a launch "
         "script (.sh), or flags in a .txt file."
@@ -61,15 +72,20 @@ def _one(path: Path, known: Mapping[str, str]) -> tuple[str, list[Given], list[t
 
 
 def _script(
-    text: str, name: str, known: Mapping[str, str]
+    text: str, name: str, known: Mapping[str, str], look: shell.Look
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    script = shell.read(text, known, name)
+    script = shell.read(text, known, name, look)
     words = launch.command_of(script, name)
     skipped = [(Place(name, line), what, why) for line, what, why in script.unread]
     skipped += [
         (Place(name, command[0].line), " ".join(word.text for word in command), "another file, which is not read")
         for command in script.commands
         if command[0].text in ("source", ".") and command is not words
+    ]
+    skipped += [
+        (Place(name, command[0].line), " ".join(word.text for word in command), "no command: the one above it ended")
+        for command in script.commands
+        if command[0].text.startswith("--") and command is not words
     ]
     kind = "flags" if words[0].text.startswith("-") else "script"
     found = [*launch.flags(words, name), *launch.environment(script, name)]
