@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +12,23 @@ from octavo.translate.draft import Draft
 
 #: bytes of a data file that is opened to count its rows
 _COUNTED = 64 << 20
-_NODES = ("nnodes", "num_machines", "$NNODES")
+_NODES = ("nnodes", "num_machines", "num_nodes", "$NNODES")
 _EACH = ("nproc_per_node", "num_gpus", "$NPROC_PER_NODE", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
 _VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 
 
+def _launched(draft: Draft, key: str) -> int | None:
+    """A number of hosts or of processes; ``gpu``, ``auto`` and ``1:4`` are known at the start alone."""
+    if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
+        return draft.whole(key)
+    draft.note(f"{key} is {draft.text(key)}, which the start of the run decides there: give --world N")
+    return None
+
+
 def processes(draft: Draft) -> int:
     """How many processes trained there: as the user says, as the launch says, or one, which is then a note."""
-    nodes = next((n for key in _NODES if (n := draft.whole(key))), 1)
-    each = next((n for key in _EACH if (n := draft.whole(key))), None)
+    nodes = next((n for key in _NODES if (n := _launched(draft, key))), 1)
+    each = next((n for key in _EACH if (n := _launched(draft, key))), None)
     visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
     found = draft.whole("num_processes") or (each or len(visible)) * nodes or None
     world = draft.world or found
@@ -111,9 +120,14 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
 
 
 def warmup(
-    draft: Draft, ranks: int, steps_key: str, ratio_key: str, whole_steps: Callable[[float], int] = math.ceil
+    draft: Draft,
+    ranks: int,
+    steps_key: str,
+    ratio_key: str,
+    whole_steps: Callable[[float], int] = math.ceil,
+    of: int | None = None,
 ) -> None:
-    """Warm-up in steps; a share of the run becomes steps where the length of the run is known."""
+    """Warm-up in steps; a share of the run (or ``of`` so many steps) becomes steps where its length is known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
     if steps is not None and 0 < steps < 1:  # transformers 5 takes a share there
@@ -123,7 +137,7 @@ def warmup(
         if share:
             draft.dead(ratio_key, why=f"{steps_key} decides there where both are given")
     elif share:
-        whole = total_steps(draft, ranks)
+        whole = of or total_steps(draft, ranks)
         if whole is None:
             why = (
                 f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which the number of rows decides; "

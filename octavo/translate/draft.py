@@ -44,7 +44,7 @@ class Draft:
         sizes: int | None = None,
     ) -> None:
         self.given = {given.key: given for given in foreign.given}
-        self.command = foreign.words
+        self.command, self.referred = foreign.words, foreign.referred
         self.root, self.home, self.world, self.sizes = root, out.parent, world, sizes
         self.home_name = out.stem
         self.rows: dict[str, Row] = {}
@@ -228,6 +228,8 @@ class Draft:
                 self.rows[key] = Row(given, "none", text.format(", ".join(given.open), settable[0] if settable else ""))
             elif theirs and given.value in (None, "", [], {}):
                 self.rows[key] = Row(given, "default", _EMPTY)
+            elif not theirs and key in self.referred:
+                self.rows[key] = Row(given, "default", "a value that other keys refer to")
             elif theirs:
                 self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
             else:

@@ -26,9 +26,10 @@ def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root
     were started in. Where both files give a key, the first wins, or the second does. Raises ConfigError for files that
     cannot be read as what they are."""
     given: dict[str, Given] = {}
-    kinds, lost, unread, words = [], [], [], set()
+    kinds, lost, unread, words, referred = [], [], [], set(), set()
     for path in paths:
         kind, found, skipped, seen = _one(path, known, root)
+        referred |= {name for entry in found for name in entry.refers}
         kinds.append(kind)
         unread += skipped
         words |= seen
@@ -43,7 +44,9 @@ def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root
             else:
                 lost.append((before, f"{entry.place} gives it too, and wins there"))
                 given[entry.key] = entry
-    return Foreign(tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words))
+    return Foreign(
+        tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words), frozenset(referred)
+    )
 
 
 def _one(
@@ -105,9 +108,12 @@ def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[t
 
 
 def _leaves(document: Document, name: str) -> list[Given]:
+    begun = {path: tuple(_open(value)) for path, value in flat(document.value) if path}
     values = _resolved(document, name)
     return [
-        Given(dotted(path), value, _place(document, path), tuple(_open(value))) for path, value in flat(values) if path
+        Given(dotted(path), value, _place(document, path), tuple(_open(value)), begun.get(path, ()))
+        for path, value in flat(values)
+        if path
     ]
 
 
