@@ -16,6 +16,8 @@ from octavo.translate.given import Foreign, Given, TranslateError, flat
 #: bytes of a file that somebody wrote by hand
 LIMIT = 4 << 20
 _WITHIN = re.compile(r"\$\{([^${}]*)\}")
+#: why a file that a script names is not read
+KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
 _WORD_KEYS = "a key must be a word"
 #: how many rounds of interpolations within interpolations are followed
 _ROUNDS = 8
@@ -30,6 +32,7 @@ def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root
     for path in paths:
         kind, found, skipped, seen = _one(path, known, root)
         referred |= {name for entry in found for name in entry.refers}
+        skipped = [line for line in skipped if line[2] != KEYS or Path(line[1]).name not in {p.name for p in paths}]
         kinds.append(kind)
         unread += skipped
         words |= seen
@@ -90,6 +93,8 @@ def _script(
         for command in script.commands
         if command[0].text.startswith("--") and command is not words
     ]
+    if (file := launch.configuration(words)) is not None:
+        skipped.append((Place(name, file.line or None), file.text, KEYS))
     kind = "flags" if words[0].text.startswith("-") else "script"
     found = [*launch.flags(words, name), *launch.environment(script, name)]
     return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}

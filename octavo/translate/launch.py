@@ -56,6 +56,14 @@ def command_of(script: Script, source: str) -> list[Word]:
     )
 
 
+def configuration(words: Sequence[Word]) -> Word | None:
+    """The file of keys that a command trains from: ``axolotl train FILE``, ``composer train.py FILE``."""
+    for word, following in zip(words, words[1:], strict=False):
+        if _TRAINS.fullmatch(word.text) and following.text.endswith((".yaml", ".yml", ".json")):
+            return following
+    return None
+
+
 def _trains(words: Sequence[Word]) -> bool:
     plain = [word.text for word in words[1:12] if not word.text.startswith("-")]
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import load_config_text
-from octavo.translate import Translation, translate
+from octavo.translate import TranslateError, Translation, translate
 from octavo.translate.sums import reckon
 
 
@@ -77,6 +77,17 @@ def test_a_file_that_is_sourced_and_lies_here_is_read(tmp_path: Path) -> None:
     (tmp_path / "setup" / "all.sh").unlink()
     gone = script(tmp_path, content)
     assert ("source setup/all.sh", "another file, which is not read") in {tuple(line[1:]) for line in gone.unread}
+
+
+def test_a_script_that_trains_from_a_file_of_keys_asks_for_it(tmp_path: Path) -> None:
+    run = "NNODES=2 NPROC_PER_NODE=4 llamafactory-cli train there/b.yaml \\\n  learning_rate=1e-5 output_dir=out\n"
+    with pytest.raises(TranslateError, match="octavo import there/b.yaml SCRIPT"):
+        script(tmp_path, run)
+    keys = "model_name_or_path: org/m\nstage: sft\nfinetuning_type: full\ncutoff_len: 64\ndataset: a\nmax_steps: 2\n"
+    (tmp_path / "b.yaml").write_text(keys)
+    made = translate([tmp_path / "b.yaml", tmp_path / "a.sh"], tmp_path / "out.yaml", root=tmp_path)
+    cfg = load_config_text(made.content, base=tmp_path)
+    assert (cfg.train.lr, cfg.run.dir, cfg.train.global_batch) == (1e-5, "out", 8 * 8) and not made.unread
 
 
 def test_words_that_look_like_another_thing_are_what_they_are(tmp_path: Path) -> None:
