@@ -16,6 +16,7 @@ MARKS = ("base_model", "sequence_len", "sample_packing", "lora_target_linear", "
 FIRST_WINS = False
 _USUAL = hf_trainer.Usual(micro=1, schedule="cosine", epochs=1.0, save=None)
 _RL = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+_DPO = {name: name for name in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")}
 _KERNELS = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "flex_attention": "flex",
             "eager_attention": "eager", "xformers_attention": "efficient"}  # fmt: skip
 #: what attn_implementation may say
@@ -25,14 +26,17 @@ _NAMED = {
 }  # fmt: skip
 _OF_LORA = (
     "lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules lora_target_parameters peft_use_dora "
-    "peft_use_rslora lora_modules_to_save lora_fan_in_fan_out peft_* lora_mlp_kernel lora_qkv_kernel lora_o_kernel"
+    "peft_use_rslora lora_model_dir lora_modules_to_save lora_fan_in_fan_out peft_* lora_mlp_kernel lora_qkv_kernel "
+    "lora_o_kernel"
 )
 
 NONE = {
     parts.TEMPLATE: "chat_template chat_template_jinja datasets.*.chat_template datasets.*.chat_template_jinja "
     "test_datasets.*.chat_template eot_tokens datasets.*.conversation",
     "the model's class is found by its config.json": "model_type tokenizer_type tokenizer_config processor_type "
-    "base_model_config tokenizer_use_fast tokenizer_legacy is_*_derived_model overrides_of_model_config*",
+    "base_model_config base_model_ignore_patterns cls_model_config model_config.* processor_kwargs* "
+    "tokenizer_use_mistral_common tokenizer_save_jinja_files tokenizer_use_fast tokenizer_legacy is_*_derived_model "
+    "overrides_of_model_config*",
     "model code is Octavo's or transformers'; none is fetched": "trust_remote_code datasets.*.trust_remote_code",
     "tokens are those of the model's folder": "special_tokens special_tokens.* tokens tokens.* added_tokens_overrides* "
     "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings fix_untrained_tokens*",
@@ -40,7 +44,8 @@ NONE = {
     "cut_cross_entropy unsloth_* flash_attn_* flash_optimum lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
     "llama4_linearized_experts flex_attn_compile_kwargs* use_kernels",
     "rows are read as they are, and kept as Arrow (data.cache)": "dataset_* shuffle_merged_datasets "
-    "skip_prepare_dataset "
+    "skip_prepare_dataset shuffle_before_merging_datasets num_dataset_shards_to_save is_preprocess "
+    "preprocess_iterable streaming_multipack_buffer_size total_num_tokens total_supervised_tokens "
     "push_dataset_to_hub hf_use_auth_token datasets.*.shards datasets.*.shards_idx datasets.*.preprocess_shards "
     "datasets.*.ds_type datasets.*.input_transform datasets.*.input_format pretraining_dataset.*.type",
     "a prompt of one's own format is the model's chat template here; other names of keys are given by columns":
@@ -53,21 +58,36 @@ NONE = {
     "adapters begin with B = 0, have one learning rate, and nothing beside them is trained": "lora_modules_to_save "
     "lora_fan_in_fan_out peft_init_lora_weights peft_layers_to_transform peft_layers_pattern peft_layer_replication "
     "peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype loraplus_* lora_on_cpu "
-    "qlora_sharded_model_loading loftq_config peft.* bnb_config_kwargs* merge_lora merge_method relora* jagged_* "
+    "lora_rank_pattern lora_alpha_pattern qlora_sharded_model_loading loftq_config peft.* bnb_config_kwargs* "
+    "merge_lora merge_method relora* jagged_* "
     "lisa_* "
     "lora_target_parameters",
-    "bitsandbytes and GPTQ are not used": "gptq gptq_*",
+    "bitsandbytes and GPTQ are not used": "gptq gptq_* quantize_moe_experts model_quantization_config*",
+    "layers and their kernels are Octavo's own": "experts_implementation expert_backend use_scattermoe use_sonicmoe "
+    "use_dsv4_kernels use_glm_dsa_kernels dsv4_* nvfp4_* gemma4_* moe_grouped_backend moe_dequant_chunk_size "
+    "moe_bnb_fast nonexpert_quantization tiled_mlp* fused_attn_kernel sage_attention scaling_softmax* "
+    "large_head_attention sdpa_varlen lora_embedding_kernel deepcompile torch_compile_options fp32_norm* "
+    "use_onebitllms",
+    "weights stay on the GPU, in shards": "layer_offloading ple_cpu_offload experimental_skip_move_to_device",
+    "experts go from rank to rank by parallel.expert": "expert_parallel_*",
+    "optimizer.master: bf16+sr rounds BF16 weights stochastically": "optim_args.bf16_stochastic_round",
     "packs are as full as data.window makes them, and batches of packs are micro-batches": "sample_packing_* "
     "eval_sample_packing pad_to_sequence_len batch_flattening multipack_real_batches curriculum_sampling "
-    "pretrain_multipack_* pretraining_sample_concatenation min_sample_len",
+    "pretrain_multipack_* pretraining_sample_concatenation min_sample_len eval_sequence_len pad_to_multiple_of",
     "Octavo's schedules have train.min_lr alone, and one learning rate": "cosine_constant_lr_ratio lr_quadratic_warmup "
     "lr_div_factor lr_groups lr_groups.* lr_scheduler_kwargs* embedding_lr embedding_lr_scale torchdistx_path",
-    "not built": "use_pose pose_* neftune_noise_alpha s2_attention unfrozen_parameters reward_model "
+    "AdamW alone": "dion_* qgalore_*",
+    "not built": "use_eaft eaft_* dpo_loss_weights dpo_padding_free trainer_cls kd_* grokfast_* spectrum_* hatchery* "
+    "nemo_gym_* mora* use_mora dense_mixer ebft* center_rewards_coefficient generate_samples num_generation_samples "
+    "generation_* lm_eval_* datasets.*.step_separator datasets.*.train_on_last_step_only "
+    "datasets.*.max_completion_length role_boundaries* profiler_steps_start gc_collect_steps use_pose pose_* "
+    "neftune_noise_alpha s2_attention unfrozen_parameters reward_model "
     "process_reward_model num_labels qat* quantization* llmcompressor* diffusion* trl.* vllm.* dpo_use_weighting "
     "dpo_use_logits_to_keep cpo_alpha rpo_alpha loss_watchdog_* gc_steps do_bench_eval bench_* eval_table_size "
     "eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics profiler_steps dynamic_checkpoint* adam_epsilon2 "
     "adam_beta3 batch_size chunked_cross_entropy* image_resize_algorithm skip_move_to_device",
-    "set in the tracker's own environment": "wandb_* mlflow_* comet_* use_comet gradio_* use_mlflow",
+    "set in the tracker's own environment": "swanlab_* trackio_* hf_mlflow_* use_otel_metrics otel_* wandb_* mlflow_* "
+    "comet_* use_comet gradio_*",
     "memory is planned ahead (octavo plan FILE --card 24GB)": "max_memory* gpu_memory_limit device device_map",
     "one process group, by --nproc or torchrun": "use_ray ray_* resources_per_worker* world_size ddp",
 }  # fmt: skip
@@ -76,13 +96,22 @@ SAME = {
     "weights are read shard by shard": "low_cpu_mem_usage",
     "FSDP2 shards over all ranks (parallel.shard, parallel.replicate)": "fsdp_version dp_shard_size dp_replicate_size",
     "one of them, whatever the precision": "float16 float32 embeddings_skip_upcast",
-    "written with the checkpoints": "save_safetensors save_first_step",
+    "written with the checkpoints": "save_safetensors save_first_step axolotl_config_path",
+    "tokens a second are in metrics.jsonl": "include_tkps",
+    "losses never make full logits": "dpo_use_liger_kernel",
 }
 
 
 def translate(draft: Draft) -> None:
     world = course.processes(draft)
+    for key in ("reward_model", "process_reward_model", "kd_trainer"):
+        if draft.flag(key):
+            draft.refuse(key, "it trains no answers and no pairs; reward models and distillation are not built")
+    if other := draft.under("diffusion."):
+        draft.refuse(other[0], "a diffusion of text is another model than one that writes a word at a time")
     path = parts.model(draft, "base_model")
+    if draft.flag("reinit_weights"):
+        draft.put("model.init", "random", "reinit_weights")
     if revision := draft.text("revision_of_model"):
         draft.put("model.revision", revision, "revision_of_model")
     seeing = parts.sees(draft, path)
@@ -94,6 +123,10 @@ def translate(draft: Draft) -> None:
     context = _context(draft, packed)
     packed = packed or context > 1
     _steps(draft, max(1, world // (context * _tensor(draft))), packed)
+    if (expert := course.counted(draft, "expert_parallel_size") or 1) > 1 and not lora and phase != "preference":
+        draft.put("parallel.expert", expert, "expert_parallel_size")
+    elif expert == 1:
+        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
     if phase != "preference":
         draft.put("train.loss", "token", why="tokens of the whole step")
     hf_trainer.optimizer(draft, _USUAL, "optimizer")
@@ -105,7 +138,8 @@ def translate(draft: Draft) -> None:
     if not lora:
         draft.table("dead", {"adapter is empty, so there are none": _OF_LORA})
     if phase != "preference":
-        draft.table("dead", {"rl is empty, so no answers are compared": "rl_beta orpo_alpha simpo_gamma "
+        draft.table("dead", {"rl is empty, so no answers are compared": "precompute_ref_log_probs dpo_loss_type "
+        "rl_beta orpo_alpha simpo_gamma "
         "cpo_alpha rpo_alpha dpo_label_smoothing kto_desirable_weight "
                     "kto_undesirable_weight max_prompt_len"})  # fmt: skip
     draft.table("none", NONE)
@@ -130,7 +164,16 @@ def _phase(draft: Draft) -> str:
         draft.put("preference.gamma", 0.5 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
         why = "TRL's trainer of SimPO adds the chosen answers' cross-entropy, 1 unless cpo_alpha is given"
         draft.put("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
+    if draft.flag("precompute_ref_log_probs"):
+        draft.put(
+            "preference.reference", "disk", "precompute_ref_log_probs", why="computed once, before the first step"
+        )
     if word == "dpo":
+        if kinds := draft.words("dpo_loss_type"):
+            if len(kinds) > 1 or kinds[0] not in _DPO:
+                draft.none("dpo_loss_type", why="one loss a run, of sigmoid, hinge, ipo, robust and sigmoid_norm")
+            if kinds[0] in _DPO:
+                draft.put("preference.loss", _DPO[kinds[0]], "dpo_loss_type")
         if (share := draft.number("rpo_alpha")) is not None:
             draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
         if smooth := draft.number("dpo_label_smoothing"):
@@ -180,9 +223,8 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     draft.same("freeze_mm_modules", why="the language model alone gets adapters" if apart else "off")
     found = components if everything or pattern else targets
     alpha = draft.number("lora_alpha", 16)
-    parts.lora(
-        draft, rank, alpha, draft.number("lora_dropout", 0.0), found, keys=keys, seeing=seeing and not everything
-    )
+    but = parts.COMPONENTS[:2] if seeing and apart and not everything else ()
+    parts.lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), found, keys=keys, but=but)
     parts.adapt(draft, keys, "peft_use_rslora", "peft_use_dora")
     if adapter := draft.text("lora_model_dir"):
         draft.put("lora.adapter", draft.path(adapter), "lora_model_dir")
@@ -190,21 +232,10 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
 
 
 def _attention(draft: Draft, packed: bool) -> None:
-    kernel = choice(draft, "attn_implementation", _NAMED)
-    if kernel and packed and kernel.startswith("flash"):
-        draft.put("model.attention", "sdpa", "attn_implementation", why="packs take torch's flash attention")
-    elif kernel == "flex" and not packed:
-        draft.put("model.attention", "sdpa", "attn_implementation", why="flex is for packs here")
-    elif kernel:
-        draft.put("model.attention", kernel, "attn_implementation")
+    parts.kernel(draft, "attn_implementation", _NAMED, packed)
     for key, kernel in _KERNELS.items():
-        on = draft.flag(key)
-        if on and packed and kernel.startswith("flash"):
-            draft.put("model.attention", "sdpa", key, why="packs take torch's flash attention by themselves")
-        elif on and kernel == "flex" and not packed:
-            draft.put("model.attention", "sdpa", key, why="flex is for packs here")
-        elif on:
-            draft.put("model.attention", kernel, key)
+        if draft.flag(key):
+            parts.attend(draft, key, kernel, packed)
         else:
             draft.same(key, why="off")
 
@@ -216,6 +247,18 @@ def _data(draft: Draft, phase: str) -> None:
     for of, name in (("train", section), ("eval", "test_datasets")):
         for number in range(draft.count(name)):
             _entry(draft, of, number, f"{name}.{number}.", phase)
+    streaming, trained = draft.flag("streaming"), draft.count(section)
+    if streaming or (phase == "pretrain" and streaming is None):
+        for number in range(max(trained, 1)):
+            if f"data.train.{number}.path" in draft.settings:
+                why = "" if streaming else "rows of pretraining are read as they come there"
+                draft.put(f"data.train.{number}.stream", True, "streaming", why=why)
+    else:
+        draft.same("streaming", why="rows are read into the cache")
+    further = draft.mapping("chat_template_kwargs")
+    if further:
+        draft.put("data.template_args", further, "chat_template_kwargs", *draft.under("chat_template_kwargs."))
+        draft.note("data.template_args: remove what the model's chat template does not read")
     if "data.train.0.path" not in draft.settings:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
         draft.note("data.train is to be filled in")
@@ -289,7 +332,7 @@ def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
 
 def _context(draft: Draft, packed: bool) -> int:
     key = "context_parallel_size" if draft.has("context_parallel_size") else "sequence_parallel_degree"
-    size = draft.whole(key) or 1
+    size = course.counted(draft, key) or 1
     draft.asked.update(("context_parallel_size", "sequence_parallel_degree"))
     if size == 1:
         draft.same(key, why="no rows are shared")
@@ -304,7 +347,7 @@ def _context(draft: Draft, packed: bool) -> int:
 
 def _tensor(draft: Draft) -> int:
     """Ranks that share each layer see the same rows: they do not multiply the batch."""
-    size = draft.whole("tensor_parallel_size") or 1
+    size = course.counted(draft, "tensor_parallel_size") or 1
     why = "tensor parallelism is not built; FSDP2 shards layers instead (parallel.shard: auto)"
     (draft.none if size > 1 else draft.same)("tensor_parallel_size", why=why if size > 1 else "1")
     return size
@@ -313,7 +356,7 @@ def _tensor(draft: Draft) -> int:
 def _warmup(draft: Draft, ranks: int) -> None:
     """Where nothing is said of it, axolotl warms up in 0.03 of the steps, 100 at most."""
     if draft.has("warmup_steps") or draft.has("warmup_ratio"):
-        course.warmup(draft, ranks, "warmup_steps", "warmup_ratio")
+        course.warmup(draft, ranks, "warmup_steps", "warmup_ratio", int)
     elif (whole := course.total_steps(draft, ranks)) is None:
         draft.note("train.warmup is to be filled in: their default is 0.03 of the steps of the run, 100 at most")
     elif steps := min(int(0.03 * whole), 100):
@@ -363,8 +406,8 @@ def _precision(draft: Draft, lora: bool) -> None:
         draft.put("optimizer.master", "bf16+sr", "bfloat16", why="no AMP: BF16 weights, here rounded stochastically")
         if lora:
             draft.put("lora.dtype", "bf16", "bfloat16")
-    if word == "auto":
-        draft.put("train.precision", "auto", "bf16")
+    if word in ("auto", "full"):
+        draft.put("train.precision", "auto" if word == "auto" else "bf16", "bf16")
         draft.same("fp16", why="bf16 decides")
     else:
         hf_trainer.precision(draft, lora)
@@ -376,6 +419,18 @@ def _recompute(draft: Draft) -> None:
         draft.put("train.recompute", "full", "gradient_checkpointing", why="inputs of blocks stay on the GPU here")
     elif "train.recompute" not in draft.settings:
         hf_trainer.recompute(draft, _USUAL)
+    selective = [key for key in draft.given if key.partition(".")[0] == "selective_checkpointing"]
+    if selective and draft.text(selective[0]) != "false":
+        why = "here what is cheap to compute is; there operations are named"
+        draft.put("train.recompute", "selective", *selective, why=why)
+    offload = draft.text("activation_offloading")
+    if offload in (None, "false"):
+        draft.same("activation_offloading", *selective, why="off")
+    elif draft.settings["train.recompute"].value == "full":
+        why = "with full recomputation next to nothing is left to move; use recompute: selective with it"
+        draft.none("activation_offloading", why=why)
+    else:
+        draft.put("train.offload_activations", True, "activation_offloading")
 
 
 def _saving(draft: Draft, world: int) -> None:
@@ -393,11 +448,14 @@ def _saving(draft: Draft, world: int) -> None:
     hf_trainer.saving(draft, _USUAL, world)
     if draft.flag("auto_resume_from_checkpoints"):
         draft.put("run.resume", "auto", "auto_resume_from_checkpoints")
-    names = [name for name, key in (("wandb", "wandb_project"), ("mlflow", "mlflow_tracking_uri")) if draft.text(key)]
+    named = {"wandb": "wandb_project", "mlflow": "mlflow_tracking_uri", "swanlab": "swanlab_project",
+             "trackio": "trackio_project_name"}  # fmt: skip
+    uses = {name: draft.flag(f"use_{name}") for name in named}
+    names = [name for name, key in named.items() if uses[name] or (uses[name] is None and draft.text(key))]
     if names:
-        draft.put(
-            "run.trackers", names, "wandb_project", "mlflow_tracking_uri", why="the project is of their environment"
-        )
+        keys = [key for name in names for key in (named[name], f"use_{name}")]
+        draft.put("run.trackers", names, *keys, why="the project is of their environment")
+    draft.same(*[f"use_{name}" for name in named if uses[name] is False], why="off")
     if draft.flag("use_tensorboard") is not None:
         draft.put("run.tensorboard", bool(draft.flag("use_tensorboard")), "use_tensorboard")
 

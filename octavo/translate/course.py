@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from octavo import reading
@@ -10,23 +12,35 @@ from octavo.translate.draft import Draft
 
 #: bytes of a data file that is opened to count its rows
 _COUNTED = 64 << 20
-_NODES = ("nnodes", "num_machines", "$NNODES")
+_NODES = ("nnodes", "num_machines", "num_nodes", "$NNODES")
 _EACH = ("nproc_per_node", "num_gpus", "$NPROC_PER_NODE", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
 _VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 
 
+def _launched(draft: Draft, key: str) -> int | None:
+    """A number of hosts or of processes; ``gpu``, ``auto`` and ``1:4`` are known at the start alone."""
+    if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
+        return draft.whole(key)
+    draft.note(f"{key} is {draft.text(key)}, which the start of the run decides there: give --world N")
+    return None
+
+
 def processes(draft: Draft) -> int:
     """How many processes trained there: as the user says, as the launch says, or one, which is then a note."""
-    nodes = next((n for key in _NODES if (n := draft.whole(key))), 1)
-    each = next((n for key in _EACH if (n := draft.whole(key))), None)
+    nodes = next((n for key in _NODES if (n := _launched(draft, key))), 1)
+    each = next((n for key in _EACH if (n := _launched(draft, key))), None)
     visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
     found = draft.whole("num_processes") or (each or len(visible)) * nodes or None
     world = draft.world or found
     if draft.world and found and draft.world != found:
         draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
-    if world is None:
+    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    if opened and not draft.world:
+        names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
+        draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")
+    elif world is None:
         draft.note("how many processes trained there is said nowhere: 1 is assumed; give --world N if it was another")
-        world = 1
+    world = world or 1
     draft.told(
         "octavo train --nproc",
         world,
@@ -105,8 +119,15 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
     return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
 
 
-def warmup(draft: Draft, ranks: int, steps_key: str, ratio_key: str) -> None:
-    """Warm-up in steps; a share of the run becomes steps where the length of the run is known."""
+def warmup(
+    draft: Draft,
+    ranks: int,
+    steps_key: str,
+    ratio_key: str,
+    whole_steps: Callable[[float], int] = math.ceil,
+    of: int | None = None,
+) -> None:
+    """Warm-up in steps; a share of the run (or ``of`` so many steps) becomes steps where its length is known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
     if steps is not None and 0 < steps < 1:  # transformers 5 takes a share there
@@ -116,7 +137,7 @@ def warmup(draft: Draft, ranks: int, steps_key: str, ratio_key: str) -> None:
         if share:
             draft.dead(ratio_key, why=f"{steps_key} decides there where both are given")
     elif share:
-        whole = total_steps(draft, ranks)
+        whole = of or total_steps(draft, ranks)
         if whole is None:
             why = (
                 f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which the number of rows decides; "
@@ -124,7 +145,7 @@ def warmup(draft: Draft, ranks: int, steps_key: str, ratio_key: str) -> None:
             draft.none(ratio_key, why=why + "give --rows N, or set train.warmup")
             draft.note(f"train.warmup is to be filled in: {share:g} of the steps of the run")
         else:
-            draft.put("train.warmup", math.ceil(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
+            draft.put("train.warmup", whole_steps(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
     else:
         draft.same(steps_key, ratio_key, why="no warm-up")
 

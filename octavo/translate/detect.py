@@ -7,6 +7,7 @@ from types import ModuleType
 
 from octavo.config.problems import nearest
 from octavo.translate import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
+from octavo.translate.files import KEYS
 from octavo.translate.given import Foreign, TranslateError
 
 _MODULES = (llm_foundry, loongforge, mindspeed, vila, llama_factory, axolotl, ms_swift)
@@ -42,6 +43,8 @@ def framework_of(foreign: Foreign) -> ModuleType:
         return FRAMEWORKS[best]
     some, more = sorted(foreign.keys)[:12], " ..." if len(foreign.keys) > 12 else ""
     if not seen[best] or len(seen[best]) < 2:
+        if named := next((text for _, text, why in foreign.unread if why == KEYS), None):
+            raise TranslateError(f"this script trains from {named}: give both, octavo import {named} SCRIPT.")
         raise TranslateError(
             f"whose file this is was not recognised: its keys are {', '.join(some)}{more}. "
             f"Say it with --from NAME: {', '.join(FRAMEWORKS)}."

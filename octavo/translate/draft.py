@@ -24,6 +24,7 @@ from octavo.translate.rows import Kind, Row, Setting
 
 #: of what a script or a file leaves open, the value cannot be known
 _OPEN = "its value is a variable that the script does not set ({}); give it with --set {}=VALUE"
+_RUN = "its value is what only a run of the script would give ({}), and nothing is run; write it out there"
 _REFERS = "its value refers to {}, which only a running process there knows"
 _EMPTY = "empty there, as if it were absent"
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
@@ -43,7 +44,7 @@ class Draft:
         sizes: int | None = None,
     ) -> None:
         self.given = {given.key: given for given in foreign.given}
-        self.command = foreign.words
+        self.command, self.referred = foreign.words, foreign.referred
         self.root, self.home, self.world, self.sizes = root, out.parent, world, sizes
         self.home_name = out.stem
         self.rows: dict[str, Row] = {}
@@ -143,6 +144,10 @@ class Draft:
         self.asked.update(key for key in keys if key)
         source = tuple(self.given[key] for key in dict.fromkeys(keys) if self.has(key))
         before = self.settings.get(target)
+        for key in dict.fromkeys(keys):
+            if (given := self.given.get(key)) is not None and given.open:
+                why = f"{why}; to be filled in: {key} is open".removeprefix("; ")
+                self.note(f"{target} is to be filled in: {key} is {given.value}, which is open; {value} stands there")
         self.settings[target] = Setting(value, source or (before.source if before else ()), why)
         for given in source:
             self._row(given, "translated", why, (target, value))
@@ -217,10 +222,14 @@ class Draft:
                 continue
             theirs = key in self.asked or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.patterns)
             if given.open:
-                text = _REFERS if given.place.source.endswith((".yaml", ".yml", ".json")) else _OPEN
-                self.rows[key] = Row(given, "none", text.format(", ".join(given.open), given.open[0]))
+                yaml = given.place.source.endswith((".yaml", ".yml", ".json"))
+                settable = [name for name in given.open if name.isidentifier()]
+                text = _REFERS if yaml else _OPEN if settable else _RUN
+                self.rows[key] = Row(given, "none", text.format(", ".join(given.open), settable[0] if settable else ""))
             elif theirs and given.value in (None, "", [], {}):
                 self.rows[key] = Row(given, "default", _EMPTY)
+            elif not theirs and key in self.referred:
+                self.rows[key] = Row(given, "default", "a value that other keys refer to")
             elif theirs:
                 self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
             else:

@@ -16,18 +16,23 @@ from octavo.translate.given import Foreign, Given, TranslateError, flat
 #: bytes of a file that somebody wrote by hand
 LIMIT = 4 << 20
 _WITHIN = re.compile(r"\$\{([^${}]*)\}")
+#: why a file that a script names is not read
+KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
 _WORD_KEYS = "a key must be a word"
 #: how many rounds of interpolations within interpolations are followed
 _ROUNDS = 8
 
 
-def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool) -> Foreign:
-    """All keys of one or two files. ``known``: variables of scripts that the user gives. Where both files give a key,
-    the first wins, or the second does. Raises ConfigError for files that cannot be read as what they are."""
+def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root: Path) -> Foreign:
+    """All keys of one or two files. ``known``: variables of scripts that the user gives; ``root``: the folder that they
+    were started in. Where both files give a key, the first wins, or the second does. Raises ConfigError for files that
+    cannot be read as what they are."""
     given: dict[str, Given] = {}
-    kinds, lost, unread, words = [], [], [], set()
+    kinds, lost, unread, words, referred = [], [], [], set(), set()
     for path in paths:
-        kind, found, skipped, seen = _one(path, known)
+        kind, found, skipped, seen = _one(path, known, root)
+        referred |= {name for entry in found for name in entry.refers}
+        skipped = [line for line in skipped if line[2] != KEYS or Path(line[1]).name not in {p.name for p in paths}]
         kinds.append(kind)
         unread += skipped
         words |= seen
@@ -42,18 +47,30 @@ def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool) -> F
             else:
                 lost.append((before, f"{entry.place} gives it too, and wins there"))
                 given[entry.key] = entry
-    return Foreign(tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words))
+    return Foreign(
+        tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words), frozenset(referred)
+    )
 
 
-def _one(path: Path, known: Mapping[str, str]) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+def _one(
+    path: Path, known: Mapping[str, str], root: Path
+) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
     text = reading.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
     name = path.name
+
+    def look(named: str) -> str | None:
+        """A file that a script sources: as seen from the folder it was started in, or from its own."""
+        for file in (root / named, path.parent / named):
+            if not Path(named).is_absolute() and file.is_file():
+                return reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
+        return None
+
     if path.suffix in (".yaml", ".yml", ".json"):
         return _mapping(text, name, path.suffix == ".json")
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".flags", ".args") or text.startswith("#!"):
-        return _script(text, name, known)
+        return _script(text, name, known, look)
     if text.lstrip().startswith(("--", "{")):
-        return _script(text, name, known) if text.lstrip().startswith("--") else _mapping(text, name, True)
+        return _script(text, name, known, look) if text.lstrip().startswith("--") else _mapping(text, name, True)
     raise TranslateError(
         f"{name}: {path.suffix or 'a file without ending'} is not read here. Give .yaml, .yml or .json, a launch "
         "script (.sh), or flags in a .txt file."
@@ -61,9 +78,9 @@ def _one(path: Path, known: Mapping[str, str]) -> tuple[str, list[Given], list[t
 
 
 def _script(
-    text: str, name: str, known: Mapping[str, str]
+    text: str, name: str, known: Mapping[str, str], look: shell.Look
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    script = shell.read(text, known, name)
+    script = shell.read(text, known, name, look)
     words = launch.command_of(script, name)
     skipped = [(Place(name, line), what, why) for line, what, why in script.unread]
     skipped += [
@@ -71,6 +88,13 @@ def _script(
         for command in script.commands
         if command[0].text in ("source", ".") and command is not words
     ]
+    skipped += [
+        (Place(name, command[0].line), " ".join(word.text for word in command), "no command: the one above it ended")
+        for command in script.commands
+        if command[0].text.startswith("--") and command is not words
+    ]
+    if (file := launch.configuration(words)) is not None:
+        skipped.append((Place(name, file.line or None), file.text, KEYS))
     kind = "flags" if words[0].text.startswith("-") else "script"
     found = [*launch.flags(words, name), *launch.environment(script, name)]
     return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}
@@ -89,9 +113,12 @@ def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[t
 
 
 def _leaves(document: Document, name: str) -> list[Given]:
+    begun = {path: tuple(_open(value)) for path, value in flat(document.value) if path}
     values = _resolved(document, name)
     return [
-        Given(dotted(path), value, _place(document, path), tuple(_open(value))) for path, value in flat(values) if path
+        Given(dotted(path), value, _place(document, path), tuple(_open(value)), begun.get(path, ()))
+        for path, value in flat(values)
+        if path
     ]
 
 

@@ -16,12 +16,14 @@ class TranslateError(ValueError):
 @dataclass(frozen=True)
 class Given:
     """One key. ``key`` is dotted (``training.lr``), a flag without its dashes (``micro_batch_size``), or ``$NAME`` of
-    the environment. ``open`` names variables of a script that nothing sets: the value is then unknown."""
+    the environment. ``open`` names variables of a script that nothing sets: the value is then unknown; ``refers`` names
+    keys of the same file that stood in the value."""
 
     key: str
     value: Any
     place: Place
     open: tuple[str, ...] = ()
+    refers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Foreign:
     kinds   the kinds of the files: yaml, json, script, flags
     lost    keys that another file overrides: (key, who wins)
     unread  lines of scripts that set or start something and were not read: (place, text, why)
+    words   what stands in a command beside its flags
+    referred  keys whose values stand in others (``${a.b}``)
     """
 
     given: tuple[Given, ...]
@@ -38,6 +42,7 @@ class Foreign:
     lost: tuple[tuple[Given, str], ...] = ()
     unread: tuple[tuple[Place, str, str], ...] = ()
     words: frozenset[str] = field(default_factory=frozenset)
+    referred: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def keys(self) -> frozenset[str]:

@@ -28,26 +28,30 @@ _ADAMW += ("adamw", "paged_adamw_32bit", "paged_adamw", "adamw_anyprecision")
 NONE = {
     "accelerate's own file, which is not read: FSDP2 shards over all ranks; optimizer.offload moves states to the host":
     "config_file",
-    "evaluation takes train.micro_batch samples at a time": "per_device_eval_batch_size eval_accumulation_steps",
+    "evaluation takes train.micro_batch samples at a time": "per_device_eval_batch_size eval_accumulation_steps "
+    "eval_batch_size",
     "nothing is uploaded here; the run's directory holds all that is written": "push_to_hub hub_* run_name project "
     "trackio_*",
     "the last weights are exported; every checkpoint that is kept can be (octavo export)": "load_best_model_at_end "
-    "metric_for_best_model greater_is_better early_stopping_steps",
+    "metric_for_best_model greater_is_better early_stopping_*",
     "data workers bring rows in their order, pinned where a GPU is, and are not to be set one by one":
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
     "dataloader_multiprocessing_context",
     "there is no such sampler: all rows of an epoch are shuffled from run.seed": "group_by_length length_column_name "
     "train_sampling_strategy data_seed disable_shuffling",
     "no noise is added to embeddings here": "neftune_noise_alpha",
-    "FSDP2 has no such setting": "ddp_* fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap zero_hpz_partition_size "
+    "FSDP2 has no such setting": "ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers "
+    "ddp_static_graph fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap zero_hpz_partition_size "
     "deepspeed_autotp_size local_rank parallelism_config accelerator_config average_tokens_across_devices",
     "cases of a trainer that Octavo's step has not": "torch_empty_cache_steps auto_find_batch_size use_cpu debug "
     "full_determinism ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint label_names "
     "skip_memory_metrics optim_args optim_target_modules batch_eval_metrics include_for_metrics prediction_loss_only "
+    "enable_torch_profiler profiler_* profile_modules "
     "bf16_full_eval fp16_full_eval torch_compile_backend torch_compile_mode predict_with_generate "
     "generation_max_length generation_num_beams sortish_sampler jit_mode_eval",
-    "loss of each data set, figures of speed and of tokens are in metrics.jsonl of every run": "log_* logging_strategy "
-    "logging_first_step logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second disable_tqdm "
+    "loss of each data set, figures of speed and of tokens are in metrics.jsonl of every run": "log_* "
+    "logging_strategy logging_first_step logging_nan_inf_filter include_num_input_tokens_seen "
+    "include_tokens_per_second disable_tqdm "
     "include_effective_tokens_per_second plot_loss logging_dir",
     "the folder of a run is never overwritten: name another run.dir, or go on with run.resume": "overwrite_output_dir",
 }  # fmt: skip
@@ -57,13 +61,15 @@ SAME = {
     "Octavo takes what it needs of a row": "remove_unused_columns",
     "an incomplete last batch is filled from the next epoch": "dataloader_drop_last",
     "no key-value cache while training": "use_cache",
+    "a run's directory is on storage that all hosts see": "save_on_each_node",
     "products of fp32 are whatever torch is set to; those of layers are BF16 or FP8": "tf32",
     "recomputation is never reentrant": "gradient_checkpointing_kwargs* activation_checkpointing_kwargs*",
     "Octavo's loss never makes full logits (train.logits: chunked)": "use_liger_kernel liger_kernel_config* "
     "enable_liger_kernel",
     "seconds that ranks wait for each other are run.timeout, 600 unless it is set": "ddp_timeout",
     "the launch says where ranks meet, to torchrun or to octavo train --nproc": "node_rank master_addr master_port "
-    "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone monitor_interval max_restarts machine_rank "
+    "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone hostfile include exclude monitor_interval max_restarts "
+    "machine_rank "
     "main_process_port main_process_ip mixed_precision num_cpu_threads_per_process",
 }  # fmt: skip
 ENVIRONMENT = {
@@ -153,6 +159,7 @@ def precision(draft: Draft, lora: bool) -> None:
 
 def recompute(draft: Draft, usual: Usual, key: str = "gradient_checkpointing", off: str | None = None) -> None:
     """Gradient checkpointing keeps the inputs of blocks alone: that is `full`."""
+    key = "activation_checkpointing" if "activation_checkpointing" in draft.given else key  # its newer name
     found = draft.flag(key)
     if off is not None and (disabled := draft.flag(off)) is not None:
         draft.put("train.recompute", "none" if disabled else "full", off)
@@ -205,7 +212,10 @@ def _evaluation(draft: Draft, ranks: int) -> None:
     strategy_key = "eval_strategy" if "eval_strategy" in draft.given else "evaluation_strategy"
     strategy = draft.text(strategy_key)
     draft.asked.update(("eval_strategy", "evaluation_strategy"))
-    if "data.eval.0.path" not in draft.settings:
+    if "data.eval.0.path" not in draft.settings and strategy in ("no", "false"):
+        draft.same(strategy_key, why="nothing is evaluated")
+        draft.dead("eval_steps", why=f"{strategy_key} is no")
+    elif "data.eval.0.path" not in draft.settings:
         why = "there are no held-out rows in what was translated (data.eval)"
         draft.none("eval_strategy", "evaluation_strategy", "eval_steps", why=why)
     elif strategy in ("no", "false"):
@@ -239,6 +249,8 @@ def trackers(draft: Draft, key: str) -> None:
     ours = [word for word in words if word in _TRACKERS]
     if ours:
         draft.put("run.trackers", ours, key)
+    elif words == ["tensorboard"]:
+        draft.same(key, why="TensorBoard is written")
     if words == ["none"]:
         draft.put("run.tensorboard", False, key)
     elif "tensorboard" not in words:
@@ -250,6 +262,7 @@ def trackers(draft: Draft, key: str) -> None:
 def ranks(draft: Draft) -> None:
     """DeepSpeed and FSDP: what is sharded makes no difference to what is learnt; what is moved to the host does to
     where it lies."""
+    draft.none("fsdp_final_state_dict_type", why="hf/ and checkpoints are written by all ranks")
     sharded = "FSDP2 shards parameters, gradients and states over all ranks (parallel.shard: auto)"
     if word := draft.text("deepspeed"):
         stage, offload, read = _deepspeed(draft, word)

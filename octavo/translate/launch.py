@@ -14,6 +14,8 @@ _LAUNCHER = re.compile(
     r"(.*/)?(torchrun|deepspeed|accelerate|swift|megatron|llamafactory-cli|axolotl|composer|msrun|python[0-9.]*)"
 )
 _TRAINS = re.compile(r"(.*/)?\w*(train|sft|pretrain|finetune|pt|rlhf|trainer|dpo)\w*(\.py)?")
+#: of these the words are flags from the first on; the others start a script
+_NO_SCRIPT = ("swift", "megatron", "llamafactory-cli", "axolotl")
 _OTHER = {
     "export",
     "infer",
@@ -54,6 +56,14 @@ def command_of(script: Script, source: str) -> list[Word]:
     )
 
 
+def configuration(words: Sequence[Word]) -> Word | None:
+    """The file of keys that a command trains from: ``axolotl train FILE``, ``composer train.py FILE``."""
+    for word, following in zip(words, words[1:], strict=False):
+        if _TRAINS.fullmatch(word.text) and following.text.endswith((".yaml", ".yml", ".json")):
+            return following
+    return None
+
+
 def _trains(words: Sequence[Word]) -> bool:
     plain = [word.text for word in words[1:12] if not word.text.startswith("-")]
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)
@@ -63,29 +73,34 @@ def flags(words: Sequence[Word], source: str) -> list[Given]:
     """Every flag with its value: one word, several as a list, or true where it has none. ``key=value`` and
     ``+key=value`` are overrides; other words before the first flag are the command's own."""
     found: list[Given] = []
-    at = 0
+    at, script = 0, _script(words)
     while at < len(words):
         word = words[at]
         at += 1
         if word.text.startswith("--") and len(word.text) > 2:
             name, equals, value = word.text[2:].partition("=")
             values = [Word(value, word.line, word.open)] if equals else []
-            while not equals and at < len(words) and not _begins(words[at].text):
+            while not equals and at < len(words) and at != script and not _begins(words[at].text):
                 values.append(words[at])
                 at += 1
             missing = tuple(dict.fromkeys(name for part in values for name in part.open))
             read = [scalar(part.text) for part in values if part.text or part.open or equals]
-            shown = True if not values else read[0] if len(read) == 1 else read
-            found.append(Given(name.replace("-", "_"), shown, Place(source, word.line), missing))
+            shown = True if not values else "" if not read else read[0] if len(read) == 1 else read
+            found.append(Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing))
         elif override := _OVERRIDE.fullmatch(word.text):
-            found.append(Given(override[2], scalar(override[3]), Place(source, word.line), word.open))
+            found.append(Given(override[2], scalar(override[3]), Place(source, word.line or None), word.open))
     return found
 
 
+def _script(words: Sequence[Word]) -> int | None:
+    """Where the script stands that a launcher starts, among the launcher's own flags."""
+    if words[0].text.rpartition("/")[2] in _NO_SCRIPT:
+        return None
+    return next((at for at, word in enumerate(words) if word.text.endswith(".py")), None)
+
+
 def _begins(text: str) -> bool:
-    """Whether a word begins another flag, is the script that a launcher starts, or an override behind the last flag."""
-    if text.endswith(".py"):
-        return True
+    """Whether a word begins another flag, or an override behind the last flag."""
     if text.startswith("-") and len(text) > 1 and not _NUMBER.fullmatch(text):
         return True
     override = _OVERRIDE.fullmatch(text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from octavo import reading
-from octavo.translate import course, hf_trainer, parts
+from octavo.translate import course, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
+from octavo.translate.keys import Under
 
 NAME = "llama-factory"
 #: keys that this framework alone has, by which a file is known
@@ -23,8 +25,7 @@ _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "openai": "messages"}
 
 NONE = {
     parts.TEMPLATE: "template tool_format",
-    parts.VIDEO: "video_* use_audio_in_video",
-    "loss falls on every answer; with split_turns: true on the last of each row alone": "mask_history",
+    "sound of videos is not read": "use_audio_in_video",
     "a frame of the image processor, which Octavo takes from the model's folder": "image_do_pan_and_scan "
     "crop_to_patches "
     "audio_sampling_rate",
@@ -33,7 +34,7 @@ NONE = {
     "model code is Octavo's or transformers'; none is fetched": "trust_remote_code",
     "tokens are not added; take a model's folder that has them": "resize_vocab add_tokens add_special_tokens "
     "new_special_tokens_config init_special_tokens split_special_tokens",
-    "positions are those of config.json": "rope_scaling shift_attn mixture_of_depths",
+    "positions are those of config.json, and every layer is run": "rope_scaling shift_attn mixture_of_depths",
     "kernels are Octavo's own": "use_unsloth use_unsloth_gc use_v1_kernels use_kt kt_* chunk_size cpu_infer mode "
     "use_mca",
     "AdamW alone; small states: optimizer: {states: fp8, master: bf16+sr}": "use_galore galore_* use_apollo apollo_* "
@@ -48,10 +49,13 @@ NONE = {
     "no such loss": "use_dft_loss ld_alpha pref_bco_weight use_asft_loss use_eaft_loss eaft_alpha asft_alpha",
     "reference and reward models are of phase rl": "ref_model_adapters ref_model_quantization_bit reward_model* ppo_*",
     "evaluation gives loss, exact match and per set figures": "compute_accuracy eval_num_beams eval_on_each_dataset",
-    "of servers and of export, not of training": "export_* infer_* vllm_* sglang_* offload_folder use_kv_cache "
-    "print_param_status",
+    "of servers, answers and export, not of training": "export_* infer_* vllm_* sglang_* offload_folder use_kv_cache "
+    "print_param_status do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty "
+    "length_penalty skip_special_tokens task task_dir batch_size lang n_shot save_dir download_mode",
     "tokens of hubs are read from their own environment": "hf_hub_token ms_hub_token om_hub_token",
-    "one process group, by --nproc or torchrun": "ray_* resources_per_worker placement_strategy",
+    "one process group, by --nproc or torchrun": "ray_* resources_per_worker placement_strategy use_hyper_parallel "
+    "hyper_parallel_args data_shared_file_system",
+    "set by LLaMA-Factory itself": "compute_dtype device_map model_max_length block_diag_attn",
     "set in the tracker's own environment": "swanlab_*",
     "of bitsandbytes, which is not used": "quantization_method quantization_type double_quantization "
     "quantization_device_map",
@@ -71,10 +75,15 @@ def translate(draft: Draft) -> None:
     world = course.processes(draft)
     seeing = _model(draft, kind)
     phase = _phase(draft, stage)
-    _adapters(draft, kind, seeing)
+    path = draft.text("model_name_or_path")
+    kind = _adapters(draft, kind, seeing, path)
     _data(draft, phase)
+    if seeing or any(key.startswith("video_") for key in draft.given):
+        film = {ours: f"video_{theirs}" for ours, theirs in parts.FILM.items()}
+        parts.video(draft, parts.filmed(draft, path), phase, film, parts.FILMED)
     packed = _packing(draft, phase)
-    hf_trainer.steps(draft, _USUAL, world, packed)
+    ranks = _ranks(draft, world, kind)
+    hf_trainer.steps(draft, _USUAL, ranks, packed)
     if phase != "preference":
         loss = "microbatch" if seeing else "token"
         why = (
@@ -87,8 +96,8 @@ def translate(draft: Draft) -> None:
         if kind == "lora":
             draft.put("lora.dtype", "bf16", "pure_bf16")
     hf_trainer.precision(draft, kind == "lora")
-    hf_trainer.recompute(draft, _USUAL, off="disable_gradient_checkpointing")
-    hf_trainer.saving(draft, _USUAL, world)
+    _recompute(draft)
+    hf_trainer.saving(draft, _USUAL, ranks)
     if draft.flag("use_swanlab"):
         draft.put("run.trackers", ["swanlab"], "use_swanlab")
     hf_trainer.ranks(draft)
@@ -102,6 +111,7 @@ def translate(draft: Draft) -> None:
         of += " ref_model"
         draft.table("dead", {f"stage is {stage}, which compares no answers": of})
     draft.table("none", {"not used by what this file asks for": "adapter_folder create_new_adapter"})
+    draft.table("dead", {"read with streaming: true alone": "buffer_size"})
     hf_trainer.rest(draft)
 
 
@@ -113,12 +123,7 @@ def _model(draft: Draft, kind: str) -> bool:
         draft.same("model_revision", why="the newest")
     if draft.flag("train_from_scratch"):
         draft.put("model.init", "random", "train_from_scratch")
-    if kernel := choice(draft, "flash_attn", _KERNELS):
-        packed = draft.flag("packing") or draft.flag("neat_packing")
-        if packed and kernel.startswith("flash_attention"):
-            draft.put("model.attention", "sdpa", "flash_attn", why="packs take torch's flash attention by themselves")
-        else:
-            draft.put("model.attention", kernel, "flash_attn")
+    parts.kernel(draft, "flash_attn", _KERNELS, bool(draft.flag("packing") or draft.flag("neat_packing")))
     if (bits := draft.whole("quantization_bit")) is not None:
         parts.eight_bits(draft, "quantization_bit", bits)
     if (coefficient := draft.number("moe_aux_loss_coef")) is not None:
@@ -164,7 +169,55 @@ def _phase(draft: Draft, stage: str) -> str:
     return phase
 
 
-def _adapters(draft: Draft, kind: str, seeing: bool) -> None:
+def _ranks(draft: Draft, world: int, kind: str) -> int:
+    """Processes that see different rows: all, but for its trainer on Megatron, which has parallel sizes."""
+    u = Under(draft)
+    if not any(key.endswith("_model_parallel_size") for key in draft.given):
+        return world
+    megatron.expert(draft, u, lora=kind == "lora")
+    megatron.recompute(draft, u)
+    megatron.rest(draft, u)
+    draft.table("none", {"layers are Octavo's own, not Megatron's": "apply_rope_fusion bias_*_fusion"})
+    return megatron.data_parallel(draft, u, world)
+
+
+def _recompute(draft: Draft) -> None:
+    """LLaMA-Factory recomputes by itself; transformers' own flag can switch it on alone."""
+    off, key = "disable_gradient_checkpointing", "gradient_checkpointing"
+    disabled, asked = draft.flag(off), draft.flag(key)
+    if "recompute_granularity" in draft.given:
+        draft.none(off, key, why="recompute_granularity decides there")
+    elif asked or not disabled:
+        why = "" if asked or disabled is False else "their default"
+        draft.put("train.recompute", "full", *([key] if asked else []), *([off] if disabled is False else []), why=why)
+        draft.dead(*([key] if asked is False else []), why=f"blocks are recomputed there unless {off} is true")
+        draft.dead(*([off] if disabled else []), why=f"{key} is true, and switches it on again")
+    else:
+        draft.put("train.recompute", "none", off, key)
+
+
+#: projectors whose layers bear names of others': of Qwen3-VL the tower's, of GLM-4V the language model's
+_REACHED = (("qwen3_vl", r"qwen-?3[-_]?vl", "image_encoder"), ("qwen3_5", r"qwen-?3\.[5-9]", "image_encoder"),
+            ("glm4v", r"glm-?4(\.\d)?v", ""))  # fmt: skip
+
+
+def _reaches_projector(draft: Draft, path: str | None, trained: list[str]) -> bool:
+    """Whether `lora_target: all` finds the projector's layers: it looks for names of layers elsewhere, and then takes
+    every layer of such a name that is not frozen."""
+    kind = str(parts.config_of(draft, path).get("model_type") or "")
+    for model_type, name, needs in _REACHED:
+        if kind.startswith(model_type) or (not kind and path and re.search(name, path, re.IGNORECASE)):
+            return not needs or needs in trained
+    return False
+
+
+def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
+    """The adapters; gives the kind of training that it becomes."""
+    asked = kind
+    if kind == "oft":
+        draft.none("finetuning_type", why="OFT is not built: LoRA stands in its place")
+        draft.note("OFT is not built: LoRA stands in its place; look at lora.rank and train.lr")
+        kind = "lora"
     usual = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
     frozen = {key: usual[key] if (found := draft.flag(key)) is None else found for key in usual}
     names = dict(zip(usual, parts.COMPONENTS, strict=True))
@@ -179,25 +232,31 @@ def _adapters(draft: Draft, kind: str, seeing: bool) -> None:
     if kind == "lora":
         rank = draft.whole("lora_rank", 8)
         targets = draft.words("lora_target") or ["all"]
-        if targets == ["all"]:
-            targets = [name for name in trained if name != "image_projector"] if seeing else ["foundation"]
+        everything = targets == ["all"]
+        if everything:
+            reached = seeing and _reaches_projector(draft, path, trained)
+            left = () if reached else ("image_projector",)
+            targets = [name for name in trained if name not in left] if seeing else ["foundation"]
             for key in usual if seeing else ():
                 if not frozen[key] and names[key] in targets:
-                    draft.put("lora.targets", targets, key)
-            if seeing and not frozen["freeze_multi_modal_projector"]:
+                    why = "its layers bear names that all looks for" if names[key] == "image_projector" else ""
+                    draft.put("lora.targets", targets, key, why=why)
+            if seeing and not frozen["freeze_multi_modal_projector"] and not reached:
                 draft.dead("freeze_multi_modal_projector", why="lora_target: all leaves out the projector's layers")
         keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target"}
-        parts.lora(draft, rank, draft.number("lora_alpha", 2 * rank), draft.number("lora_dropout", 0.0), targets,
-                   keys=keys, seeing=seeing and frozen["freeze_vision_tower"])  # fmt: skip
+        but = [names[key] for key in usual if seeing and not everything and frozen[key]]
+        alpha, dropout = draft.number("lora_alpha", 2 * rank), draft.number("lora_dropout", 0.0)
+        parts.lora(draft, rank, alpha, dropout, targets, keys=keys, but=but)
         parts.adapt(draft, keys, "use_rslora", "use_dora")
         if adapter := draft.words("adapter_name_or_path"):
             draft.put("lora.adapter", draft.path(adapter[0]), "adapter_name_or_path")
             if len(adapter) > 1:
                 draft.none("adapter_name_or_path", why="one adapter; merge the others first")
-    elif kind in ("freeze", "oft"):
+    elif kind == "freeze":
         draft.none("finetuning_type", why=f"{kind} is not built; all parameters are trained here: see model.freeze")
-    if kind in ("lora", "full"):
+    if asked in ("lora", "full"):
         draft.same("finetuning_type", why="a lora section, or none")
+    return kind
 
 
 def _data(draft: Draft, phase: str) -> None:
@@ -208,6 +267,8 @@ def _data(draft: Draft, phase: str) -> None:
     for of, key in (("train", "dataset"), ("eval", "eval_dataset")):
         for number, name in enumerate(draft.words(key)):
             at = _entry(draft, of, number, name, key, where, register)
+            if media := draft.text("media_dir"):
+                draft.put(f"{at}.images", draft.path(media, hub=False), "media_dir")
             if limit is not None:
                 draft.put(f"{at}.max_samples", limit, "max_samples")
             if streaming:
@@ -231,10 +292,10 @@ def _data(draft: Draft, phase: str) -> None:
     if draft.flag("mask_history") is False:
         draft.same("mask_history", why="every answer has loss")
     if draft.flag("mask_history") and phase == "sft":
-        draft.put("data.split_turns", True, "mask_history", why="each question is a row, and its answer alone has loss")
+        parts.last_answer(draft, "mask_history")
     if system := draft.text("default_system"):
         draft.put("data.system", system, "default_system")
-    parts.thinking(draft, "enable_thinking")
+    parts.thinking(draft, "enable_thinking", "preserve_thinking")
     if (share := draft.number("val_size")) and not draft.has("eval_dataset"):
         draft.none("val_size", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
     else:
@@ -254,12 +315,13 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     if not isinstance(entry, dict):
         direct = (draft.root / where / name).exists()
         if direct or Path(name).suffix:
-            return parts.dataset(draft, of, number, str(Path(where) / name), key, hub=False)
+            return parts.dataset(draft, of, number, str(Path(where) / name), key, "dataset_dir", hub=False)
         why = f"to be filled in: the file that {where}/dataset_info.json gives for {name}, which is not here"
         draft.note(f"data.{of}.{number}.path is to be filled in: the data set {name}")
-        return parts.dataset(draft, of, number, f"{where}/{name}.json", key, hub=False, why=why)
+        return parts.dataset(draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why)
     if "file_name" in entry:
-        at = parts.dataset(draft, of, number, str(Path(where) / entry["file_name"]), key, hub=False, why=name)
+        at = parts.dataset(draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False,
+                           why=name)  # fmt: skip
         if draft.sizes is None and of == "train" and number == 0:
             draft.sizes = course.rows_of(draft.root / where / entry["file_name"])
     elif "hf_hub_url" in entry:
@@ -285,10 +347,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
         draft.note(
             f"data.{of}.{number}: tags of {name} ({odd}) name roles or keys that Octavo may not know by these names"
         )
-    media = draft.text("media_dir")
-    if media:
-        draft.put(f"{at}.images", draft.path(media, hub=False), "media_dir")
-    elif "images" in columns:
+    if "images" in columns:
         draft.put(f"{at}.images", draft.path(where, hub=False), why="images lie in dataset_dir there")
     return at
 

@@ -34,7 +34,7 @@ NONE = {
     "a function that makes prompts there; rows of known layouts need none (docs/data.md)": "*.dataset.preprocessing_fn "
     "*.dataset.hf_kwargs* *.dataset.target_prompts *.dataset.target_responses *.dataset.max_leftover* "
     "*.dataset.decoder_only_format *.dataset.allow_pad_trimming *.dataset.pad_to_longest *.dataset.eos_token_id "
-    "*.dataset.bos_token_id",
+    "*.dataset.bos_token_id *.dataset.packing_ratio",
     "workers bring rows in their order": "*.pin_memory *.prefetch_factor *.persistent_workers *.timeout *.drop_last "
     "*.num_workers *.collate_fn*",
     "tasks in context are not evaluated here": "icl_* eval_gauntlet* eval_loaders* device_eval_batch_size "
@@ -45,11 +45,15 @@ NONE = {
     "fsdp_config.verbose fsdp_config.forward_prefetch fsdp_config.backward_prefetch fsdp_config.state_dict_type "
     "fsdp_config.use_orig_params fsdp_config.sync_module_states fsdp_config.load_planner* fsdp_config.* "
     "parallelism_config.*",
-    "names, metadata and saving elsewhere are not of the configuration": "run_name metadata* save_latest_filename "
+    "names, metadata and saving elsewhere are not of the configuration": "only_hf_checkpoint only_composer_checkpoint "
+    "run_name metadata* save_latest_filename "
     "save_filename save_ignore_keys load_ignore_keys load_strict_model_weights save_overwrite run_id",
-    "of the process there": "max_split_size_mb expandable_segments cuda_load_lazy code_paths* dist_timeout "
+    "of the process there": "spin_dataloaders flatten_metadata tp_config* max_split_size_mb expandable_segments "
+    "cuda_load_lazy code_paths* dist_timeout "
     "compile_config* autoresume_* device_train_batch_size n_gpus device_train_grad_accum train_loader.replication",
-    "layers are Octavo's": "model.use_cache model.use_pad_tok_in_ffn model.attn_config.attn_impl "
+    "an epoch is all rows": "train_subset_num_batches",
+    "layers are Octavo's": "model.convert_to model.trust_remote_code model.use_cache model.use_pad_tok_in_ffn "
+    "model.attn_config.attn_impl "
     "model.attn_config.fused_qkv model.attn_config.rope_* model.attn_config.flex_attn_*",
     "the architecture of a model of the hub is its config.json's": "model.config_overrides* model.use_auth_token "
     "model.use_train_metrics model.additional_*metrics* model.shift_labels model.attn_config.* model.init_config.* "
@@ -92,7 +96,9 @@ def _model(draft: Draft) -> bool:
     if name == "mpt_causal_lm":
         mpt.folder(draft, f"{draft.home_name}_model")
         return False
-    if name in ("hf_causal_lm", "hf_t5", "hf_prefix_lm"):
+    if name in ("hf_t5", "hf_prefix_lm"):
+        draft.refuse("model.name", "it is no decoder, and Octavo trains decoders")
+    if name == "hf_causal_lm":
         parts.model(draft, "model.pretrained_model_name_or_path")
         draft.same("model.name", why="a model of a folder or of the hub")
         pretrained = draft.flag("model.pretrained")
@@ -100,8 +106,6 @@ def _model(draft: Draft) -> bool:
             draft.put("model.init", "random", "model.pretrained")
         else:
             draft.same("model.pretrained", why="begins with its weights")
-        if name != "hf_causal_lm":
-            draft.none("model.name", why=f"{name}: Octavo trains decoders")
         return True
     draft.wrong("model.name", "mpt_causal_lm or hf_causal_lm") if "model.name" in draft.given else None
     parts.model(draft)
@@ -128,7 +132,6 @@ def _lora(draft: Draft) -> bool:
         draft.number(named["dropout"], 0.0),
         targets,
         keys=named,
-        seeing=False,
     )
     parts.adapt(draft, named, f"{at}use_rslora", f"{at}use_dora")
     draft.same(f"{at}peft_type", f"{at}task_type", why="LoRA of a causal model")
@@ -214,11 +217,11 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
                    "--card 80GB --fit finds one that fits")  # fmt: skip
         draft.none("device_train_microbatch_size", why="octavo plan --fit finds the micro-batch before the run")
     else:
-        micro = min(draft.whole("device_train_microbatch_size") or 1, own)
+        micro = min(draft.whole("device_train_microbatch_size") or 1, own)  # Composer takes no more than its share
     micro = next(n for n in range(micro, 0, -1) if own % n == 0)
-    draft.put(
-        "train.micro_batch", 1 if packed else micro, *(["device_train_microbatch_size"] if word != "auto" else [])
-    )
+    why = "one pack" if packed else f"of {own} a process" if word not in (None, "auto", str(micro)) else ""
+    keys = ["device_train_microbatch_size"] if word != "auto" else []
+    draft.put("train.micro_batch", 1 if packed else micro, *keys, why=why)
     draft.put("train.global_batch", total, "global_train_batch_size", why="packs" if packed else "")
     length = draft.settings["train.seq_length"].value
     found = _time(draft, "max_duration", total, length)
@@ -293,7 +296,7 @@ def _optimizer(draft: Draft) -> None:
         decay = 1e-5 if name.startswith("decoupled") else 1e-2
     lr = draft.settings["train.lr"].value
     if decay and lr and name.startswith("decoupled"):
-        why = f"decoupled_adamw takes it off whole at the peak; here it is times the learning rate: {decay:g} / {lr:g}"
+        why = f"{name} takes it off whole at the peak; here it is times the learning rate: {decay:g} / {lr:g}"
         if decay / lr <= 100:
             draft.put("optimizer.weight_decay", decay / lr, "optimizer.weight_decay", why=why)
         else:
@@ -409,6 +412,7 @@ def _saving(draft: Draft, world: int) -> None:
     if draft.flag("autoresume"):
         draft.put("run.resume", "auto", "autoresume")
     draft.put("run.seed", 17 if (seed := draft.whole("seed")) is None else seed, "seed")
+    draft.asked.add("loggers")
     names = {key.split(".")[1] for key in draft.under("loggers.")}
     ours = sorted(names & {"wandb", "mlflow"})
     if ours:

@@ -28,6 +28,9 @@ _COMPONENTS = {"foundation": "foundation", "image_encoder": "image_encoder", "im
 #: Megatron's names of a layer's products -> what transformers calls them
 _TARGETS = {"linear_qkv": ["q_proj", "k_proj", "v_proj", "qkv_proj"], "linear_proj": ["o_proj"],
             "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}  # fmt: skip
+#: ... and those of latent attention, which are asked for by name
+_LATENT = {"linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj",
+           "linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj"}  # fmt: skip
 _INNER = ("fp8_recipe", "fp8_param", "selective_fp8", "fp8_dynamic_policy_path", "fp8_dynamic_num_tokens")
 
 NONE = {
@@ -36,7 +39,7 @@ NONE = {
     "functions of LoongForge's own model code": "model.position_idx_func model.loss_func model.*.model_spec "
     "model.*.rotary_emb_func model.*.activation_func model.model_type model.*.model_type *_target_* model.*.provider",
     "the architecture is that of the model's config.json": "model.foundation.* model.image_encoder.* "
-    "model.image_projector.* model.video_* model.audio_*",
+    "model.image_projector.* model.video_* model.audio_* model.*_token_id convert_file",
     "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split dataloader_save "
     "packing_buffer_size sft_sort_batch sft_num_preprocess_workers is_tokenized_data use_fixed_seq_lengths sample_type "
     "sft_dataset_config sft_test_dataset task_encoder sft_data_mix_strategy max_buffer_size max_packed_tokens "
@@ -154,9 +157,7 @@ def _data(draft: Draft, phase: str) -> None:
     if draft.flag("train_on_prompt") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_prompt")
     if draft.flag("history_mask_loss") and phase == "sft":
-        draft.put(
-            "data.split_turns", True, "history_mask_loss", why="each question is a row; its answer alone has loss"
-        )
+        parts.last_answer(draft, "history_mask_loss")
     further = draft.mapping("chat_template_kwargs")
     if further:
         draft.put("data.template_args", further, "chat_template_kwargs", *draft.under("chat_template_kwargs."))
@@ -183,11 +184,13 @@ def _lora(draft: Draft) -> bool:
         u.number("dropout", 0.0),
         targets,
         keys=keys,
-        seeing=False,
     )
     for part in targets:
         draft.put("lora.targets", targets, u(f"apply_to_{part}"))
-    if set(names) < set(_TARGETS):
+    if set(names) & set(_LATENT):
+        ours = [_LATENT.get(name, name) for key in names for name in _TARGETS.get(key, [key]) if name != "qkv_proj"]
+        draft.put("lora.targets", [f"**.{name}" for name in ours], u("target_modules"), why="modules by their names")
+    elif set(names) < set(_TARGETS):
         left = [name for key, theirs in _TARGETS.items() if key not in names for name in theirs]
         draft.put("lora.exclude", [f"**.{name}" for name in left if name != "qkv_proj"], u("target_modules"),
                   why="all linear layers of the component but those")  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from octavo.translate import course
@@ -24,40 +25,53 @@ NONE = {
     "sequence_parallel tp_comm_overlap* num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers pipeline_model_parallel_layout "
     "decoder_last_pipeline_num_layers encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size "
-    "use_tp_pp_dp_mapping custom_pipeline_layers expert_tensor_parallel_size",
+    "use_tp_pp_dp_mapping custom_pipeline_* virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage "
+    "account_for_* batch_p2p_comm expert_tensor_parallel_size",
     "routing is that of the model's config.json": "moe_router_* moe_token_drop_policy moe_expert_capacity_factor "
     "moe_pad_expert_input_to_capacity moe_z_loss_coeff moe_shared_expert_overlap moe_layer_recompute num_experts "
     "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size",
     "of Megatron's dispatch of experts; Octavo deals them by parallel.expert": "moe_token_dispatcher_type "
     "moe_enable_deepep "
-    "moe_grouped_gemm moe_permute_fusion moe_use_upcycling empty_unused_memory_level use_fused_moe*",
+    "moe_permute_fusion moe_use_upcycling empty_unused_memory_level use_fused_moe*",
     "the architecture is that of the model's config.json": "num_layers hidden_size ffn_hidden_size num_attention_heads "
     "group_query_attention num_query_groups max_position_embeddings position_embedding_type rotary_* mrope_* swiglu "
     "normalization norm_epsilon untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias kv_channels "
     "qk_layernorm transformer_impl multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
     "vocab_size padded_vocab_size make_vocab_size_divisible_by attention_dropout hidden_dropout "
     "vocab_size_in_config_file "
+    "original_max_position_embeddings v_head_dim add_position_embedding add_bias_linear model_type "
     "use_rotary_position_embeddings no_position_embedding vocab_file merge_file",
-    "weights are those of the checkpoint": "init_method_std use_cpu_initialization init_model_with_meta_device "
+    "weights are those of the checkpoint": "perform_initialization data_parallel_random_init save_missing_weights "
+    "init_method_std use_cpu_initialization init_model_with_meta_device "
     "no_initialization initialize_embedding",
     "layers are transformers' or Octavo's own, not Megatron's": "no_masked_softmax_fusion no_bias_* no_rope_fusion "
     "no_gradient_accumulation_fusion use_fused_* cross_entropy_* apply_query_key_layer_scaling use_mcore_models "
+    "masked_softmax_fusion bias_*_fusion apply_rope_fusion gradient_accumulation_fusion te_rng_tracker "
+    "apply_dsa_kernel_fusion mhc_* csa_* dsa_* engram_* use_fp32_dtype_for_param_pattern enable_experimental "
     "attention_softmax_in_fp32 no_persist_layer_norm enable_fa_within_mla",
     "checkpoints are DCP, and read and written by all ranks": "ckpt_* auto_detect_ckpt_format "
     "exit_on_missing_checkpoint "
-    "use_persistent_ckpt_worker dist_ckpt_* save_retain_interval",
-    "FSDP2 overlaps its own transfers": "overlap_* use_distributed_optimizer use_torch_fsdp2 fsdp2_config_path "
+    "distrib_optim_* use_persistent_ckpt_worker dist_ckpt_* save_retain_interval",
+    "there is no FP4, and no Muon": "fp4_* muon_*",
+    "multi-token prediction is not built: its layers and its loss are left out": "mtp_* num_nextn_predict_layers",
+    "a step whose loss is no number stops the run": "no_check_for_nan_in_loss_and_grad check_*",
+    "schedules are cosine, linear, constant and onecycle, and decay is one number": "lr_wsd_* weight_decay_incr_style "
+    "start_weight_decay end_weight_decay apply_wd_to_qk_layernorm",
+    "FSDP2 overlaps its own transfers": "align_* nccl_comm_warmup use_megatron_fsdp strict_fsdp_dtensor_load "
+    "accumulate_allreduce_grads_in_fp32 optimizer_cuda_graph overlap_* use_distributed_optimizer use_torch_fsdp2 "
+    "fsdp2_config_path "
     "distributed_backend distributed_timeout_minutes ddp_* local_rank use_dist_ckpt data_parallel_sharding_strategy",
     "figures are in metrics.jsonl; TensorBoard is in the run's directory": "tensorboard_* log_* no_log_* logging_level "
     "timing_log_level timing_log_option wandb_save_dir",
-    "garbage is collected by Python": "manual_gc manual_gc_interval",
+    "garbage is collected by Python, or as train.gc says": "manual_gc manual_gc_*",
     "tokenizer and template are those of the model's folder": "tokenizer_type tokenizer_model hf_tokenizer_path "
     "hf_processor_path use_fast_tokenizer split_special_tokens padding_side additional_special_tokens",
     "seconds of steps are measured by octavo bench": "profile profile_* use_pytorch_profiler",
     "an evaluation takes all rows of data.eval": "eval_iters",
-    "not set here": "deterministic_mode sgd_momentum use_deter_comp main_grads_dtype main_params_dtype "
+    "not set here": "no_create_attention_mask_in_dataloader data_sharding cp_partition_mode "
+    "sequence_packing_scheduler deterministic_mode sgd_momentum use_deter_comp main_grads_dtype main_params_dtype "
     "decoupled_lr decoupled_min_lr override_opt_param_scheduler use_checkpoint_opt_param_scheduler lr_warmup_init "
-    "recompute_method recompute_num_layers recompute_modules megatron_extra_kwargs",
+    "recompute_modules megatron_extra_kwargs",
 }  # fmt: skip
 
 
@@ -78,11 +92,11 @@ def data_parallel(draft: Draft, u: Under, world: int) -> int:
     """Ranks that see different rows: the world over tensor, pipeline and context parallel sizes."""
     divided = 1
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = u.whole(key) or 1
+        size = course.counted(draft, u(key)) or 1
         divided *= size
         why = "tensor and pipeline parallelism are not built; FSDP2 shards layers instead (parallel.shard: auto)"
         (u.none if size > 1 else u.same)(key, why=why if size > 1 else "1")
-    context = u.whole("context_parallel_size") or 1
+    context = course.counted(draft, u("context_parallel_size")) or 1
     return max(1, world // (divided * context))
 
 
@@ -122,11 +136,23 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         u.same("lr_decay_iters", why="the schedule ends with the run")
     elif decay is not None:
         u.none("lr_decay_iters", why=f"Octavo's schedules end with the run, not after {decay} steps")
-    course.warmup(draft, ranks, u("lr_warmup_iters"), u("lr_warmup_fraction"))
+    course.warmup(draft, ranks, u("lr_warmup_iters"), u("lr_warmup_fraction"), of=decay or None)
+    if decay is not None and whole is not None and decay > whole and style != "constant":
+        _cut_short(draft, u, style, whole, decay)
     if samples := u.whole("lr_warmup_samples"):
         draft.put("train.warmup", samples // total, u("lr_warmup_samples"))
     if (clip := u.number("clip_grad")) is not None:
         draft.put("train.clip", clip, u("clip_grad"), why="no clipping" if not clip else "")
+
+
+def _cut_short(draft: Draft, u: Under, style: str, steps: int, decay: int) -> None:
+    """A run that ends before its schedule does: Octavo's ends with the run, at the rate that theirs had come to."""
+    peak, least = draft.settings["train.lr"].value, u.number("min_lr") or 0.0
+    begun = draft.settings["train.warmup"].value if "train.warmup" in draft.settings else 0
+    share = min(1.0, max(0.0, (steps - begun) / max(1, decay - begun)))
+    left = 1 - share if style == "linear" else (1 + math.cos(math.pi * share)) / 2
+    why = f"what {style} of {decay} steps has come to after {steps}"
+    draft.put("train.min_lr", least + (peak - least) * left, u("min_lr"), u("lr_decay_iters"), why=why)
 
 
 def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
@@ -145,6 +171,8 @@ def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
         draft.put("optimizer.offload", True, u("optimizer_cpu_offload"))
         if u.number("optimizer_offload_fraction") not in (None, 1):
             u.none("optimizer_offload_fraction", why="all states go to the host, or none")
+    else:
+        u.dead("optimizer_offload_fraction", why="read with optimizer_cpu_offload alone")
     if u.flag("use_precision_aware_optimizer"):
         kinds = {
             choice(draft, u(key), _STATES | {"fp16": "fp16"}) or "fp32" for key in ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -242,7 +270,7 @@ def saving(draft: Draft, u: Under) -> None:
         draft.put("run.save", "async", u("async_save"), u("save_async"))
     if u.text("wandb_project"):
         draft.put("run.trackers", ["wandb"], u("wandb_project"), why="set WANDB_PROJECT in the environment")
-        u.none("wandb_exp_name", why="set WANDB_NAME in the environment")
+    u.none("wandb_exp_name", why="set WANDB_NAME in the environment")
     if (each := u.whole("eval_interval")) is not None:
         if "data.eval.0.path" in draft.settings:
             draft.put("run.eval_every", each, u("eval_interval"))
@@ -278,7 +306,7 @@ def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
 def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: str = "context_parallel_algo",
             ulysses: str = "context_parallel_ulysses_degree") -> None:  # fmt: skip
     """Ulysses, ring and USP: all are `parallel.context`; which part exchanges heads is `parallel.ulysses`."""
-    size = u.whole(key) or 1
+    size = course.counted(draft, u(key)) or 1
     algo, degree = u.text(kind), u.whole(ulysses)
     if size == 1:
         u.same(key, why="no rows are shared")
@@ -312,7 +340,7 @@ USP = (
 
 
 def expert(draft: Draft, u: Under, key: str = "expert_model_parallel_size", lora: bool = False) -> None:
-    size = u.whole(key) or 1
+    size = course.counted(draft, u(key)) or 1
     if size == 1:
         u.same(key, why="experts are sharded, not dealt")
     elif lora:
@@ -322,12 +350,26 @@ def expert(draft: Draft, u: Under, key: str = "expert_model_parallel_size", lora
 
 
 def aux_loss(draft: Draft, u: Under, key: str = "moe_aux_loss_coeff") -> None:
-    if (coefficient := u.number(key)) is not None:
+    kind = "moe_router_load_balancing_type"
+    if u.words(kind) == ["none"]:
+        draft.put("train.router_aux_loss_coef", 0.0, u(kind))
+        u.dead(key, why=f"{kind} is none, so routers are not balanced by a loss")
+    elif (coefficient := u.number(key)) is not None:
         draft.put("train.router_aux_loss_coef", coefficient, u(key))
 
 
 def recompute(draft: Draft, u: Under, usual: str = "none") -> None:
-    word = choice(draft, u("recompute_granularity"), {"full": "full", "selective": "selective"})
+    word = choice(draft, u("recompute_granularity"), {name: name for name in ("full", "selective", "none")})
+    method, layers = u.text("recompute_method"), u.whole("recompute_num_layers")
+    if word != "full":
+        u.dead("recompute_method", "recompute_num_layers", why="read with recompute_granularity: full alone")
+    elif method == "block":
+        u.none("recompute_method", "recompute_num_layers", why="all blocks are recomputed, or none of a component")
+    elif layers not in (None, 1):
+        u.none("recompute_num_layers", why=f"each block keeps its input; there every {layers}th one's is kept")
+        u.same("recompute_method", why="every block is recomputed")
+    else:
+        u.same("recompute_method", "recompute_num_layers", why="each block keeps its input alone")
     if word == "selective":
         draft.put(
             "train.recompute", "selective", u("recompute_granularity"), why="here what is cheap; there core attention"
@@ -340,5 +382,13 @@ def recompute(draft: Draft, u: Under, usual: str = "none") -> None:
         draft.put("train.recompute", "selective", u("recompute_activations"))
 
 
+SAME = {
+    "experts are grouped products": "moe_grouped_gemm",
+    "training begins with the weights, and a new optimizer": "finetune",
+    "losses never make full logits (train.logits: chunked)": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+}
+
+
 def rest(draft: Draft, u: Under) -> None:
+    draft.table("default", {why: " ".join(u(name) for name in names.split()) for why, names in SAME.items()})
     draft.table("none", {why: " ".join(u(name) for name in names.split()) for why, names in NONE.items()})

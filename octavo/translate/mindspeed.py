@@ -15,23 +15,27 @@ _LOSSES = {"default": "microbatch", "per_sample_loss": "sample", "per_token_loss
 _KERNELS = {"flash_attention_2": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_3": "sdpa"}
 #: patterns of module names there -> components
 _FROZEN = (("visual.merger", "image_projector"), ("visual.deepstack", "image_projector"), ("visual", "image_encoder"),
-           ("language_model", "foundation"), ("lm_head", "lm_head"), ("projector", "image_projector"))  # fmt: skip
+           ("audio_tower", "audio_encoder"), ("audio_encoder", "audio_encoder"), ("language_model", "foundation"),
+           ("lm_head", "lm_head"), ("projector", "image_projector"))  # fmt: skip
 
 NONE = {
     "FSDP2 wraps blocks, prefetches and shards them by itself": "parallel.fsdp_plan.* parallel.tp_plan.* "
     "parallel.ep_plan.* "
     "parallel.expert_fully_shard_parallel_size parallel.expert_data_parallel_size parallel.data_parallel_size",
     parts.TEMPLATE: "data.*.template data.*.tool_format",
-    parts.VIDEO: "data.*.video_* data.*.attr.videos",
+    parts.VIDEO: "data.*.video_*",
     "keys of rows are recognised; others are renamed by data.train.0.columns": "data.dataset_param.attr.*",
     "rows are read as they are, and kept as Arrow (data.cache)": "data.*.cache_dir data.*.overwrite_cache "
-    "data.*.preprocessing_* data.dataset_param.dataset_type data.*.use_fast_tokenizer data.*.split_special_tokens",
+    "data.*.preprocessing_* data.dataset_param.dataset_type data.*.use_fast_tokenizer data.*.split_special_tokens "
+    "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code data.*.streaming",
     "one order of rows, from run.seed, which every number of workers gives": "data.dataloader_param.*",
     "PMCC hides weights and rows by a permutation; Octavo seals folders instead, by keys": "*use_pmcc_data",
     "the model's class is found by its config.json": "model.model_id model.*.model_id",
+    "a block's inputs are kept, and all of it is computed again": "model.skip_*_recompute",
     "model code is Octavo's or transformers'; none is fetched": "model.trust_remote_code training.plugin "
     "training.plugin.*",
-    "fused experts and layouts of attention are of Ascend's kernels": "model.*.use_npu_fused_moe model.*.attn_layout "
+    "fused experts and layouts of attention are of Ascend's kernels": "model.*_implementation model.use_triton_* "
+    "model.use_grouped_expert_matmul model.*.use_npu_fused_moe model.*.attn_layout "
     "model.*.is_causal model.attn_layout model.is_causal",
     "of Ascend's caches and balance": "features.swap_plan.* features.enable_chunk_mbs features.chunkmbs_plan.* "
     "features.enable_ep_balance features.ep_balance_plan.* features.skip_moe_pad_tokens "
@@ -41,9 +45,17 @@ NONE = {
     "profiles are made by octavo bench and torch's own profiler": "tools.* training.profile.* MM_TOOL_PATH",
     "not set here": "training.allow_hf32 training.clip_grad_foreach training.load_strict training.ckpt_manager "
     "training.load_rank0_and_broadcast training.enable_full_determinism training.use_deter_comp training.max_steps "
+    "training.val_micro_batch_size "
     "training.load_format training.save_format training.manual_gc_interval gpt_args.log_tps",
 }  # fmt: skip
+#: of trees that Megatron builds, which describe every layer
+_BUILT = {
+    "the architecture is that of the model's config.json": "model.image_encoder.* model.text_decoder.* "
+    "model.audio_encoder.*",
+    "towers of sound are frozen by model.freeze: [audio_encoder]": "model.freeze_audio_*",
+}
 SAME = {
+    "held-out rows are read as those of training": "data.val_dataset_param.*",
     "AdamW in one kernel where there is one": "training.adam_fused",
     "weights are made after sharding": "training.init_model_with_meta_device gpt_args.init_model_with_meta_device",
     "a value that other keys refer to": "HF_MODEL_LOAD_PATH MM_MODEL_LOAD_PATH DATASET_PATH FSDP2_PATH SAVE_PATH",
@@ -71,6 +83,8 @@ def translate(draft: Draft) -> None:
     _checkpoints(draft, u)
     draft.table("none", NONE)
     draft.table("default", SAME)
+    if "model.freeze_vision_model" in draft.given or draft.under("model.text_decoder.tensor_model_parallel_size"):
+        draft.table("none", _BUILT)
     megatron.rest(draft, u)
     draft.table("none", hf_trainer.ENVIRONMENT)
     draft.table("default", hf_trainer.SAME)
@@ -92,8 +106,16 @@ def _data(draft: Draft) -> None:
             draft.put(f"{entry}.stream", True, u("streaming"))
         if number == 0 and draft.sizes is None:
             draft.sizes = course.rows_of(draft.root / name)
+    held = "data.val_dataset_param.basic_parameters."
+    for number, name in enumerate(draft.words(f"{held}dataset")):
+        entry = parts.dataset(draft, "eval", number, name, f"{held}dataset", hub=False)
+        if folder := draft.text(f"{held}dataset_dir"):
+            draft.put(f"{entry}.images", draft.path(folder, hub=False), f"{held}dataset_dir")
+        if (limit := draft.whole(f"{held}max_samples")) is not None:
+            draft.put(f"{entry}.max_samples", limit, f"{held}max_samples")
     if not names:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
+        draft.note("data.train is to be filled in")
     length = u.whole("cutoff_len") or draft.whole("gpt_args.seq_length") or 2048
     draft.put("train.seq_length", length, u("cutoff_len"), "gpt_args.seq_length")
     draft.put("data.on_long", "cut", why="longer rows are cut there")
@@ -103,19 +125,21 @@ def _data(draft: Draft) -> None:
     else:
         u.same("train_on_prompt", why="loss falls on answers")
     if u.flag("mask_history"):
-        u.put("data.split_turns", True, "mask_history", why="each question is a row; its answer alone has loss")
+        parts.last_answer(draft, u("mask_history"))
     else:
         u.same("mask_history", why="every answer has loss")
     for side in ("max", "min"):
         if pixels := p.whole(f"image_{side}_pixels"):
             p.put(f"data.{side}_pixels", pixels, f"image_{side}_pixels")
+    film = {ours: p(f"video_{theirs}") for ours, theirs in parts.FILM.items()}
+    parts.video(draft, parts.filmed(draft, draft.text("model.model_name_or_path")), "sft", film, parts.FILMED)
     if (workers := draft.whole("data.dataloader_param.num_workers")) is not None:
         draft.put("data.workers", workers, "data.dataloader_param.num_workers")
 
 
 def _parallel(draft: Draft) -> int:
     u = Under(draft, "parallel.")
-    ring, ulysses = u.whole("ring_attention_size") or 1, u.whole("ulysses_parallel_size") or 1
+    ring, ulysses = (course.counted(draft, u(f"{key}_size")) or 1 for key in ("ring_attention", "ulysses_parallel"))
     if ring * ulysses > 1:
         why = megatron.USP if ring > 1 and ulysses > 1 else megatron.RING if ring > 1 else megatron.ULYSSES
         u.put("parallel.context", ring * ulysses, "ring_attention_size", "ulysses_parallel_size", why=why)
@@ -123,10 +147,13 @@ def _parallel(draft: Draft) -> int:
         draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
     else:
         u.same("ring_attention_size", "ulysses_parallel_size", why="no rows are shared")
-    if (size := u.whole("tensor_parallel_size") or 1) > 1:
+    if (size := course.counted(draft, u("tensor_parallel_size")) or 1) > 1:
         u.none("tensor_parallel_size", why=f"{size}: their own FSDP2 trainer refuses it too; layers are sharded")
     else:
         u.same("tensor_parallel_size", why="1")
+    (u.none if (course.counted(draft, u("context_parallel_size")) or 1) > 1 else u.same)(
+        "context_parallel_size", why="ring_attention_size and ulysses_parallel_size say it"
+    )
     u.put("parallel.shard", "auto", "fully_shard_parallel_size", why="all ranks that are left")
     megatron.expert(draft, u, "expert_parallel_size", lora=bool(draft.flag("training.lora.enable")))
     if u.flag("recompute"):
@@ -141,7 +168,7 @@ def _parallel(draft: Draft) -> int:
 def _parallel_old(draft: Draft, u: Under) -> int:
     megatron.context(draft, u)
     megatron.expert(draft, u)
-    return u.whole("context_parallel_size") or 1
+    return course.counted(draft, u("context_parallel_size")) or 1
 
 
 def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
@@ -203,7 +230,7 @@ def _lora(draft: Draft) -> bool:
         u.number(names["dropout"], 0.0),
         found,
         keys=keys,
-        seeing=True,
+        but=["image_encoder"],
     )
     if u is new:
         u.same("enable", why="the section lora is there")
@@ -230,6 +257,14 @@ def _freeze(draft: Draft, lora: bool) -> None:
                 frozen["image_projector"] = ("model.freeze",)
         else:
             globs.append(ours or f"**.{plain}.**")
+    flags = dict(zip(("vision_model", "vision_projection", "language_model"), parts.COMPONENTS, strict=True))
+    for name, ours in flags.items():
+        key = f"model.freeze_{name}"
+        if found := draft.flag(key):
+            frozen[ours] = (key,)
+        elif found is False:
+            draft.same(key, why="trained")
+    by_flags = any(f"model.freeze_{name}" in draft.given for name in flags)
     tree = {
         "model.image_encoder.vision_encoder": "image_encoder",
         "model.image_encoder.vision_projector": "image_projector",
@@ -238,7 +273,8 @@ def _freeze(draft: Draft, lora: bool) -> None:
     for at, ours in tree.items():
         key = f"{at}.freeze"
         found = draft.flag(key)
-        if found or (found is None and ours != "foundation" and draft.under("model.image_encoder.")):
+        usual = ours != "foundation" and not by_flags and bool(draft.under("model.image_encoder."))
+        if found or (found is None and usual):
             frozen[ours] = (key,)
         elif found is False:
             draft.same(key, why="trained")
@@ -268,6 +304,7 @@ def _features(draft: Draft) -> None:
         if (coefficient := draft.number(f"{at}router_aux_loss_coef")) is not None:
             draft.put("train.router_aux_loss_coef", coefficient, f"{at}router_aux_loss_coef")
         draft.none(f"{at}compute_mode", f"{at}chunk_size", why="train.logits: chunked, by bytes of the head's rows")
+    megatron.aux_loss(draft, Under(draft, "model.text_decoder."))
     f = Under(draft, "features.")
     chunk = f.flag("enable_chunk_loss") or f.flag("enable_dynamic_chunk_loss")
     f.put("train.logits", "chunked", "enable_chunk_loss", "enable_dynamic_chunk_loss",
@@ -292,6 +329,10 @@ def _features(draft: Draft) -> None:
         draft.put("train.offload_activations", True, *offload)
     else:
         draft.same(*offload, why="off")
+    unread = [key for name in ("recompute", "recompute_plan", "enable_chunk_loss", "chunkloss_plan",
+              "enable_activation_offload", "activation_offload_plan", "enable_chunk_mbs", "chunkmbs_plan")
+              for key in draft.given if key == f"model.{name}" or key.startswith(f"model.{name}.")]  # fmt: skip
+    draft.dead(*unread, why="nothing reads it there: the trainer reads features of that name")
     kernels = {"image_encoder": "model.image_encoder.vision_encoder.", "foundation": "model.text_decoder."}
     for ours, at in kernels.items():
         if kernel := choice(draft, f"{at}attn_implementation", _KERNELS):
@@ -300,7 +341,10 @@ def _features(draft: Draft) -> None:
             )
         if draft.flag(f"{at}synchronize_per_layer"):
             draft.put("train.synchronize_per_layer", True, f"{at}synchronize_per_layer")
-    if kernel := choice(draft, "model.attn_implementation", _KERNELS):
+    packed = "data.packing" in draft.settings
+    if (kernel := choice(draft, "model.attn_implementation", _KERNELS)) == "eager":
+        parts.attend(draft, "model.attn_implementation", kernel, packed)
+    elif kernel:
         draft.put("model.attention", kernel, "model.attn_implementation", why="torch takes flash where it can")
 
 
@@ -357,6 +401,13 @@ def _fp8(draft: Draft, lora: bool) -> None:
 def _checkpoints(draft: Draft, u: Under) -> None:
     megatron.saving(draft, u)
     u.none("load", "load_base_model", "load_checkpoint_path",
-           why="a DCP checkpoint of theirs: octavo convert dcp_to_hf makes a folder of it for model.path")  # fmt: skip
+           why="weights of theirs: a Hugging Face folder is named in model.path, and octavo convert dcp_to_hf makes "
+           "one of a DCP checkpoint")  # fmt: skip
     if save := u.whole("save_steps"):
         u.put("run.save_every", save, "save_steps")
+    if not (each := u.whole("val_interval")):
+        u.same("val_interval", why="nothing is evaluated on the way")
+    elif "data.eval.0.path" in draft.settings:
+        u.put("run.eval_every", each, "val_interval")
+    else:
+        u.none("val_interval", why="there are no held-out rows in what was translated (data.eval)")

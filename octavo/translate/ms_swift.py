@@ -82,16 +82,27 @@ NONE = {
     "figures and pages are in the run's directory": "add_version create_checkpoint_symlink logging_dir metric "
     "eval_use_evalscope eval_dataset eval_dataset_args eval_limit eval_generation_config extra_eval_args swanlab_*",
     "one process group, by --nproc or torchrun": "use_ray ray_* device_groups device_groups.* device_map max_memory",
-    "not built": "enable_dft_loss enable_channel_loss discopop_tau ld_alpha loss_weights center_rewards_coefficient "
+    "figures of one kind are kept": "save_strategy eval_metric early_stop_interval",
+    "of Ascend, of ray and of other trainers": "enable_npu_model_patch load_data_args ignore_args_error use_swift_lora "
+    "decision_* offload_teacher_model ds3_gather_for_generation mrl_dims ref_adapter_name mcore_ref_* tau_* real_tau "
+    "fipo_* offload_bridge wandb_log_unique_prompts rollout_* off_policy_* router_replay_mode max_turns "
+    "completion_length_limit_scope use_gym_env gym_env skip_megatron_init language_model_only vit_attn_impl "
+    "vit_gradient_checkpointing_kwargs max_epochs optimizer",
+    "MAX_PIXELS and its kind are read as variables of the environment": "model_kwargs model_kwargs.*",
+    "not built": "loss_type enable_dft_loss enable_channel_loss discopop_tau ld_alpha loss_weights "
+    "center_rewards_coefficient "
     "cpo_alpha use_logits_to_keep use_flash_ckpt acc_strategy is_binary_loss_scale reference_free f_divergence_type "
     "calculate_KL zero_hpz_partition_size init_strategy callbacks external_plugins custom_register_path use_muonclip "
     "mlp_padding_free loss_scale_type",
-    "Megatron's copy of the weights is made by a conversion; Octavo reads the Hugging Face folder": "load_safetensors "
-    "save_safetensors adapter_load ref_load ref_adapter_load finetune merge_lora max_shard_size use_shared_expert_gate "
+    "adapters are merged afterwards, by octavo merge": "merge_lora",
+    "Megatron's copy of the weights is made by a conversion; Octavo reads the Hugging Face folder": "adapter_load "
+    "ref_load ref_adapter_load max_shard_size use_shared_expert_gate "
     "original_max_position_embeddings partial_rotary_factor linear_* layer_types mlp_padding_free",
 }  # fmt: skip
 SAME = {
-    "Octavo's loss never makes full logits (train.logits: chunked)": "use_liger_kernel cross_entropy_loss_fusion",
+    "Octavo's loss never makes full logits (train.logits: chunked)": "use_liger_kernel",
+    "weights are read and written as safetensors": "load_safetensors save_safetensors safe_serialization "
+    "bridge_backend",
     "the file that was given": "config load_args",
     "rows of a batch are padded on the right": "padding_side",
     "rows of a batch are padded; packs are not": "padding_free",
@@ -115,15 +126,16 @@ def translate(draft: Draft) -> None:
     path = parts.model(draft, "model")
     if revision := draft.text("model_revision"):
         draft.put("model.revision", revision, "model_revision")
-    seeing = parts.sees(draft, path)
+    if (task := draft.text("task_type") or "causal_lm") != "causal_lm":
+        draft.refuse("task_type", f"it trains no text ({task}): embeddings, classifiers and rerankers are not built")
+    seeing = parts.sees(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _phase(draft)
     packed = parts.packs(draft, phase, "packing")
-    _data(draft, phase)
+    _data(draft, phase, path)
     lora = _adapters(draft, seeing)
     _model(draft, packed)
-    if mega:
-        _megatron(draft, world, packed, lora, phase)
-    else:
+    u = _megatron(draft, world, packed, lora, phase) if mega else None
+    if u is None:
         _trainer(draft, world, packed, lora, phase)
     if not lora:
         draft.table("dead", {"train_type is full, so there are no adapters": _OF_LORA})
@@ -132,6 +144,8 @@ def translate(draft: Draft) -> None:
         draft.table("dead", {"no answers are compared in this run": of})
     draft.table("none", NONE)
     draft.table("default", SAME)
+    if u is not None:
+        megatron.rest(draft, u)
     hf_trainer.rest(draft)
 
 
@@ -147,7 +161,9 @@ def _phase(draft: Draft) -> str:
         else:
             draft.put("preference.loss", kind, "rlhf_type")
             draft.put("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
-        if (share := draft.number("rpo_alpha")) and kind == "dpo":
+        share = draft.number("rpo_alpha")
+        draft.same(*(["rpo_alpha"] if share == 0 else []), why="no cross-entropy beside the loss")
+        if share and kind == "dpo":
             draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
         if kind == "simpo":
             draft.put("preference.gamma", 1.0 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
@@ -167,7 +183,7 @@ def _phase(draft: Draft) -> str:
     return phase
 
 
-def _data(draft: Draft, phase: str) -> None:
+def _data(draft: Draft, phase: str, path: str | None) -> None:
     for of, key in (("train", "dataset"), ("eval", "val_dataset")):
         for number, word in enumerate(draft.words(key, "")):
             found = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
@@ -216,9 +232,21 @@ def _data(draft: Draft, phase: str) -> None:
         draft.put("data.max_pixels", pixels, "max_pixels", "$MAX_PIXELS")
     if low := draft.whole("$MIN_PIXELS"):
         draft.put("data.min_pixels", low, "$MIN_PIXELS")
-    draft.none("$IMAGE_MAX_TOKEN_NUM", "$IMAGE_MIN_TOKEN_NUM", why="tokens of an image: data.max_pixels counts pixels")
-    draft.none(*[k for k in draft.given if k.startswith(("$VIDEO", "$FPS"))], why=parts.VIDEO)
-    parts.thinking(draft, "enable_thinking")
+    side = parts.token_side(draft, path)
+    for bound in ("max", "min"):
+        key = f"$IMAGE_{bound.upper()}_TOKEN_NUM"
+        if (tokens := draft.whole(key)) and side:
+            draft.put(
+                f"data.{bound}_pixels", tokens * side * side, key, why=f"{tokens} tokens of {side} x {side} pixels"
+            )
+        else:
+            draft.none(key, why="tokens of an image: data.max_pixels counts pixels, so many of them as a token has")
+    film = {"fps": "$FPS", "min_frames": "$FPS_MIN_FRAMES", "max_frames": "$FPS_MAX_FRAMES"}
+    film |= {"max_pixels": "$VIDEO_MAX_PIXELS", "min_pixels": "$VIDEO_MIN_PIXELS"}
+    parts.video(draft, parts.filmed(draft, path), phase, film, {})
+    draft.none(*[k for k in draft.given if k.startswith("$VIDEO") and k not in film.values()],
+               why="of each frame: data.video.max_pixels counts pixels, of Qwen3-VL those of all frames")  # fmt: skip
+    parts.thinking(draft, "enable_thinking", "preserve_thinking")
 
 
 def _loss_scale(draft: Draft, phase: str) -> None:
@@ -228,7 +256,7 @@ def _loss_scale(draft: Draft, phase: str) -> None:
         return
     words = word.split("+")
     if "last_round" in words and phase == "sft":
-        draft.put("data.split_turns", True, "loss_scale", why="each question is a row; its answer alone has loss")
+        parts.last_answer(draft, "loss_scale")
     elif "all" in words and phase == "sft":
         draft.put("data.train_on_prompt", True, "loss_scale")
     elif set(words) <= {"default", "last_round", "all", "ignore_empty_think"}:
@@ -246,21 +274,29 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     draft.asked.update(("tuner_type", "train_type"))
     if not seeing:
         draft.dead(*frozen, why="a text model has no tower, no projector")
-    if kind != "lora":
-        if kind != "full":
-            draft.none(key, why=f"{kind} is not built; all parameters are trained here")
+    if kind == "full":
         draft.same(key, why="no lora section")
         if seeing:
             parts.freeze(draft, {ours[name]: (name,) for name, on in frozen.items() if on})
             draft.same(*[name for name, on in frozen.items() if not on], why="trained")
         return False
-    draft.same(key, why="the section lora is there")
+    if kind == "lora_llm":
+        draft.none(key, why="tower and projector are trained whole there; here nothing is beside adapters")
+        draft.note("tuner lora_llm: the language model gets adapters here, and tower and projector stay as they are")
+    elif kind != "lora":
+        draft.none(key, why=f"{kind} is not built: LoRA stands in its place")
+        draft.note(f"{kind} is not built: LoRA stands in its place; look at lora.rank, lora.targets and train.lr")
+    else:
+        draft.same(key, why="the section lora is there")
     targets = draft.words("target_modules") or ["all-linear"]
     if draft.text("target_regex"):
         draft.none("target_regex", why="a regular expression: write globs in lora.targets")
     keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
     everything = bool({"all-linear", "all-linears", "ALL", "all"} & set(targets))
-    if everything:
+    if kind == "lora_llm":
+        draft.dead(*frozen, why="lora_llm asks for none of them")
+        everything, targets = True, ["foundation"]
+    elif everything:
         targets = [ours[name] for name, on in frozen.items() if not on] if seeing else ["foundation"]
     odd = [
         word
@@ -276,11 +312,11 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         if left := [word for word in odd if word not in names]:
             draft.none("target_modules", why=f"{', '.join(left)}: embeddings and routers get no adapters")
     rank, alpha = draft.whole("lora_rank", 8), draft.number("lora_alpha", 32)
-    parts.lora(
-        draft, rank, alpha, draft.number("lora_dropout", 0.05), targets, keys=keys, seeing=seeing and not everything
-    )
-    if everything and seeing:
+    parts.lora(draft, rank, alpha, draft.number("lora_dropout", 0.05), targets, keys=keys)
+    if everything and seeing and kind != "lora_llm":
         draft.put("lora.targets", targets, *frozen)
+    elif seeing and kind != "lora_llm":
+        draft.dead(*frozen, why="read with target_modules: all-linear alone; modules by name are those of all parts")
     parts.adapt(draft, keys, "use_rslora", "use_dora")
     if (kind := draft.text("lora_dtype")) == "bfloat16":
         draft.put("lora.dtype", "bf16", "lora_dtype")
@@ -290,13 +326,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
 
 
 def _model(draft: Draft, packed: bool) -> None:
-    if kernel := choice(draft, "attn_impl", _KERNELS):
-        if packed and kernel.startswith("flash_attention"):
-            draft.put("model.attention", "sdpa", "attn_impl", why="packs take torch's flash attention by themselves")
-        elif kernel == "flex" and not packed:
-            draft.put("model.attention", "sdpa", "attn_impl", why="flex is for packs here")
-        else:
-            draft.put("model.attention", kernel, "attn_impl")
+    parts.kernel(draft, "attn_impl", _KERNELS, packed)
     if (bits := draft.whole("quant_bits")) is not None:
         parts.eight_bits(draft, "quant_bits", bits)
 
@@ -348,8 +378,8 @@ def _vit(draft: Draft) -> None:
 
 def _shared(draft: Draft, packed: bool) -> int:
     """Sequence parallelism is Ulysses' exchange, with a ring over it where heads do not suffice."""
-    size, context = draft.whole("sequence_parallel_size") or 1, draft.whole("context_parallel_size") or 1
-    expert = draft.whole("expert_parallel_size") or 1
+    names = ("sequence", "context", "expert")
+    size, context, expert = (course.counted(draft, f"{name}_parallel_size") or 1 for name in names)
     if expert > 1:
         draft.put("parallel.expert", expert, "expert_parallel_size")
     else:
@@ -366,7 +396,7 @@ def _shared(draft: Draft, packed: bool) -> int:
     return both
 
 
-def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> None:
+def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> Under:
     draft.asked.update(_NEWER.values())
     u = Under(draft, names={old: new for old, new in _NEWER.items() if new in draft.given and old not in draft.given})
     ranks = megatron.data_parallel(draft, u, world)
@@ -393,6 +423,8 @@ def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) ->
         megatron.expert(draft, u, lora=lora)
     megatron.recompute(draft, u, "selective")
     _vit(draft)
+    draft.put("run.save_every", 500, why="their default")
+    draft.put("run.seed", usual.seed, why="their default")
     megatron.saving(draft, u)
     if (keep := draft.whole("save_total_limit")) is not None:
         draft.put("run.keep", max(1, keep), "save_total_limit")
@@ -407,4 +439,4 @@ def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) ->
         "mcore_adapter",
         why="a checkpoint of Megatron's layout: Octavo reads the Hugging Face folder (model.path)",
     )
-    megatron.rest(draft, u)
+    return u

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo import reading
 from octavo.hub import is_name
-from octavo.translate.draft import Draft, globs
+from octavo.translate.draft import Draft, choice, globs
 
 _SEES = re.compile(
-    r"(vl\b|[-_]vl[-_.\d]|vision|llava|vila|internvl|pixtral|smolvlm|idefics|mllama|gemma-3-(4|12|27)b|minicpm-v|"
-    r"glm-4\.[0-9]+v|qvq|omni)",
+    r"(vl\b|[-_]vl[-_.\d]|vision|llava|vila|internvl|pixtral|smolvlm|idefics|mllama|gemma-3-(4|12|27)b|gemma-?(4|3n)|"
+    r"minicpm-[vo]|glm-4\.[0-9]+v|qvq|omni|qwen-?3\.[5-9]|llama-?4|mistral-small-(3\.[1-9]|4)|ministral-3|"
+    r"magistral-small-2509|kimi-k(2\.[5-9]|3)|step-?3|multimodal|paligemma|molmo|ovis|[-_]ocr\b)",
     re.IGNORECASE,
 )
+#: families whose videos train here -> what their names look like; `model_type` of config.json decides where it is here
+_FILMED = {"qwen3_vl": r"qwen-?3[-_]?vl", "qwen2_5_vl": r"qwen-?2\.?5[-_]?vl", "internvl": r"internvl"}
+#: pixels of the side of a token: patches of 16 or 14, two by two
+_SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: what training freezes by component, in Octavo's order
 COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
@@ -50,19 +56,68 @@ def sees(draft: Draft, path: str | None) -> bool:
     return found
 
 
+def filmed(draft: Draft, path: str | None) -> str | None:
+    """The family of a model whose videos train here; None for any other."""
+    kind = str(config_of(draft, path).get("model_type") or "")
+    by_name = (name for name, pattern in _FILMED.items() if path and re.search(pattern, path, re.IGNORECASE))
+    return next((name for name in _FILMED if kind.startswith(name)), None) if kind else next(by_name, None)
+
+
+def token_side(draft: Draft, path: str | None) -> int | None:
+    """Pixels of the side of an image's token, for models that count an image's tokens; None where it is not known."""
+    vision = config_of(draft, path).get("vision_config") or {}
+    if isinstance(vision.get("patch_size"), int) and isinstance(vision.get("spatial_merge_size"), int):
+        return int(vision["patch_size"] * vision["spatial_merge_size"])
+    return next((side for name, side in _SIDES.items() if path and re.search(name, path, re.IGNORECASE)), None)
+
+
+def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], usual: dict[str, float]) -> None:
+    """Frames of videos: ``keys`` are ours -> theirs, ``usual`` what they take where nothing is said. Theirs bounds the
+    pixels of each frame, as Octavo does of Qwen2.5-VL; of Qwen3-VL it bounds all frames of a video together."""
+    theirs = [key for key in keys.values() if key in draft.given]
+    if phase != "sft" or family is None:
+        draft.none(*theirs, why=VIDEO if phase == "sft" else f"phase {phase} takes no videos")
+        return
+    for ours, key in keys.items():
+        value = draft.number(key, usual.get(ours))
+        if ours.endswith("pixels") and family != "qwen2_5_vl":
+            whole = "data.video.max_pixels counts all frames of a video together: this, times the frames of yours"
+            draft.none(key, why=whole if family == "qwen3_vl" else "every frame is one tile of a fixed size")
+        elif value or (value == 0 and ours.endswith("pixels")):
+            draft.put(f"data.video.{ours}", value if ours == "fps" else max(1, int(value)), key)
+
+
+#: keys of LLaMA-Factory's reader of videos, which MindSpeed-MM has too, and what they are where nothing is said
+FILM = {"fps": "fps", "max_frames": "maxlen", "max_pixels": "max_pixels", "min_pixels": "min_pixels"}
+FILMED = {"fps": 2.0, "max_frames": 128, "max_pixels": 256 * 256, "min_pixels": 16 * 16}
+
+
+def last_answer(draft: Draft, key: str) -> None:
+    """Loss on the last answer of a row alone is said by the rows here."""
+    draft.none(key, why="loss falls on every answer; weight: 0 in earlier answers of a row takes it off them, and "
+               "data.split_turns teaches each answer as a row of its own")  # fmt: skip
+
+
 def lora(
-    draft: Draft, rank: int, alpha: float, dropout: float, targets: list[str], *, keys: dict[str, str], seeing: bool
+    draft: Draft,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: list[str],
+    *,
+    keys: dict[str, str],
+    but: Sequence[str] = (),
 ) -> None:
-    """Adapters: ``targets`` are components, or names of modules, which mean those of the language model where a tower
-    has modules of such a name too."""
+    """Adapters: ``targets`` are components, or names of modules; ``but``: components whose modules of these names get
+    none."""
     draft.put("lora.rank", rank, keys.get("rank", ""))
     draft.put("lora.alpha", float(alpha), keys.get("alpha", ""))
     draft.put("lora.dropout", float(dropout), keys.get("dropout", ""))
     named = [word for word in targets if word not in COMPONENTS]
     found = [word for word in targets if word in COMPONENTS] + globs(named)
     draft.put("lora.targets", found, keys.get("targets", ""))
-    if named and seeing:
-        draft.put("lora.exclude", ["image_encoder"], why="its modules may bear the same names")
+    if named and but:
+        draft.put("lora.exclude", list(but), why="modules of the same names may be there")
 
 
 def freeze(draft: Draft, frozen: dict[str, tuple[str, ...]]) -> None:
@@ -128,23 +183,51 @@ def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool
     return at
 
 
-def thinking(draft: Draft, key: str) -> None:
-    """`enable_thinking` is a variable of the chat template, and one that a template does not read is an error here; so
-    the template is looked at where the model's folder is here."""
-    found = draft.flag(key)
-    if found is None:
-        return
+def kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
+    """The kernel of attention by its name there; ``org/name`` is one of the hub."""
+    word = draft.text(key) or ""
+    if "/" in word and not (found := re.search(r"flash-attn-?([23])", word)):
+        draft.none(key, why="a kernel of the hub; torch chooses one at each call (model.attention: sdpa)")
+    elif "/" in word:
+        attend(draft, key, f"flash_attention_{found[1]}", packed)
+    elif name := choice(draft, key, known):
+        attend(draft, key, name, packed)
+
+
+def attend(draft: Draft, key: str, name: str, packed: bool) -> None:
+    """model.attention, or what does the same where packs would not have it."""
+    why = ""
+    if packed and name.startswith("flash_attention"):
+        name, why = "sdpa", "packs take torch's flash attention by themselves"
+    elif packed and name == "eager":
+        name, why = "sdpa", "packs are told apart without a mask"
+    elif name == "flex" and not packed:
+        name, why = "sdpa", "flex is for packs here"
+    draft.put("model.attention", name, key, why=why)
+
+
+def thinking(draft: Draft, *keys: str) -> None:
+    """`enable_thinking` and its kind are variables of the chat template, and one that a template does not read is an
+    error here; so the template is looked at where the model's folder is here."""
+    for key in keys:
+        if (found := draft.flag(key)) is not None:
+            _variable(draft, key, key.rpartition(".")[2], found)
+
+
+def _variable(draft: Draft, key: str, name: str, found: bool) -> None:
     source = draft.settings["model.path"].source
     folder = draft.root / str(source[0].value) if source else draft.root / "nowhere"
     files = [folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
     texts = [reading.read_text(file) for file in files if file.is_file()]
-    if texts and not any("enable_thinking" in text for text in texts):
+    if texts and not any(name in text for text in texts):
         draft.dead(key, why="the chat template of this model reads no such variable")
         return
-    draft.put("data.template_args", {"enable_thinking": found}, key, why="a variable of the chat template")
+    before = draft.settings.get("data.template_args")
+    draft.put("data.template_args", {**(before.value if before else {}), name: found}, key,
+              why="a variable of the chat template")  # fmt: skip
     if not texts:
-        draft.note("data.template_args: remove enable_thinking if the model's chat template does not read it")
+        draft.note(f"data.template_args: remove {name} if the model's chat template does not read it")
 
 
 TEMPLATE = "the chat template is that of the model's folder; a template of another name there has no equivalent"
-VIDEO = "videos are refused, by row"
+VIDEO = "videos train of Qwen3-VL, Qwen2.5-VL and InternVL alone (data.video); of other models they are refused, by row"

@@ -1,24 +1,31 @@
 """A launch script, read and never run: its variables, and the words of each command with their lines.
 
 What is understood is what published launch scripts are made of: assignments, ``${NAME:-default}``, arrays of flags
-(``ARGS=(--lr 1e-4)``, ``ARGS+=(...)``, ``${ARGS[@]}``), quotes, comments and lines that go on behind a backslash. What
-a script would have to be run for stays open: a variable that it does not set, ``$(command)``, arithmetic, and whatever
-stands within ``if``, ``for``, ``case`` or a function, which is listed and not taken.
+(``ARGS=(--lr 1e-4)``, ``ARGS+=(...)``, ``${ARGS[@]}``), sums (``$((64 / n))``, ``$(expr 16 / $n)``), files that are
+sourced and lie here, quotes, comments and lines that go on behind a backslash. What a script would have to be run for
+stays open: a variable that it does not set, ``$(command)``, and whatever stands within ``if``, ``for``, ``case`` or a
+function, which is listed and not taken.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from octavo.translate.given import TranslateError
+from octavo.translate.sums import reckon
 
 _UNCLOSED = "{}:{}: a quote begins here and never ends. Close it."
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _BEGIN = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _OPENERS = {"then", "else", "elif", "do"}
+_EXPR = re.compile(r"expr\s+([^|;&<>]+)")
+#: files that source each other: how deep they are followed
+_DEEP = 4
+#: gives the text of a file that a script sources, by the path that it names; None: it is not here
+Look = Callable[[str], str | None]
 _PREFIXES = ("export", "declare", "local", "readonly", "env", "nohup", "exec", "set", "time")
 
 
@@ -41,8 +48,9 @@ class Script:
 
 
 class _Reader:
-    def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
+    def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> None:
         self.text, self.at, self.line, self.source = text, 0, 1, source
+        self.look, self.depth = look, 0
         self.scalars: dict[str, Word] = {name: Word(value, 0) for name, value in known.items()}
         self.forced = frozenset(known)
         self.arrays: dict[str, list[Word]] = {}
@@ -125,7 +133,8 @@ class _Reader:
                 self.quoted(text, missing)
             elif c == "`":
                 end = self.text.find("`", self.at + 1)
-                missing.append(self.text[self.at : end + 1] or "`")
+                whole_command = self.text[self.at : end + 1] or "`"
+                self.printed(whole_command.strip("`"), whole_command, text, missing)
                 self.at = len(self.text) if end < 0 else end + 1
             elif c == "$":
                 whole = self.variable(text, missing) or whole
@@ -171,8 +180,11 @@ class _Reader:
                 self.at += 1
                 if not depth:
                     break
-            missing.append("$" + " ".join(self.text[begun : self.at].split()))
-            text.append(missing[-1])
+            written = " ".join(self.text[begun : self.at].split())
+            if written.startswith("((") and written.endswith("))"):
+                self.sum(written[2:-2], f"${written}", text, missing)
+            else:
+                self.printed(written[1:-1], f"${written}", text, missing)
             return None
         if self.text.startswith("{", self.at):
             end, depth = self.at, 0
@@ -194,11 +206,10 @@ class _Reader:
         if rest in ("[@]", "[*]") or (name in self.arrays and not rest):
             return [*self.arrays.get(name, []), *([] if name in self.arrays else [Word("", self.line, (name,))])]
         value = self.scalars.get(name)
-        if value is None and rest[:2] in (":-", ":=") or (value is None and rest[:1] in ("-", "=")):
-            inner = _Reader(rest.lstrip(":")[1:], {}, self.source)
-            inner.scalars, inner.arrays = self.scalars, self.arrays
-            words = [word for part in inner.statement() for word in part]
-            value = Word(" ".join(word.text for word in words), self.line, tuple(n for w in words for n in w.open))
+        if rest[:2] in (":-", ":=") and value is not None and not value.text and not value.open:
+            value = None  # set, and empty
+        if value is None and (rest[:2] in (":-", ":=") or rest[:1] in ("-", "=")):
+            value = self.within(rest.lstrip(":")[1:])
         elif rest and rest[:2] not in (":-", ":=", ":?") and rest[:1] not in ("-", "=", "?"):
             missing.append("${" + inside + "}")
             text.append(missing[-1])
@@ -210,6 +221,43 @@ class _Reader:
         text.append(value.text)
         missing += value.open
         return None
+
+    def within(self, text: str) -> Word:
+        """What a text becomes when the variables within it are followed."""
+        inner = _Reader(text, {}, self.source)
+        inner.scalars, inner.arrays = self.scalars, self.arrays
+        words = [word for part in inner.statement() for word in part]
+        return Word(" ".join(word.text for word in words), self.line, tuple(n for w in words for n in w.open))
+
+    def sum(self, inside: str, written: str, text: list[str], missing: list[str]) -> None:
+        """``$((...))``: names of variables may stand bare in it. Open is what it needs and the script does not set."""
+        begun = self.within(f'"{inside}"')
+        needed: list[str] = list(begun.open)
+
+        def value(found: re.Match[str]) -> str:
+            known = self.scalars.get(found[0])
+            if known is None or known.open:
+                needed.extend((found[0],) if known is None else known.open)
+                return found[0]
+            return known.text.strip()
+
+        filled = begun.text if begun.open else _NAME.sub(value, begun.text)
+        self.worked_out(None if needed else reckon(filled), needed, written, text, missing)
+
+    def printed(self, command: str, written: str, text: list[str], missing: list[str]) -> None:
+        """``$(...)`` and backquotes: the one command that is followed is expr, which prints a sum."""
+        found = _EXPR.fullmatch(command.strip())
+        inside = self.within(f'"{found[1]}"') if found else None
+        result = reckon(inside.text.replace("\\", "")) if inside and not inside.open else None
+        self.worked_out(result, list(inside.open) if inside else [], written, text, missing)
+
+    @staticmethod
+    def worked_out(value: int | None, needed: list[str], written: str, text: list[str], missing: list[str]) -> None:
+        if value is not None:
+            text.append(str(value))
+            return
+        missing += dict.fromkeys(needed) or [written]
+        text.append(written)
 
     def array(self) -> list[Word]:
         """The words up to the closing bracket, comments left out."""
@@ -250,6 +298,8 @@ class _Reader:
             elif first not in _OPENERS:
                 self.leave(parts, "it stands in a condition, a loop or a function")
             return
+        if first in ("source", ".") and self.sourced(parts):
+            return
         exported = first == "export"
         while parts and parts[0][0].text in _PREFIXES:
             parts = parts[1:]
@@ -260,6 +310,23 @@ class _Reader:
             rest = rest[1:]
         if rest and not exported:
             self.script.commands.append([word for part in rest for word in part])
+
+    def sourced(self, parts: list[list[Word]]) -> bool:
+        """Whether a file that the script sources was read in its place; its lines are not those of this one."""
+        words = [word for part in parts[1:] for word in part]
+        if self.look is None or len(words) != 1 or words[0].open or self.depth >= _DEEP:
+            return False
+        text = self.look(words[0].text)
+        if text is None:
+            return False
+        inner = _Reader(text, {}, words[0].text, self.look)
+        inner.scalars, inner.arrays, inner.forced, inner.depth = self.scalars, self.arrays, self.forced, self.depth + 1
+        script = inner.run()
+        self.script.commands += [[Word(w.text, 0, w.open) for w in command] for command in script.commands]
+        self.script.exported |= {name: Word(w.text, 0, w.open) for name, w in script.exported.items()}
+        line = parts[0][0].line
+        self.script.unread += [(line, f"{words[0].text}: {what}", why) for _, what, why in script.unread]
+        return True
 
     def assign(self, name: str, sign: str, value: str, part: list[Word], exported: bool) -> None:
         if value == "(" or (len(part) > 1 and value.endswith("(")):
@@ -276,7 +343,7 @@ class _Reader:
         self.script.unread.append((parts[0][0].line, text, why))
 
 
-def read(text: str, known: Mapping[str, str], source: str) -> Script:
-    """``known``: values of variables that whoever asks gives; they win over the script's own. Raises TranslateError for
-    a quote that never ends."""
-    return _Reader(text, known, source).run()
+def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:
+    """``known``: values of variables that whoever asks gives; they win over the script's own. ``look``: finds files
+    that it sources. Raises TranslateError for a quote that never ends."""
+    return _Reader(text, known, source, look).run()

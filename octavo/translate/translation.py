@@ -64,13 +64,13 @@ def translate(
 
     Raises TranslateError for files that cannot be read or recognised, ConfigError for values that are nonsense.
     """
-    given = [Path(path) for path in paths]
+    given, home = [Path(path) for path in paths], Path(root).absolute()
     module = detect.named(framework) if framework else None
     if module is None:
-        module = detect.framework_of(files.read(given, variables or {}, first_wins=False))
-    foreign = files.read(_yaml_first(given), variables or {}, first_wins=module.FIRST_WINS)
+        module = detect.framework_of(files.read(given, variables or {}, first_wins=False, root=home))
+    foreign = files.read(_yaml_first(given), variables or {}, first_wins=module.FIRST_WINS, root=home)
     target = Path(out).absolute()
-    draft = Draft(foreign, Path(root).absolute(), target, world=world, sizes=rows)
+    draft = Draft(foreign, home, target, world=world, sizes=rows)
     module.translate(draft)
     draft.finish()
     if fp8 is not None:

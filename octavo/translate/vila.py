@@ -129,7 +129,6 @@ def _trained(draft: Draft, coat: bool) -> bool:
             draft.number("lora_dropout", 0.05),
             names or ["foundation"],
             keys=keys,
-            seeing=False,
         )
         draft.put("lora.targets", names or ["foundation"], "lora_llm", "lora_vt", "lora_enable")
         parts.adapt(draft, keys, "", "use_dora")
