@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config
 from octavo import models
 from octavo.models.tiny import FAMILIES
 from octavo.sealed import read_note
-from octavo.sealing import Key, SealError, seal_model, seal_text, structure, unseal_model, unseal_text
+from octavo.sealing import Key, SealError, permute, seal_model, seal_text, structure, unseal_model, unseal_text
 from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried
 from tests.sealing.conftest import SECRET
@@ -36,6 +36,27 @@ def test_a_sealed_model_answers_as_the_plain_one(checkpoint, key, family):
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in FEW])
 def test_every_family_that_trains(checkpoint, key, family):
     assert tried(checkpoint(family), key) < 1e-3
+
+
+@pytest.mark.parametrize(("family", "part", "asked"), [
+    ("mpt", "attn_config", "qk_ln"), ("mpt", "attn_config", "qk_gn"), ("internvl", "vision_config", "use_qk_norm"),
+])  # fmt: skip
+def test_norms_of_queries_and_keys(checkpoint, key, tmp_path, family, part, asked):
+    """Of whole queries they move as heads do; of single heads they stay."""
+    shutil.copytree(checkpoint(family), source := tmp_path / "plain")
+    config = models.read_config(source)
+    section = getattr(config, part)
+    section.update({asked: True}) if isinstance(section, dict) else setattr(section, asked, True)
+    models.random_model(config, "cpu", torch.float32).save_pretrained(source)
+    seal_model(source, tmp_path / "twin", key)  # which tries what it made
+    unseal_model(tmp_path / "twin", tmp_path / "back", key)
+    plain, back = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "back"))
+    assert all(torch.equal(plain[name], back[name]) for name in plain)
+    found = structure.structure(models.empty(source))
+    ends = ("blocks.0.attn.q_ln.weight", "encoder.layer.0.attention.q_norm.weight")
+    layout = next(layout for name, layout in found.layouts.items() if name.endswith(ends))
+    values = torch.arange(config.get_text_config().hidden_size)[: 16 if asked == "qk_gn" else None]
+    assert torch.equal(permute.sealed(values, layout, found.draw(key)), values) == (asked == "qk_gn")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "internvl"])
