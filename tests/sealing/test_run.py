@@ -163,7 +163,8 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
     with pytest.raises(train.TrainError, match="4 dropped"):
         train.run(short)
-    monkeypatch.setenv(vault.FILE, str(place / "seal.key"))
+    vault.write_new(tmp_path / "files.key")
+    monkeypatch.setenv(vault.FILE, str(tmp_path / "files.key"))
     assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
     stored = data.Sealed(tmp_path / "stored")
     assert [*stored[0].input_ids] == [*sealed[0].input_ids] and len(stored) == 25
@@ -173,6 +174,32 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     (broken / "rows.arrow").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(data.DataError, match="no whole Arrow file"):
         data.Sealed(broken)
+
+
+def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
+    """The key that sealed encrypts neither what it sealed nor a run on it, and opens no files."""
+    monkeypatch.setenv(vault.FILE, "of another command")  # what is set below is put back
+    seal, files, twin = str(place / "seal.key"), str(tmp_path / "files.key"), str(place / "text-twin")
+    vault.write_new(files)
+    stored, target, why = str(tmp_path / "stored"), str(tmp_path / "target"), "A key has one purpose"
+    assert main(["encrypt", twin, stored, "--key-file", files]) == 0
+    model = ["--model", str(place / "text")]
+    for line, words in (
+        (["encrypt", twin, target, "--key-file", seal], why),
+        (["encrypt", f"{twin}/config.json", target, "--key-file", seal], why),
+        (["encrypt", stored, target, "--old-key", files, "--key-file", seal], why),
+        (["unseal", "model", stored, target, "--key-file", seal, *model], "name its key with --files-key"),
+        (["unseal", "model", stored, target, "--key-file", seal, "--files-key", seal, *model], why),
+    ):
+        assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
+    assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
+    assert "is encrypted, and" in (said := capsys.readouterr().err) and "octavo encrypt it" in said
+    name = "model.safetensors"
+    assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
+    monkeypatch.setenv(vault.FILE, seal)
+    with pytest.raises(train.TrainError, match=why):
+        train.run(configured(place, "text", True, tmp_path / "run", "run.encrypt=true"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
