@@ -59,12 +59,10 @@ def withholding(cfg: Config) -> Iterator[None]:
     except Exception as error:
         if not cfg.run.encrypt or not getattr(error, "quotes", False):
             raise
-        found, fix = (
-            type(error).__name__,
-            "Where it may be read, decrypt the data and start without run.encrypt to see it",
-        )
+        found: str = getattr(error, "told", type(error).__name__)  # of a reward its name
+        fix = "Where it may be read, decrypt the data and start without run.encrypt to see it"
         if isinstance(error, data.BadSample):
-            found = f"{error.file}, row {error.row} cannot be used ({found})"
+            found = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
             fix = (
                 f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
                 "reads"
