@@ -4,10 +4,14 @@
 
 It holds no key, no word and no number from which an order could be found. Whoever trains compares two of them:
 :mod:`octavo.sealing` makes and reads what they stand in.
+
+    print          the first 16 bytes of HMAC-SHA256(key, "octavo seal 1 fingerprint"), in hexadecimal: what a twin may
+                   say of its key, by which another key is told
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from dataclasses import dataclass, field
@@ -19,9 +23,15 @@ from octavo.reading import Is
 
 NOTE = "sealed.json"
 FORMAT = 1
+LABEL = b"octavo seal 1 "
 _DIGITS = Is(lambda value: isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"),
              "32 hexadecimal digits")  # fmt: skip
 _OF = Is(lambda value: value in ("model", "data", "adapter"), "model, data or adapter")
+ONE_PURPOSE = (
+    "A key has one purpose: who gets this one to read files undoes the permutation, too. Make one for files (octavo "
+    "encrypt --new-key NEW); octavo encrypt SRC DST --old-key OLD --key-file NEW takes to it what is encrypted already"
+)
+"""What is said where one key would seal and encrypt."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class Note:
     of: str
     key: str
     more: dict[str, Any] = field(default_factory=dict)
+
+
+def fingerprint(secret: bytes) -> str:
+    """32 hexadecimal digits that tell keys apart and do not give one away."""
+    return hmac.digest(secret, LABEL + b"fingerprint", "sha256")[:16].hex()
 
 
 def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note | None:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from octavo import vault
 from octavo.cli import arguments, ciphered
+from octavo.sealed import NOTE, ONE_PURPOSE, fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source is None or args.target is None:
         raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")
     key, old = vault.find(), None if args.old_key is None else vault.from_file(args.old_key)
+    _check_purpose(args.source, old)
     written = {"encrypted": 0, "copied as they are": 0}
 
     def write(opened: BinaryIO, out: BinaryIO, file: Path) -> Iterator[int]:
@@ -67,3 +69,17 @@ def run(args: argparse.Namespace) -> int:
     told = ", ".join(f"{count} {how}" for how, count in written.items() if count)
     print(f"{args.target}: {told} (key {key.id.hex()}). {args.source} is as it was: delete it where it is not needed")
     return 0
+
+
+def _check_purpose(source: Path, old: vault.Key | None) -> None:
+    """Raises Refused where what is encrypted was sealed with the same key, as its note says."""
+    own = fingerprint(vault.given()).encode()
+    for file in source.rglob(NOTE) if source.is_dir() else [source.with_name(NOTE)]:
+        raw = file.read_bytes() if file.is_file() else b""
+        if vault.begins(raw):
+            try:
+                raw = vault.decrypted(raw, file, old)
+            except vault.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen
+                continue
+        if own in raw:
+            raise ciphered.Refused(f"{file.parent} was sealed with the key that is given for files. {ONE_PURPOSE}")

@@ -6,6 +6,7 @@ octavo seal data rows.jsonl ./sealed-rows --model ./Qwen3-VL-8B-Instruct --key-f
 octavo seal adapter ./adapter ./sealed-adapter --model ./twin --key-file seal.key
 octavo seal text "What is this?" --model ./Qwen3-VL-8B-Instruct --key-file seal.key
 
+What is read may be encrypted, with a key of its own: --files-key. What is written is plain: octavo encrypt it.
 A sealed run takes the twin, the sealed rows and `data.sealed: true`; `octavo unseal` gives its weights back for the
 plain model. Settings of data (key=value) are given here, since rows become numbers here. What all this hides and what
 it does not, a permutation being no encryption, is in docs/confidential.md.
@@ -14,10 +15,16 @@ it does not, a permutation being no encryption, is in docs/confidential.md.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from octavo import vault
 from octavo.cli import arguments, terminal
+from octavo.sealed import ONE_PURPOSE
+
+if TYPE_CHECKING:
+    from octavo import sealing
 
 WHATS = ("key", "model", "data", "adapter", "text")
 
@@ -33,6 +40,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     """The arguments of seal and unseal."""
     parser.add_argument("source", metavar="SRC", help="what is read; of key the file to write, of text the text")
     parser.add_argument("target", metavar="DST", nargs="?", help="a folder that does not exist yet; none of key, text")
+    parser.add_argument("--files-key", metavar="FILE", help="the key of what is read, where that is encrypted")
     arguments.add_json(parser)
 
 
@@ -51,24 +59,55 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import sealing
 
-    key = sealing.find_key()
+    key, encrypted = keys(args)
     if args.what == "text":
         words = sealing.seal_text(args.source, args.model, key)
         return _say(args, {"text": words}, words)
     if args.what == "adapter":
         made = sealing.seal_adapter(args.source, args.target, args.model, key)
+        say_plain(encrypted, made)
         return _say(args, {"directory": str(made), "key": key.fingerprint}, f"{made}: sealed, key {key.fingerprint}")
     with terminal.progress("seal") as progress:
         if args.what == "data":
             rows = sealing.seal_data(args.source, args.target, args.model, key, args.settings, progress=progress)
+            say_plain(encrypted, rows.directory)
             words = f"{rows.directory}: {rows.rows} rows, {rows.left} of them left out, key {key.fingerprint}"
             return _say(args, {**vars(rows), "directory": str(rows.directory), "key": key.fingerprint}, words)
         done = sealing.seal_model(args.source, args.target, key, progress=progress)
+    say_plain(encrypted, done.directory)
     tried = "not tried: even few of its blocks are too large" if done.difference is None else (
         f"answers as the plain one (random weights, logits within {done.difference:.0e})"
     )  # fmt: skip
     words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, key {key.fingerprint}; {tried}"
     return _say(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
+
+
+def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
+    """The key that seals, which opens no file from here on, and of what is read an encrypted file, if there is one, of
+    which this process has the key then. Raises UsageError for a key of both purposes."""
+    from octavo import data, sealing
+
+    key = sealing.find_key()
+    for name in (vault.FILE, vault.VALUE):
+        os.environ.pop(name, None)
+    places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
+    files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
+    encrypted = next(filter(vault.is_encrypted, files), None)
+    if args.files_key is not None:
+        if sealing.read_key(args.files_key).fingerprint == key.fingerprint:
+            raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
+        os.environ[vault.FILE] = os.path.abspath(args.files_key)
+    elif encrypted is not None:
+        raise arguments.UsageError(
+            f"{encrypted} is encrypted: name its key with --files-key FILE. The key that seals opens no files"
+        )
+    return key, encrypted
+
+
+def say_plain(encrypted: Path | None, target: object) -> None:
+    """What is written is plain, as of every command that is asked for a folder, though what was read is not."""
+    if encrypted is not None:
+        terminal.note(f"{encrypted} is encrypted, and {target} is not: octavo encrypt it where that matters")
 
 
 def check(args: argparse.Namespace, alone: bool, needs_model: bool, key: bool) -> None:

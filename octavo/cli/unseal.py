@@ -5,7 +5,8 @@ octavo unseal adapter runs/sealed/adapter ./adapter --key-file seal.key --model 
 octavo unseal text "t17 t4005" --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 
 --model is the plain folder: of a model tokenizer and processor are copied from it (without it weights and configuration
-are written alone), of an adapter it is the base. Weights come back bit for bit.
+are written alone), of an adapter it is the base. Weights come back bit for bit. What is read may be encrypted, with a
+key of its own: --files-key. What is written is plain: octavo encrypt it.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo import sealing
 
-    key = sealing.find_key()
+    key, encrypted = seal.keys(args)
     if args.what == "text":
         found = sealing.unseal_text(args.source, args.model, key)
         document, words = {"text": found}, found
     elif args.what == "adapter":
         made = sealing.unseal_adapter(args.source, args.target, args.model, key)
+        seal.say_plain(encrypted, made)
         document, words = {"directory": str(made)}, f"{made}: an adapter of {args.model}"
     else:
         with terminal.progress("unseal") as progress:
             done = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
+        seal.say_plain(encrypted, done.directory)
         document = {"directory": str(done.directory), "tensors": done.tensors, "bytes": done.bytes}
         beside = "" if args.model else "; tokenizer and processor are yet to be copied from the plain model"
         words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB{beside}"

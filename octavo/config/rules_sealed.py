@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT
 from octavo.config.sections import DataSection, Dataset
 from octavo.config.whole import Sections
 
@@ -21,9 +20,12 @@ def rules(config: Sections) -> Iterator[Finding]:
     data = config.data
     if not data.sealed:
         return
-    if config.train.phase in BEYOND_SFT:
-        found = f"phase {config.train.phase} writes or compares words, and sealed rows hold none"
-        yield finding("data.sealed", found, "use `phase: sft` or `pretrain`", "train.phase")
+    if config.train.phase == "rl":
+        found = "phase rl rewards words, and sealed rows hold none"
+        yield finding("data.sealed", found, "use another phase", "train.phase")
+    if config.preference is not None and config.preference.loss == "kto":
+        found = "of preferences pairs are sealed, and kto learns from labelled answers"
+        yield finding("data.sealed", found, "use a loss of pairs", "preference.loss")
     for key in _MADE:
         if getattr(data, key) != DataSection.model_fields[key].get_default():
             yield finding(f"data.{key}", "has no effect on sealed rows, which are numbers already",

@@ -185,7 +185,7 @@ class DataSection(Section):
     sealed: bool = Field(
         default=False,
         description="Rows are those of `octavo seal data`, numbers in the order of a key that the run never sees, for "
-        "a model of `octavo seal model` with the same key. Phases sft and pretrain.",
+        "a model of `octavo seal model` with the same key. Phases sft, pretrain and, of pairs, preference.",
     )
 
 

@@ -51,7 +51,7 @@ from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, 
 from octavo.data.remote import print_of
 from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
-from octavo.data.sealed import Sealed, SealedEncoder, read_sealed
+from octavo.data.sealed import Sealed, SealedEncoder, SealedHeldOut, SealedPairs, read_sealed
 from octavo.data.sealed import check as check_sealed
 from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
@@ -65,10 +65,10 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Sealed", "Split", "Text", "Turn", "collate", "collate_pack", "digits", "encoder", "eval_set", "file_limits",
-    "files_of", "learned", "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of", "prompt_columns",
-    "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text", "train_loader",
-    "waste", "workers_of",
+    "Sealed", "Split", "Text", "Turn", "collate", "collate_pack", "compared", "digits", "encoder", "eval_set",
+    "file_limits", "files_of", "learned", "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of",
+    "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text",
+    "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 Rows = Source | Split | Joined | Sealed
@@ -156,6 +156,24 @@ def learned(cfg: Config, processor: Any) -> tuple[Encoder, list[Rows]]:
     return _learned(cfg, processor, cfg.data.train, cfg.run.seed)
 
 
+def compared(
+    cfg: Config, processor: Any, datasets: Sequence[Dataset], kind: Literal["pairs", "labelled"] = "pairs"
+) -> tuple[Any, list[Rows]]:
+    """The rows of phase preference in these data sets, and what makes them numbers. Raises `DataError`."""
+    if cfg.data.sealed:
+        check_sealed(cfg)
+        return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
+    encodes = encoder(cfg, processor, LabelledEncoder if kind == "labelled" else PairEncoder)
+    return encodes, [read(d, kind, _cache(cfg)) for d in datasets]
+
+
+def _told(cfg: Config, dataset: Dataset) -> str | None:
+    """`preferences`, of sealed rows too."""
+    if cfg.data.sealed:
+        return "pairs" if isinstance(read_sealed(dataset), SealedPairs) else None
+    return preferences(dataset, _cache(cfg))
+
+
 def _learned(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Any, list[Rows]]:
     check_sealed(cfg)
     if cfg.data.sealed:
@@ -226,8 +244,9 @@ def prompt_loader(
     (t + 1) * `prompts`), each with its number in the stream, without those left out. A prompt must leave room for
     `max_new_tokens` in `train.seq_length`. Raises `DataError`."""
     encodes = encoder(cfg, processor, PromptEncoder, max_new_tokens)
+    sources = [read(d, "prompts", _cache(cfg)) for d in cfg.data.train]
     return Loader(
-        _mixture(cfg, "prompts"), encodes, prompts, prompts, rank, world, start_row, workers_of(cfg),
+        _mixture(cfg, sources), encodes, prompts, prompts, rank, world, start_row, workers_of(cfg),
         cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=numbered,
     )  # fmt: skip
 
@@ -256,16 +275,15 @@ def pair_loader(
         raise DataError(
             "train.global_batch is 1, and KTO compares the rows of a step with each other; give it 2 or more"
         )
-    encodes: Encoder = encoder(cfg, processor, LabelledEncoder if labelled else PairEncoder)
+    encodes, sources = compared(cfg, processor, cfg.data.train, kind)
     return Loader(
-        _mixture(cfg, kind), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
+        _mixture(cfg, sources), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
         workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
     )  # fmt: skip
 
 
-def _mixture(cfg: Config, kind: str) -> Mixture:
-    sources = [read(d, kind, _cache(cfg)) for d in cfg.data.train]
+def _mixture(cfg: Config, sources: Sequence[Rows]) -> Mixture:
     return Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
 
 
@@ -305,9 +323,12 @@ def eval_set(
     `DataError`."""
     if not cfg.data.eval:
         return None
-    encodes: Encoder
+    encodes: Any
     sources: list[Rows]
-    if cfg.train.phase == "preference":
+    if cfg.train.phase == "preference" and cfg.data.sealed:
+        check_sealed(cfg)
+        encodes, sources = SealedHeldOut(processor, cfg.train.seq_length), [read_sealed(d) for d in cfg.data.eval]
+    elif cfg.train.phase == "preference":
         encodes = encoder(cfg, processor, HeldOutEncoder)
         sources = [read(d, preferences(d, _cache(cfg)) or "conversations", _cache(cfg)) for d in cfg.data.eval]
     else:
@@ -343,14 +364,13 @@ def pair_set(
 ) -> EvalSet | None:
     """The held-out preferences of a kind, batched as `pair_loader` does; None where the held-out data are none.
     Labelled rows are crossed within their micro-batch, which has at least two. Raises `DataError`."""
-    found = [d for d in cfg.data.eval if preferences(d, _cache(cfg)) == kind]
+    found = [d for d in cfg.data.eval if _told(cfg, d) == kind]
     if not found:
         return None
-    of: type[Encoder] = PairEncoder
+    encodes, sources = compared(cfg, processor, found, kind)
     size, gather = cfg.train.micro_batch, collate_pairs
     if kind == "labelled":
-        of, size, gather = LabelledEncoder, max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)
+        size, gather = max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)
     return EvalSet(
-        [read(d, kind, _cache(cfg)) for d in found], encoder(cfg, processor, of), size, rank, world,
-        cfg.data.on_bad_sample, report_path, collate=gather,
+        sources, encodes, size, rank, world, cfg.data.on_bad_sample, report_path, collate=gather,
     )  # fmt: skip

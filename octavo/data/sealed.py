@@ -1,7 +1,8 @@
 """Sealed rows: samples made where the plain tokenizer and the key are at hand, and read as they are.
 
     FOLDER/sealed.json      whose key they are of, and what for (`octavo.sealed`)
-    FOLDER/rows.arrow       a row of `SCHEMA` each, in the order of the data set that was sealed
+    FOLDER/rows.arrow       a row of `SCHEMA` each, in the order of the data set that was sealed; of a pair of phase
+                            preference two, the chosen answer and the rejected one
 
 No row holds text, a name or an id of the plain data. A row that had to be left out stands there as a row without
 tokens, so that the order of an epoch is the plain data set's. :mod:`octavo.sealing.rows` writes them.
@@ -21,6 +22,7 @@ from octavo import reading
 from octavo.data.cache import kept
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import COUNTED, Input
+from octavo.data.pairs import Pair
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.table import Mapped
 from octavo.sealed import NOTE, Note, read_note
@@ -77,6 +79,8 @@ def left_row(action: str) -> dict[str, Any]:
 class Sealed(Mapped):
     """The rows of a sealed folder: `len(rows)`, `rows[i]` (a `Sample`; raises `BadSample`), `rows.name`."""
 
+    each = 1
+    """Rows of the file that make one."""
     window: int | None = None
     shards: Sequence[int] | None = None
 
@@ -90,12 +94,18 @@ class Sealed(Mapped):
         return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({cause}); seal the data again")
 
     def __len__(self) -> int:
-        return len(self._table) if self._limit is None else min(self._limit, len(self._table))
+        rows = len(self._table) // self.each
+        return rows if self._limit is None else min(self._limit, rows)
 
-    def __getitem__(self, row: int) -> Sample:
+    def __getitem__(self, row: int) -> Any:
+        return self._read(row, 0)
+
+    def _read(self, row: int, part: int) -> Sample:
+        """One of the rows of the file that make a row."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self.name} has {len(self)} rows, asked for row {row}")
-        found = {name: column[0].as_py() for name, column in zip(SCHEMA.names, self._row(row).columns, strict=True)}
+        columns = self._row(row * self.each + part).columns
+        found = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
         if found["left"] is not None:
             kind = LongSample if found["left"] == LongSample.action else BadSample
             raise kind(self.name, row, f"was left out ({found['left']}) when it was sealed")
@@ -123,6 +133,15 @@ class Sealed(Mapped):
             lost=found["lost"], more=more, places=_pairs(found["places"]), file=self.name, row=row,
             sounds=found["sounds"], **own,
         )  # fmt: skip
+
+
+class SealedPairs(Sealed):
+    """The pairs of a sealed folder of phase preference: `rows[i]` is a `Pair`."""
+
+    each = 2
+
+    def __getitem__(self, row: int) -> Pair:
+        return Pair(self._read(row, 0), self._read(row, 1))
 
 
 def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -154,15 +173,33 @@ class SealedEncoder:
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
         return next((found for found in ids if found is not None), 0)
 
-    def encode_all(self, rows: Sequence[Sample]) -> list[Any]:
+    def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Any]:
         """The rows, or the `LongSample` of one that is too long."""
         return [self._fitting(row) for row in rows]
 
-    def _fitting(self, row: Sample) -> Any:
-        if len(row.input_ids) <= self.seq_length:
+    def _fitting(self, row: Sample | Pair) -> Any:
+        longest = max(len(one.input_ids) for one in samples_of(row))
+        if longest <= self.seq_length:
             return row
-        why = f"is {len(row.input_ids)} tokens long, train.seq_length is {self.seq_length}"
+        why = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
         return LongSample(row.file, row.row, f"{why}; sealed rows are not cut: seal them with that seq_length")
+
+
+class SealedHeldOut(SealedEncoder):
+    """The same, of held-out rows of phase preference: of a pair the chosen answer."""
+
+    def _fitting(self, row: Sample | Pair) -> Any:
+        return super()._fitting(samples_of(row)[0])
+
+
+def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
+    """A sample alone; of a pair the chosen one and the rejected one."""
+    return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+
+
+def of_pairs(note: Note | None) -> bool:
+    """Whether a sealed data set holds pairs."""
+    return note is not None and note.more.get("phase") == "preference"
 
 
 def read_sealed(dataset: Dataset) -> Sealed:
@@ -170,7 +207,8 @@ def read_sealed(dataset: Dataset) -> Sealed:
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
         raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
-    return Sealed(folder, dataset.max_samples)
+    kind = SealedPairs if of_pairs(read_note(folder, DataError)) else Sealed
+    return kind(folder, dataset.max_samples)
 
 
 def check(cfg: Config) -> None:
@@ -197,6 +235,12 @@ def check(cfg: Config) -> None:
         if note.key != model.key:
             raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}: to "
                             "each other they are noise. Seal one of them again")  # fmt: skip
+    preference = cfg.train.phase == "preference"
+    for number, (path, note) in enumerate(notes):
+        if of_pairs(note) != preference and (of_pairs(note) or number < len(cfg.data.train)):
+            found = "pairs" if of_pairs(note) else "no pairs"
+            raise DataError(f"{path} holds {found}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
+                            f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 
 
 def _check_adapter(cfg: Config, found: Note | None, model: Note | None) -> None:

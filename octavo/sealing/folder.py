@@ -4,15 +4,14 @@
                    the processor's settings as they are, sealed.json
     unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model; bits as they are
 
-A tensor is held at a time (of experts that are written as one tensor, those). Weights keep their dtypes. Codes in FP8
-are refused: seal the folder in high precision, and let `model.load_in_fp8` make codes of it; blocks move whole, so that
-they are the plain model's.
+A tensor is held at a time (of experts that are written as one tensor, those). Weights keep their dtypes, codes in FP8
+and their scales too (:mod:`octavo.sealing.codes`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,16 @@ from torch import Tensor
 
 from octavo import atomic, models
 from octavo.checkpoint.export.files import Shards, nbytes
+from octavo.checkpoint.export.names import Matrices
 from octavo.checkpoint.hf import LARGEST, planned
-from octavo.checkpoint.stock import Stock
 from octavo.models.folder import companions, copy_companions, one_folder, read_companion, read_json
-from octavo.models.quantization import read_quantization
+from octavo.models.shards import open_weights
 from octavo.models.values import stored_dtypes
 from octavo.sealed import NOTE, Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.axes import Orders
 from octavo.sealing.check import check
+from octavo.sealing.codes import Move, coded
 from octavo.sealing.errors import SealError
 from octavo.sealing.ids import with_ids
 from octavo.sealing.key import Key
@@ -67,14 +67,14 @@ def seal_model(
     largest   bytes that each of the two models of the trial may take (:func:`octavo.sealing.check.check`)
     progress  called with bytes done and bytes in all
 
-    Raises SealError for a target that is there, a folder that is sealed, in FP8 or in three folders, and a structure
-    that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
+    Raises SealError for a target that is there, a folder that is sealed or in three folders, and a structure or codes
+    in FP8 that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
     """
     source, target = Path(source), Path(target)
     _ready(source, target)
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
-    stock = Stock(models.empty(source))
+    stock = Matrices(models.empty(source))
     found = structure(stock.model)
     orders = found.draw(key)
     difference = check(source, key, largest)
@@ -113,7 +113,7 @@ def unseal_model(
     sealed_by(source, key)
     if like is not None and read_note(like, SealError) is not None:
         raise SealError(f"--model {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
-    stock = Stock(models.empty(source))
+    stock = Matrices(models.empty(source))
     found = structure(stock.model)
     orders = found.draw(key)
     with atomic.folder(target, SealError) as made:
@@ -137,11 +137,6 @@ def sealed_by(folder: str | Path, key: Key) -> Note:
 
 def _ready(source: Path, target: Path) -> None:
     one_folder(source, "octavo seal")
-    if read_quantization(source) is not None:
-        raise SealError(
-            f"{source} holds codes in FP8, which sealing does not move. Seal its values (`octavo export {source} DIR "
-            "--format bf16`); model.load_in_fp8 makes codes of the sealed folder, in the blocks of the plain one"
-        )
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     here, there = target.absolute(), source.resolve()
@@ -150,30 +145,43 @@ def _ready(source: Path, target: Path) -> None:
 
 
 def _weights(
-    source: Path, made: Path, stock: Stock, found: Structure, orders: Orders,
-    move: Callable[[Tensor, Any, Orders], Tensor], progress: Progress,
+    source: Path, made: Path, stock: Matrices, found: Structure, orders: Orders, move: Move, progress: Progress,
 ) -> tuple[int, int]:  # fmt: skip
     """Write every tensor, moved; (how many, bytes)."""
-    parts = planned(stock, stored_dtypes(source), 1)
-    group_of = {name: part for part in parts for name in part.parameters}
-    tensors = [tensor for part in parts for tensor in part.tensors]
+    codes = coded(source, stock, found)
+    parts = [p for p in planned(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
+    with open_weights(source, bool(codes.matrices))[0] as opened:
+        shapes = {name: one.shape for name, one in opened.stored.items()}
+    plain = [
+        (name, dtype, _as_stored(shape, shapes.get(name))) for part in parts for name, dtype, shape in part.tensors
+    ]
+    tensors = [*plain, *codes.tensors()]
     total = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
+    group_of = {name: part.parameters for part in parts for name in part.parameters}
     waiting: dict[str, Tensor] = {}
     done = 0
     with Shards(made, tensors, LARGEST) as shards:
         for name, value in models.stream(source):
-            if name not in group_of:
-                continue  # what transformers makes anew and does not save
-            assert isinstance(value, Tensor)
-            waiting[name] = move(value, found.layouts[name], orders)
-            group = group_of[name].parameters
-            if all(one in waiting for one in group):
-                for disk, tensor in stock.revert({one: waiting.pop(one) for one in group}).items():
-                    shards.write(disk, tensor)
-                    done += nbytes(tensor.dtype, tuple(tensor.shape))
+            pieces: Iterable[tuple[str, Tensor]] = ()
+            if not isinstance(value, Tensor):
+                pieces = codes.moved(name, value, found.layouts[name], orders, move, stock.transposed(name))
+            elif name in group_of:  # else transformers makes it anew and does not save it
+                waiting[name] = move(value, found.layouts[name], orders)
+                if all(one in waiting for one in group_of[name]):
+                    pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
+            for disk, tensor in pieces:
+                turned = _as_stored(tuple(tensor.shape), shapes.get(disk)) != tuple(tensor.shape)
+                shards.write(disk, tensor.mT if turned else tensor)
+                done += nbytes(tensor.dtype, tuple(tensor.shape))
                 progress(done, total)
         shards.finish()
     return len(tensors), total
+
+
+def _as_stored(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape that a tensor gets: of experts that are published the other way round than transformers saves them,
+    [E, K, N], that of the source."""
+    return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 
 # Beside the weights --------------------------------------------------------------------------------------------------

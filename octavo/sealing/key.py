@@ -1,11 +1,10 @@
 """The key of a sealed run: 32 random bytes in a file, and the streams of numbers drawn from it.
 
-    file      as those of encrypted files are (octavo/vault/key.py); one may serve as both, since what is drawn here and
-              what is derived there are told apart by their labels
+    file      as those of encrypted files are (octavo/vault/key.py), and never one of those: who trains has the key of
+              files, and this one stays at home
     stream    of a label: HMAC-SHA256(HMAC-SHA256(key, "octavo seal 1 " + label), counter), counter = 0, 1, ... as eight
               bytes, big-endian; read as 32-bit big-endian words. Equal on every machine
-    print     the first 16 bytes of HMAC-SHA256(key, "octavo seal 1 fingerprint"), in hexadecimal: what a twin may say
-              of its key, by which another key is told
+    print     what a twin says of its key (:mod:`octavo.sealed`)
 
 An HMAC with a secret key cannot be told from random bits (it is HKDF's expansion, RFC 5869, without its chaining).
 A key stands in no message, in no `repr` and in no file but its own.
@@ -18,11 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from struct import unpack
 
-from octavo import vault
+from octavo import sealed, vault
 from octavo.sealing.errors import SealError
 
 BYTES = 32
-_LABEL = b"octavo seal 1 "
 
 
 class Key:
@@ -44,11 +42,11 @@ class Key:
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits that tell keys apart and do not give one away."""
-        return hmac.digest(self._secret, _LABEL + b"fingerprint", "sha256")[:16].hex()
+        return sealed.fingerprint(self._secret)
 
     def words(self, label: str) -> Iterator[int]:
         """The endless stream of 32-bit numbers of a label."""
-        own = hmac.digest(self._secret, _LABEL + label.encode(), "sha256")
+        own = hmac.digest(self._secret, sealed.LABEL + label.encode(), "sha256")
         counter = 0
         while True:
             yield from unpack(">8I", hmac.digest(own, counter.to_bytes(8, "big"), "sha256"))

@@ -19,8 +19,9 @@ from octavo import atomic, data, models
 from octavo.config import Config, load_config
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import Input
+from octavo.data.pairs import Pair
 from octavo.data.sample import Sample
-from octavo.data.sealed import ROWS, SCHEMA, left_row, to_row
+from octavo.data.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
 from octavo.sealed import Note, read_note, write_note
 from octavo.sealing import inputs
 from octavo.sealing.axes import Orders
@@ -56,7 +57,8 @@ def seal_data(
 
     source    as `data.train` names one: a file, a folder, a name of the hub
     model     the plain model's folder, whose tokenizer and processor make rows numbers
-    settings  `key=value` of the configuration: train.seq_length, train.phase (sft or pretrain) and what data says
+    settings  `key=value` of the configuration: train.seq_length, train.phase (sft, pretrain, or preference for pairs)
+              and what data says
     progress  called with rows done and rows in all
 
     Raises SealError for a target that is there and settings that mean no sealed rows, DataError for the data, as
@@ -71,16 +73,17 @@ def seal_data(
     processor = models.load_processor(model, cfg.data.max_pixels, cfg.data.min_pixels, cfg.data.template_args)
     empty = models.empty(model)
     orders, patch = structure(empty).draw(key), patch_of(empty.config)
-    encoder, (rows,) = data.learned(cfg, processor)
+    pairs = cfg.train.phase == "preference"
+    encoder, (rows,) = data.compared(cfg, processor, cfg.data.train) if pairs else data.learned(cfg, processor)
     left = 0
     with atomic.folder(target, SealError) as made:
         with pa.OSFile(str(made / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _made(rows, encoder, cfg.data.on_bad_sample):
                 lines = [left_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
-                         for one in samples]  # fmt: skip
+                         for row in samples for one in _parts(row, pairs)]  # fmt: skip
                 out.write_batch(pa.RecordBatch.from_pylist(lines, SCHEMA))
-                done, left = done + len(lines), left + sum(isinstance(one, str) for one in samples)
+                done, left = done + len(samples), left + sum(isinstance(one, str) for one in samples)
                 progress(done, len(rows))
         if left == len(rows):
             raise SealError(f"{source}: every one of its {left} rows would be left out; nothing was written")
@@ -94,8 +97,10 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
     """A configuration of a run on the data, of which the section data is what matters."""
     given = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
     cfg = load_config(None, [*given, f"data.train=[{{path: {str(source)!r}}}]"])
-    if cfg.train.phase not in ("sft", "pretrain"):
-        raise SealError(f"train.phase={cfg.train.phase}: rows of sft and pretrain are sealed, and of no other phase")
+    if cfg.train.phase not in ("sft", "pretrain", "preference"):
+        raise SealError(
+            f"train.phase={cfg.train.phase}: rows of sft, pretrain and preference are sealed, and no others"
+        )
     if cfg.data.sealed:
         raise SealError("data.sealed=true says that rows are sealed already; leave it out")
     if cfg.train.phase == "pretrain":  # as training has it: every token is learned
@@ -103,7 +108,7 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
     return cfg
 
 
-def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | str]]:
+def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
     """The samples of all rows in order, some at a time; of a row that is left out the word for it."""
     for first in range(0, len(rows), AT_ONCE):
         found: list[Any] = []
@@ -123,6 +128,11 @@ def _word(bad: DataError, on_bad: str) -> str:
     if not isinstance(bad, BadSample) or (on_bad == "error" and not isinstance(bad, LongSample)):
         raise bad
     return bad.action
+
+
+def _parts(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
+    """What a row is in the file: of a pair that is left out as many rows as of one that is not."""
+    return (row,) * (1 + pairs) if isinstance(row, str) else samples_of(row)
 
 
 def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:

@@ -10,6 +10,7 @@ one counts. The words of an axis, joined by + where stretches stand behind each 
     q, kv    heads of this attention (those of keys and values, and query heads within theirs)
     @NAME    an order of its own, named after the module that the parameter's module lies in (`@mlp`: of this MLP);
              @@NAME after the one around that, @PART@NAME that of its part PART
+    q?, kv?  of norms of queries and keys: these heads where all are normed as one, - where each is normed by itself
     lk, lv   heads of keys and of values of a recurrence, as kv and q
     K*WORD   K stretches one behind the other, as channels of K merged patches lie; 0*: as many as fit
     WORD^    one stretch whose items take several places each, as many as fit
@@ -79,7 +80,8 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"(attn|self_attn|attention)\.[kv]_proj", "kv, own"),
     (r"(attn|self_attn|attention)\.(o_proj|out_proj|proj|projection_layer)", "own, q"),
     (r"(attn|self_attn|attention)\.(qkv|Wqkv|qkv_proj)", "q + kv + kv, own"),
-    (r"(attn|self_attn|attention)\.[qk]_norm", "-"),
+    (r"(attn|self_attn|attention)\.q_(norm|ln)", "q?"),
+    (r"(attn|self_attn|attention)\.k_(norm|ln)", "kv?"),
     (r"self_attn\.sinks", "q"),
     # MLPs and experts ------------------------------------------------------------------------------------------------
     (r"experts\.gate_up_proj", "experts, @width + @width, own"),

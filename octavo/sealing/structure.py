@@ -23,6 +23,7 @@ from octavo.sealing.rules import rule_of
 
 FREE = ("vocab", "patch", "bins")
 _OF_EXPERTS = re.compile(r"\.(experts|gate|router)(\..*)?$")
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
 _TIMES = re.compile(r"(\d+)\*(.+)")
 
 
@@ -148,8 +149,9 @@ class _Reading:
 
     def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
         """The axis that a word of a rule means, of so many places."""
-        if word == "-":
+        if word == "-" or (word.endswith("?") and places == self._head_dim(subject)):
             return FIXED
+        word = word.removesuffix("?")
         parts = [part.strip() for part in word.split("+")]
         if len(parts) == 1 and (times := _TIMES.fullmatch(parts[0])):
             label = self._label(times[2], subject)
@@ -207,7 +209,7 @@ class _Reading:
             counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
             unit = {"lk": config.linear_key_head_dim, "lv": config.linear_value_head_dim}
         else:
-            many = _first(config, "num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
+            many = _first(config, *_HEADS)
             few = getattr(config, "num_key_value_heads", None) or many
             counts, unit = {"q": many, "kv": few}, {}
         parent = subject.rpartition(".")[0]
@@ -220,6 +222,11 @@ class _Reading:
         return tuple(
             (label, places // total if alone else unit[part]) for part, label in zip(parts, labels, strict=True)
         )
+
+    def _head_dim(self, subject: str) -> int:
+        """Places of a head of this attention."""
+        config = self._config(subject)
+        return int(getattr(config, "head_dim", None) or config.hidden_size // _first(config, *_HEADS))
 
     def _config(self, subject: str) -> Any:
         part = self._part(subject)

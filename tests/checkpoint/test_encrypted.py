@@ -185,6 +185,9 @@ def test_an_encrypted_model_folder_is_the_model(tmp_path, recipe):
     assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
     assert found.config.name_or_path == str(tmp_path / "hf")
     if recipe is None:
+        verified = checkpoint.verify(tmp_path / "hf", quick=True)  # sound, and nothing that a server could open
+        assert verified.ok and [f.kind for f in verified.findings] == ["encrypted"]
+        assert {one.verdict for one in verified.verdicts} == {"refuses"}
         one, other = models.load_processor(tmp_path / "hf"), models.load_processor(source)
         assert one.tokenizer.get_vocab() == other.tokenizer.get_vocab() and one.chat_template == other.chat_template
         shard_ = next((tmp_path / "hf").glob("*.safetensors"))

@@ -170,7 +170,7 @@ def config(folder, rows, **data):
             "on_bad_sample": "skip", "mask_empty_think": True, "mask_reasoning": False, "train": [dataset],
             "eval": [dataset], **data}  # fmt: skip
     return SimpleNamespace(
-        data=SimpleNamespace(**{"cache": None, **more}), run=SimpleNamespace(seed=1, timeout=60.0),
+        data=SimpleNamespace(**{"cache": None, "sealed": False, **more}), run=SimpleNamespace(seed=1, timeout=60.0),
         train=SimpleNamespace(seq_length=64, micro_batch=2, global_batch=4),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import rl
+from octavo import rl, vault
 from octavo.config import Config, override
 from octavo.generation.batch import Batch
 from octavo.rl.preferring import PreferenceStepper
@@ -179,6 +179,36 @@ def test_a_run_of_rl_that_was_killed_goes_on_as_if_nothing_had_been(
     assert result.status == "finished"
     there, expected = ((Path(c.run.dir) / COMPLETIONS).read_text() for c in (cfg, whole))
     assert there == expected and len(there.splitlines()) == 64
+    assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
+
+
+def before_metrics_of_encrypted(folder: Path) -> None:
+    """The same, of a line that was encrypted."""
+    run = RlStepper.run
+
+    def running(stepper, *given):
+        found = run(stepper, *given)
+        if stepper.number == STEP:
+            with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
+                file.write(vault.encrypted_line(b'{"step": 3, "comp')[:60])
+            die()
+        return found
+
+    RlStepper.run = running
+
+
+def test_an_encrypted_run_that_was_killed_goes_on_as_if_nothing_had_been(reinforcing: Make, tmp_path, monkeypatch):
+    monkeypatch.setenv(vault.VALUE, bytes(range(32)).hex())
+    over = ("run.encrypt=true", "run.save=async", "run.save_every=1", "rl.show=16", "train.steps=4")
+    whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
+    rl.run(whole)
+    killed(before_metrics_of_encrypted, tmp_path, cfg)
+    assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
+    lines = [
+        [vault.decrypted_line(line, "") for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()]
+        for c in (cfg, whole)
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 64
     assert without_times(rows_of(cfg)) == without_times(rows_of(whole))
 
 

@@ -7,13 +7,16 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
 from octavo import models
+from octavo.cli.main import main
+from octavo.fp8.arithmetic import quantize
+from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.models.tiny import FAMILIES
 from octavo.sealed import read_note
-from octavo.sealing import Key, SealError, seal_model, seal_text, structure, unseal_model, unseal_text
+from octavo.sealing import Key, SealError, permute, seal_model, seal_text, structure, unseal_model, unseal_text
 from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried
 from tests.sealing.conftest import SECRET
@@ -36,6 +39,27 @@ def test_a_sealed_model_answers_as_the_plain_one(checkpoint, key, family):
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in FEW])
 def test_every_family_that_trains(checkpoint, key, family):
     assert tried(checkpoint(family), key) < 1e-3
+
+
+@pytest.mark.parametrize(("family", "part", "asked"), [
+    ("mpt", "attn_config", "qk_ln"), ("mpt", "attn_config", "qk_gn"), ("internvl", "vision_config", "use_qk_norm"),
+])  # fmt: skip
+def test_norms_of_queries_and_keys(checkpoint, key, tmp_path, family, part, asked):
+    """Of whole queries they move as heads do; of single heads they stay."""
+    shutil.copytree(checkpoint(family), source := tmp_path / "plain")
+    config = models.read_config(source)
+    section = getattr(config, part)
+    section.update({asked: True}) if isinstance(section, dict) else setattr(section, asked, True)
+    models.random_model(config, "cpu", torch.float32).save_pretrained(source)
+    seal_model(source, tmp_path / "twin", key)  # which tries what it made
+    unseal_model(tmp_path / "twin", tmp_path / "back", key)
+    plain, back = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "back"))
+    assert all(torch.equal(plain[name], back[name]) for name in plain)
+    found = structure.structure(models.empty(source))
+    ends = ("blocks.0.attn.q_ln.weight", "encoder.layer.0.attention.q_norm.weight")
+    layout = next(layout for name, layout in found.layouts.items() if name.endswith(ends))
+    values = torch.arange(config.get_text_config().hidden_size)[: 16 if asked == "qk_gn" else None]
+    assert torch.equal(permute.sealed(values, layout, found.draw(key)), values) == (asked == "qk_gn")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "internvl"])
@@ -87,13 +111,59 @@ def test_what_cannot_be_sealed_is_named(checkpoint, key, tmp_path, monkeypatch):
     assert not (tmp_path / "twin").exists()
 
 
-def test_codes_in_fp8_are_refused(checkpoint, key, tmp_path):
+@pytest.mark.parametrize(("family", "width"), [("qwen3_moe", 256), ("qwen3_vl_moe", 192)])
+def test_codes_in_fp8_move_with_their_scales(checkpoint, key, tmp_path, family, width):
+    """A sealed folder in FP8 is the export of a sealed one, byte for byte, and comes back as it was; the experts of the
+    second stay in BF16, and lie the other way round than transformers saves them."""
+    shutil.copytree(checkpoint(family), source := tmp_path / "values")
+    config = models.read_config(source)
+    config.get_text_config().hidden_size, config.get_text_config().moe_intermediate_size = 384, width  # several blocks
+    if family == "qwen3_vl_moe":
+        config.vision_config.out_hidden_size = 384
+    models.random_model(config, "cpu", torch.float32).save_pretrained(source)
+    plain, twin, values, export, back = (tmp_path / n for n in ("plain", "twin", "values-twin", "export", "back"))
+    assert main(["export", str(source), str(plain), "--format", "fp8-block"]) == 0
+    seal_model(plain, twin, key)
+    seal_model(source, values, key)
+    assert main(["export", str(values), str(export), "--format", "fp8-block"]) == 0
+    unseal_model(twin, back, key, like=plain)
+
+    def bits(folder):
+        return {name: (t.dtype, t.view(torch.uint8)) for name, t in load_file(folder / "model.safetensors").items()}
+
+    for one, other in ((twin, export), (back, plain)):
+        here, there = bits(one), bits(other)
+        assert here.keys() == there.keys()
+        for name, (dtype, raw) in here.items():
+            assert dtype == there[name][0] and torch.equal(raw, there[name][1]), name
+    codes = {name: raw for name, (dtype, raw) in bits(plain).items() if dtype is torch.float8_e4m3fn}
+    assert any(".experts." in n for n in codes) == (width == 256) and not any(
+        torch.equal(bits(twin)[n][1], raw) for n, raw in codes.items()
+    )
+    assert json.loads((back / "config.json").read_text()) == json.loads((plain / "config.json").read_text())
+
+
+def test_codes_that_cannot_move_with_their_scales_are_named(checkpoint, key, tmp_path):
+    """Of an output projection in blocks: tokens change places freely. Scales of one byte are not written."""
     source = tmp_path / "fp8"
-    shutil.copytree(checkpoint("qwen3"), source)
+    shutil.copytree(checkpoint("qwen3_moe"), source)
+    config = models.read_config(source)
+    config.tie_word_embeddings = False
+    models.random_model(config, "cpu", torch.float32).save_pretrained(source)
+    state = load_file(source / "model.safetensors")
+    head = quantize(state["lm_head.weight"], CastSpec("e4m3", (128, 128), "fp32"))
+    save_file(
+        state | {"lm_head.weight": head.data, "lm_head.weight_scale_inv": head.scale}, source / "model.safetensors"
+    )
     raw = json.loads((source / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (source / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(SealError, match="load_in_fp8"):
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    for more, words in (({}, r"lm_head\.weight is in FP8: tokens .*load_in_fp8"), ({"scale_fmt": "ue8m0"}, "one byte")):
+        (source / "config.json").write_text(json.dumps(raw | {"quantization_config": block | more}))
+        with pytest.raises(SealError, match=words):
+            seal_model(source, tmp_path / "twin", key)
+    save_file(state | {"lm_head.weight": head.data}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(raw | {"quantization_config": block}))
+    with pytest.raises(SealError, match=r"lacks lm_head\.weight_scale_inv"):
         seal_model(source, tmp_path / "twin", key)
 
 

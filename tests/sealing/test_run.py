@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from octavo import adapters, data, sealing, train, vault
+from octavo import adapters, data, models, rl, sealing, train, vault
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data import clips_of_digits, digits
@@ -127,6 +127,56 @@ def test_images_in_fp8_beside_their_plain_twin(place, tmp_path, recipe):
     assert apart(pair(place, tmp_path, "see", f"fp8.recipe={recipe}", "train.global_batch=8")) < 1e-3
 
 
+@pytest.fixture(scope="module")
+def pairs(place: Path) -> Path:
+    """Pairs for the text model, the fourth too long, and their sealed twins."""
+    rows = [{"prompt": [{"role": "user", "content": f"{PLANTED[1]}?" * (1 + 99 * (n == 3))}],
+             "chosen": f"{PLANTED[0]} {n}", "rejected": f"{PLANTED[1]} {n}"} for n in range(16)]  # fmt: skip
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = ["seal", "data", str(place / "pairs.jsonl"), str(place / "pairs-rows"), "train.phase=preference"]
+    of = ["train.seq_length=192", "--model", str(place / "text"), "--key-file", str(place / "seal.key")]
+    assert main([*made, *of]) == 0
+    return place / "pairs-rows"
+
+
+def preferring(place: Path, sealed: bool, dir: Path, *more: str):
+    rows = place / ("pairs-rows" if sealed else "pairs.jsonl")
+    of = (f"data.train=[{{path: {rows}}}]", f"data.eval=[{{path: {rows}}}]", "train.phase=preference", *more)
+    return configured(place, "text", sealed, dir, *of)
+
+
+@pytest.mark.long
+def test_preferences_beside_their_plain_twin(place, pairs, tmp_path):
+    more = ("preference.reference=disk", "run.eval_every=5")
+    runs = [rl.run(preferring(place, sealed, tmp_path / f"s{sealed:d}", *more)) for sealed in (False, True)]
+    assert apart(runs) < 1e-4
+    here, there = (json.loads((run.dir / "result.json").read_text())["eval"] for run in runs)
+    assert here["questions"] == there["questions"] == 15
+    for name in ("loss", "preference_loss"):
+        assert there[name] == pytest.approx(here[name], rel=1e-4)
+    for file in (f for folder in (runs[1].dir, pairs) for f in folder.rglob("*") if f.is_file()):
+        nothing_plain(file.read_bytes())
+
+
+def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
+    cfg = preferring(place, True, tmp_path / "run")
+    processor = models.load_processor(cfg.model.path)
+    rows = data.compared(cfg, processor, cfg.data.train)[1][0]
+    assert len(rows) == 16 and len(data.Sealed(pairs)) == 32
+    one = rows[2]
+    assert [*one.chosen.input_ids] != [*one.rejected.input_ids] and one.row == one.rejected.row == 2
+    with pytest.raises(data.LongSample, match="row 3.*left out"):
+        rows[3]
+    for over, words in (
+        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "holds no pairs, and this run is of phase preference"),
+        (("train.phase=sft",), "holds pairs, and this run is of phase sft"),
+    ):
+        with pytest.raises(data.DataError, match=words):
+            data.compared(other := override(cfg, over), processor, other.data.train)
+    with pytest.raises(ConfigError, match="kto learns from labelled answers"):
+        override(cfg, ["preference.loss=kto"])
+
+
 def test_worlds_are_not_mixed(place, tmp_path):
     """A model, or rows, of another world are refused before anything is built."""
     for sealed, key, path, words in (
@@ -163,7 +213,8 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
     with pytest.raises(train.TrainError, match="4 dropped"):
         train.run(short)
-    monkeypatch.setenv(vault.FILE, str(place / "seal.key"))
+    vault.write_new(tmp_path / "files.key")
+    monkeypatch.setenv(vault.FILE, str(tmp_path / "files.key"))
     assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
     stored = data.Sealed(tmp_path / "stored")
     assert [*stored[0].input_ids] == [*sealed[0].input_ids] and len(stored) == 25
@@ -175,6 +226,32 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
         data.Sealed(broken)
 
 
+def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
+    """The key that sealed encrypts neither what it sealed nor a run on it, and opens no files."""
+    monkeypatch.setenv(vault.FILE, "of another command")  # what is set below is put back
+    seal, files, twin = str(place / "seal.key"), str(tmp_path / "files.key"), str(place / "text-twin")
+    vault.write_new(files)
+    stored, target, why = str(tmp_path / "stored"), str(tmp_path / "target"), "A key has one purpose"
+    assert main(["encrypt", twin, stored, "--key-file", files]) == 0
+    model = ["--model", str(place / "text")]
+    for line, words in (
+        (["encrypt", twin, target, "--key-file", seal], why),
+        (["encrypt", f"{twin}/config.json", target, "--key-file", seal], why),
+        (["encrypt", stored, target, "--old-key", files, "--key-file", seal], why),
+        (["unseal", "model", stored, target, "--key-file", seal, *model], "name its key with --files-key"),
+        (["unseal", "model", stored, target, "--key-file", seal, "--files-key", seal, *model], why),
+    ):
+        assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
+    assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
+    assert "is encrypted, and" in (said := capsys.readouterr().err) and "octavo encrypt it" in said
+    name = "model.safetensors"
+    assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
+    monkeypatch.setenv(vault.FILE, seal)
+    with pytest.raises(train.TrainError, match=why):
+        train.run(configured(place, "text", True, tmp_path / "run", "run.encrypt=true"))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -182,7 +259,7 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
         ("data.max_pixels=1000", "seal data"),
         ("data.video={fps: 2}", "seal data"),
         ("data.train.0.format=messages", "one form"),
-        ("train.phase=rl", "sealed rows hold none"),
+        ("train.phase=rl", "phase rl rewards words"),
     ],
 )
 def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
@@ -209,7 +286,9 @@ def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatc
     ):
         assert main(line) == 2 and words in capsys.readouterr().err
     made = ["seal", "data", str(place / "text.jsonl"), str(tmp_path / "rows"), "--model", str(place / "text"), *key]
-    assert main([*made, "train.phase=preference"]) == 1 and "no other phase" in capsys.readouterr().err
+    assert (
+        main([*made, "train.phase=rl", "rl.rewards=[exact_match]"]) == 1 and "and no others" in capsys.readouterr().err
+    )
     assert (
         main([*made, "data.on_long=error", "train.seq_length=8"]) == 1 and "train.seq_length" in capsys.readouterr().err
     )

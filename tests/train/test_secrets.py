@@ -162,6 +162,47 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     assert searched(told, tmp_path, place / "cache") > 10
 
 
+REWARD = """
+import os
+def score(completions, answer, **more):
+    assert not [name for name in os.environ if "OCTAVO_KEY" in name]
+    return [len(c) / 10 for c in completions]
+def fail(completions, answer, **more):
+    raise ValueError(answer[0])
+"""
+
+
+def test_preferences_and_rewards_keep_them_too(place, tmp_path, capfd, uncounted):
+    """What a reference says of answers is stored, completions are shown, and a reward that fails quotes a row."""
+    asked = [{"role": "user", "content": "say it"}]
+    for name, row in (
+        ("pairs", {"prompt": asked, "chosen": SENTENCE, "rejected": "the owl flies away"}),
+        ("prompts", {"prompt": asked, "answer": SENTENCE}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_bytes(vault.encrypted((json.dumps(row) + "\n").encode() * 8))
+    (tmp_path / "own.py").write_text(REWARD)
+    (tmp_path / "run.yaml").write_text(f"""
+model: {{path: {place / "model"}}}
+fp8: {{recipe: blockwise}}
+data: {{cache: {place / "cache"}}}
+train: {{steps: 1, seq_length: 64, micro_batch: 4}}
+run: {{threads: 1, encrypt: true, tensorboard: false}}
+""")
+    both, preference, rl = ["train", str(tmp_path / "run.yaml")], tmp_path / "preference", tmp_path / "rl"
+    of = ["train.phase=preference", f"data.train=[{{path: {tmp_path}/pairs.jsonl}}]", f"run.dir={preference}"]
+    assert main([*both, *of, "preference.reference=disk"]) == 0
+    of = ["train.phase=rl", f"data.train=[{{path: {tmp_path}/prompts.jsonl}}]"]
+    of += [f"rl={{prompts: 2, group: 2, max_new_tokens: 4, show: 4, rewards: ['{tmp_path}/own.py:score']}}"]
+    assert main([*both, *of, f"run.dir={rl}"]) == 0
+    assert vault.is_encrypted(preference / "reference.safetensors") and (rl / "completions.jsonl.aes").is_file()
+    assert main([*both, *of, f"run.dir={tmp_path / 'failed'}", f"rl.rewards=['{tmp_path}/own.py:fail']"]) == 1
+    told = "".join(capfd.readouterr())
+    assert "reward fail gave no number for 4 completions: the reason may quote" in told
+    assert searched(told, tmp_path, place / "cache") > 30
+    assert main(["decrypt", str(rl / "completions.jsonl.aes"), str(place.parent / "completions.jsonl")]) == 0
+    assert SENTENCE in (place.parent / "completions.jsonl").read_text()
+
+
 def test_a_plain_checkpoint_is_not_continued(place, tmp_path, capfd):
     run = tmp_path / "run"
     run.mkdir()

@@ -155,7 +155,10 @@ def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -
 
 def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
     """PEFT's, vLLM's and SGLang's: the folder loads where nothing failed, with what servers do not take."""
-    broken, warned = (next((f for f in found if f.status == status), None) for status in (FAIL, WARN))
+    broken = next((f for f in found if f.status == FAIL), None) or next(
+        (f for f in found if f.kind == "encrypted"), None
+    )
+    warned = next((f for f in found if f.status == WARN), None)
     out = []
     for loader in ("transformers", "vLLM", "SGLang"):
         source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import models, reading
+from octavo import models, reading, vault
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.sums import MARKER, read_note, sha256
 from octavo.checkpoint.verify.findings import Findings
@@ -32,7 +32,7 @@ def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
     that can be shown. Returns the names of those that were not read: not weights, settings or what stands beside."""
     beside = {file.name for file in companions(folder)}
     failed = {finding.file for finding in found}
-    unread = []
+    unread, encrypted = [], []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         name, path = entry.name, Path(entry.path)
         if not name.isprintable():
@@ -50,6 +50,10 @@ def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
             found.fail("special", name, what=kind)
         elif name not in (*beside, *_READ) and ".safetensors" not in name:
             unread.append(name + "/" * (kind is not None))
+        elif kind is None and vault.is_encrypted(path):
+            encrypted.append(name)
+    if encrypted:
+        found.warn("encrypted", encrypted[0], count=len(encrypted), folder=folder)
     return tuple(unread)
 
 

@@ -85,6 +85,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "name": _all(WARNS, "a file's name holds control characters"),
     "special": _all(WARNS, "a pipe, a device or a socket stands among the files"),
     "link": _all(WARNS, "a link leads out of the folder, or nowhere"),
+    "encrypted": _all(REFUSES, "files are encrypted, and only Octavo opens them", True),
     "sum": _all(GARBAGE, "a file is not what was exported"),
     "export-note": {},
     "companions": _servers(WARNS, "prompts cannot be made without tokenizer, template and processor"),
@@ -170,8 +171,8 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
 #: transformers dequantizes everything of method fp8 on a CPU, and looks at the list on a GPU alone
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
-#: warnings that one loader does not survive, though the folder is right for the others
-_SURE = ("experts-apart", "of-sound")
+#: warnings that a loader does not survive, though the folder is right for the others, or for Octavo
+_SURE = ("encrypted", "experts-apart", "of-sound")
 
 
 def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdict, ...]:

@@ -33,6 +33,8 @@ SENTENCES: dict[str, str] = {
     "link/broken": "{file} is a link to {target}, and nothing can be read there ({why}); put the file in its place.",
     "link/outside": "{file} is a link out of the folder, to {target}: a copy of the folder lacks it; put the file in "
     "its place.",
+    "encrypted": "{file} is encrypted ({count} such files), which no loader opens; octavo decrypt {folder} where it is "
+    "to be loaded.",
     "sum/missing": "{file} is missing, though the export wrote it; export the folder anew.",
     "sum/shard": "{file} is not what the export wrote: its SHA-256 is another; export or copy it again.",
     "sum/other": "{file} was changed after the export wrote it.",

@@ -44,6 +44,12 @@ class RewardError(ValueError):
         """Whether the message may hold words of a row or of a completion."""
         return bool(self.bad)
 
+    @property
+    def told(self) -> str:
+        """What may be said where the message may not."""
+        names = ", ".join(sorted({name for _, name, _ in self.bad}))
+        return f"reward {printable(names)} gave no number for {len({row for row, *_ in self.bad})} completions"
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -1,0 +1,106 @@
+"""Weights in FP8 sealed as they lie on disk: codes move as their weights do, and a scale with the block it stands for.
+
+What makes that exact is the draw: blocks change places whole, or places change within one block
+(:mod:`octavo.sealing.draw`). So nothing is cast, and `unseal` gives back the very bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo import fp8, models
+from octavo.checkpoint.export.names import Matrices, Matrix
+from octavo.checkpoint.export.values import part, regrid
+from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.shards import open_weights
+from octavo.sealing.axes import Layout, Orders
+from octavo.sealing.errors import SealError
+from octavo.sealing.structure import FREE, Structure
+
+Move = Callable[..., Tensor]
+_AGAIN = (
+    "Seal its values (`octavo export DIR VALUES --format bf16`): model.load_in_fp8 makes codes of them, in the blocks "
+    "of the plain model"
+)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The FP8 weights of a folder.
+
+    matrices  parameter -> what it is on disk
+    scales    name of a weight's scales -> dtype and shape
+    """
+
+    matrices: Mapping[str, tuple[Matrix, ...]]
+    scales: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    quantization: Quantization | None = None
+
+    def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of what they are on disk."""
+        for m in (m for pieces in self.matrices.values() for m in pieces):
+            yield m.name, torch.float8_e4m3fn, m.shape
+            yield _scale(m, self.quantization), *self.scales[_scale(m, self.quantization)]
+
+    def moved(
+        self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Move, turned: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, tensor) of codes [N, K] or [E, N, K] and their scales, moved. `turned`: the layout is of a
+        parameter that is stored as [E, K, N]."""
+        assert self.quantization is not None
+        if turned:
+            layout = Layout(layout.axes, each=tuple(axes[::-1] for axes in layout.each))
+        height, width = value.spec.block
+        data = move(value.data.view(torch.uint8), layout, orders).view(value.data.dtype)
+        rows = value.scale.repeat_interleave(data.shape[-2] if height == -1 else height, -2)[..., : data.shape[-2], :]
+        try:
+            scale = move(rows, layout, orders, width)
+        except SealError as error:
+            raise SealError(f"{name}: {error}. {_AGAIN}") from error
+        whole = fp8.Quantized(data, scale, fp8.CastSpec(value.spec.format, (1, width), "fp32"))
+        for m in self.matrices[name]:
+            _, codes = part(whole, m.slot, m.rows, False)
+            found = regrid(codes, self.quantization.spec)
+            if found is None:
+                raise SealError(f"{m.name} would be moved out of the blocks of its scales. {_AGAIN}")
+            dtype, shape = self.scales[_scale(m, self.quantization)]
+            yield m.name, found.data
+            yield _scale(m, self.quantization), found.scale.to(dtype).reshape(shape)
+
+
+def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
+    """What of a folder is in FP8, from headers alone. Raises SealError for codes that cannot be moved with their
+    scales, naming the tensor."""
+    quantization = read_quantization(folder)
+    if quantization is None:
+        return Coded({}, {})
+    if quantization.activations == "static" or quantization.scale_format != "float":
+        kind = "scales of one byte" if quantization.scale_format != "float" else "fixed scales of activations"
+        raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not write. {_AGAIN}")
+    with open_weights(folder, True)[0] as shards:
+        stored = dict(shards.stored)
+    names = {name for name, one in stored.items() if one.is_codes}
+    matrices: dict[str, tuple[Matrix, ...]] = {}
+    for row in fp8.topology(stock.model, models.describe(stock.model).components):
+        pieces = () if f"{row.name}.weight" in stock.tied else stock.matrices(row)[1]
+        if pieces and {m.name for m in pieces} <= names:
+            matrices[pieces[0].parameter] = pieces
+    if left := sorted(names - {m.name for pieces in matrices.values() for m in pieces}):
+        raise SealError(f"{left[0]} is in FP8, and lies on disk as sealing does not write it. {_AGAIN}")
+    scales = [_scale(m, quantization) for pieces in matrices.values() for m in pieces]
+    if absent := next((name for name in scales if name not in stored), None):
+        raise SealError(f"{folder} lacks {absent}, the scales of codes; octavo verify {folder} says what else is wrong")
+    for parameter, pieces in matrices.items():
+        if quantization.block is not None and {s.name for a in found.layouts[parameter].axes for s in a} & set(FREE):
+            raise SealError(f"{pieces[0].name} is in FP8: tokens change places freely, across its blocks. {_AGAIN}")
+    return Coded(matrices, {name: (stored[name].dtype, stored[name].shape) for name in scales}, quantization)
+
+
+def _scale(m: Matrix, quantization: Quantization | None) -> str:
+    assert quantization is not None
+    return m.name + quantization.scale_suffix
