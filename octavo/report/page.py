@@ -163,7 +163,9 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         found.append({"figure": share, "word": "of linear FLOPs ran in FP8, counted"})
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
-        where = "on this GPU" if record.environment.get("gpus") else "with FP8 emulated on this CPU"
+        kind = _computed_on(record.environment)
+        there = {"cuda": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
+        where = there.get(kind, f"with FP8 emulated on this {kind} device")
         found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
     return found
 
@@ -199,12 +201,18 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
     """What the speed figures mean on the device they were read on; ``jobs`` runs trained at a time."""
     shared = f"Up to {jobs} runs trained at a time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "reference")
-    if environment.get("gpus"):
+    if _computed_on(environment) == "cuda":
         return shared + "Read on the GPU named under Environment, in one trial."
     return shared + (
         "No GPU here: FP8 ran as the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
         "matrix products. It shows what FP8 does to the training; these figures say nothing about how fast FP8 is."
     )
+
+
+def _computed_on(environment: Mapping[str, Any]) -> str:
+    """The type of the device; older records say only which GPUs there were."""
+    told = environment.get("accelerator") or {}
+    return str(told.get("type") or ("cuda" if environment.get("gpus") else "cpu"))
 
 
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:

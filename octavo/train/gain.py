@@ -45,7 +45,7 @@ class Gain:
     tokens: int
 
     def sentence(self, emulated: bool = False) -> str:
-        """The outcome for people; a warning where FP8 lost, on a CPU that it is emulated there."""
+        """The outcome for people; a warning where FP8 lost, and without a GPU that it is emulated there."""
         found = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
@@ -54,8 +54,8 @@ class Gain:
             return found
         if emulated:
             return (
-                f"warning: FP8 is slower here: {found}. On a CPU it is emulated, to check a run and not for speed: "
-                "this says nothing about a GPU"
+                f"warning: FP8 is slower here: {found}. Without a GPU it is emulated, to check a run and not for "
+                "speed: this says nothing about a GPU"
             )
         return (
             f"warning: FP8 is slower here: {found}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
@@ -93,7 +93,7 @@ class GainWindow(Callback):
         try:
             found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
             row: dict[str, Any] = asdict(found)
-            message = found.sentence(run.world.device.type == "cpu")
+            message = found.sentence(emulated=not accelerator.is_gpu(run.world.device))
         except Left:
             run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
             return

@@ -17,7 +17,7 @@ from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
 from octavo.report.figures import health_figure, running_gap, running_noise, smooth
 from octavo.report.judge import judge as judge_runs
-from octavo.report.page import write
+from octavo.report.page import _computed_on, write
 from octavo.report.parts import bytes_text, plan_groups
 from octavo.report.reuse import finished
 from octavo.report.verdict import loss_gap, seed_noise
@@ -256,3 +256,16 @@ def test_bytes_for_people() -> None:
         "3.0 MiB",
         "5.0 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind"),
+    [
+        ({}, "cpu"),
+        ({"gpus": [{"name": "NVIDIA H200"}]}, "cuda"),  # of 0.4.0
+        ({"gpus": [{"name": "NVIDIA H200"}], "accelerator": {"type": "cpu"}}, "cpu"),  # OCTAVO_DEVICE
+        ({"gpus": [], "accelerator": {"type": "npu"}}, "npu"),
+    ],
+)
+def test_what_a_page_says_of_the_device_is_what_computed(environment: dict, kind: str) -> None:
+    assert _computed_on(environment) == kind

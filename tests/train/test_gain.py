@@ -81,7 +81,7 @@ def test_it_is_reported_and_kept(make):
     assert kept == dict(result.gain) and kept["steps"] == 3 and kept["step"] == 2  # the run ends before it is warm
     assert kept["gain"] == pytest.approx(kept["high_s"] / kept["fp8_s"] - 1) and kept["tokens"] > 0
     text = console.export_text()
-    assert "warning: FP8 is slower here" in text and "On a CPU it is emulated" in text and "--measure" not in text
+    assert "warning: FP8 is slower here" in text and "Without a GPU it is emulated" in text and "--measure" not in text
     assert json.loads((result.dir / "result.json").read_text())["gain"] == kept
 
 
