@@ -15,7 +15,7 @@ from octavo.config import override
 from octavo.train.rundir import read_rows
 
 from .conftest import STEPS, at
-from .test_ranks import losses, torchrun
+from .test_ranks import losses, on_ranks
 from .test_resume import killed
 
 SHORT = "data.eval=[]"
@@ -145,8 +145,7 @@ def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make, over, toler
     each = ("train.micro_batch=2",) if over is EXACT else ()
     one, two = make(*common, dir="one"), make(*common, *each, dir="two")
     alone = train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
     shared = read_rows(Path(two.run.dir) / "metrics.jsonl")[0]["memory"]
     assert shared["weights"] < 0.6 * memory(alone)["weights"]
