@@ -103,6 +103,15 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", product)
 
 
+@pytest.fixture
+def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and trials whose runs draw no pages, a second each. These are for report/test_run_page.py, and that runs
+    write them for train/test_watchers.py and cli/test_commands.py."""
+    from octavo.report import run_page
+
+    monkeypatch.setattr(run_page, "write", lambda *given: None)
+
+
 class Everything(set):
     """Holds whatever is asked for."""
 

@@ -61,6 +61,7 @@ def test_every_tutorial_is_worked_through() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story[0])
 def test_a_tutorial_does_what_it_says(story: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
