@@ -21,11 +21,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from octavo import vault
+from octavo import switches, vault
 
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
+# Every run records how many objects are frozen. Here that is all modules, and counting them takes 0.07 s.
+switches.SETTINGS["gc.frozen"] = lambda: None
 # A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -99,6 +101,15 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
     monkeypatch.setattr(np, "matmul", product)
+
+
+@pytest.fixture
+def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and trials whose runs draw no pages, a second each. These are for report/test_run_page.py, and that runs
+    write them for train/test_watchers.py and cli/test_commands.py."""
+    from octavo.report import run_page
+
+    monkeypatch.setattr(run_page, "write", lambda *given: None)
 
 
 class Everything(set):

@@ -125,6 +125,7 @@ def test_the_tiny_example_of_several_processes_names_its_commands(tmp_path: Path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("path", [path for path in TINY if path != SEVERAL], ids=lambda p: p.stem)
 def test_a_tiny_example_trains_as_its_comment_says(
     path: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +150,7 @@ PRETRAIN = sorted(EXAMPLES.glob("pretrain_*.yaml"))
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("path", PRETRAIN, ids=lambda p: p.stem)
 def test_an_example_of_pretraining_learns_from_nothing(
     path: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,7 +138,9 @@ def draw(result: Result, path: Path) -> None:
         part = value / target.limit if target.least else target.limit / value
         colour = (FASTER if target.reached(value) else SLOWER) if counts(result) else BASE
         axes.barh(y, part, height=0.7, color=colour)
-        axes.text(max(part, 1.0), y, f"  {value:.2f}{target.unit}, {target.bound()}", va="center", fontsize=7, color=INK)
+        axes.text(
+            max(part, 1.0), y, f"  {value:.2f}{target.unit}, {target.bound()}", va="center", fontsize=7, color=INK
+        )
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(range(len(TARGETS)), [target.what for target in TARGETS], fontsize=7, color=SOFT)
     axes.set_ylim(len(TARGETS), -1)

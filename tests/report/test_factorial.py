@@ -272,6 +272,7 @@ def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
 def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
     """Two steps of real training in each cell: FP8 ran where a cell says, and effects are of the runs' figures."""
     verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=2)

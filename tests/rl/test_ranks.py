@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("uncounted"),
 ]
 Make = Callable[..., Config]
+SHORT = ("train.steps=2", "train.warmup=1", "train.lr=5e-4")  # what the first update did is in the second step
 NEAR = 1e-4  # sums are taken in another order, and in FP8 a code may flip
 
 
@@ -48,15 +49,15 @@ def assert_near(cfg: Config, other: Config, names: tuple[str, ...]) -> None:
         (*LORA, "rl.algorithm=dr_grpo", "rl.kl=0.1"),
         ("rl.algorithm=dapo", "rl.advantage=batch", "fp8.recipe=off"),
         ("rl.stale=1", "rl.mini_batches=2", "fp8.recipe=off"),
-        (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2", "train.steps=2", "train.warmup=1"),
-        ("rl.algorithm=ppo", "rl.critic_lr=1e-2", "train.steps=2", "train.warmup=1"),
-        ("rl.prompts=3", "rl.kl=0.1", "fp8.recipe=off", "train.steps=2", "train.warmup=1"),
+        (*LORA, "rl.algorithm=ppo", "rl.mini_batches=2"),
+        ("rl.algorithm=ppo", "rl.critic_lr=1e-2"),
+        ("rl.prompts=3", "rl.kl=0.1", "fp8.recipe=off"),
     ],
     ids=["full", "lora", "dapo", "stale", "ppo_lora", "ppo", "uneven"],
 )
 def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
     """Groups of both ranks make one batch: its advantages, its updates, what is left out and what is drawn for it."""
-    over = (*over, "rl.show=16", "train.micro_batch=2", "train.lr=5e-4")
+    over = (*over, *SHORT, "rl.show=16", "train.micro_batch=4")
     one, two = reinforcing(*over, dir="one"), reinforcing(*over, dir="two")
     rl.run(one)
     assert [code for code, _ in both(two)] == [0, 0]
@@ -74,7 +75,7 @@ def test_two_ranks_learn_as_one(reinforcing: Make, over: tuple[str, ...]):
 )
 def test_two_ranks_prefer_as_one(preferring: Make, pairs: Path, over: tuple[str, ...]):
     held = f"data.eval=[{{path: {pairs}, max_samples: 3}}]"
-    over = (*over, "train.micro_batch=1", "train.lr=5e-4", "train.steps=4", held)
+    over = (*over, *SHORT, "train.micro_batch=1", held)
     one, two = preferring(*over, dir="one"), preferring(*over, dir="two")
     rl.run(one)
     assert [code for code, _ in both(two)] == [0, 0]

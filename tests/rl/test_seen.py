@@ -73,6 +73,7 @@ def test_a_step_without_completions_has_no_reward(reinforcing: Make, place: Path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pages")
 @pytest.mark.parametrize("phase", ["rl", "preference"])
 def test_a_whole_trial(reinforcing: Make, preferring: Make, place: Path, tmp_path: Path, phase: str) -> None:
     test = f"data.eval=[{{path: {place / 'digits' / 'test.json'}, max_samples: 8}}]"

@@ -13,7 +13,7 @@ from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.models import tiny
 from octavo.train import planning, rundir
 
-from .test_ranks import losses, torchrun
+from .test_ranks import losses, on_ranks
 
 COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
 FUSED = [f"model.language_model.layers.{i}.mlp" for i in (0, 1)]
@@ -89,8 +89,7 @@ def test_two_ranks_fuse_as_one_does(make, calls):
     over = (*COMMON, "fp8.fuse=on", "train.lr=5e-4")
     one, two = make(*over, dir="one"), make(*over, dir="two")
     alone = train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two) == pytest.approx(list(alone.losses().values()), rel=1e-3) and calls
     proofs = [json.loads((Path(cfg.run.dir) / "proof.json").read_text()) for cfg in (one, two)]
     assert proofs[0]["shares"] == proofs[1]["shares"]

@@ -8,7 +8,7 @@ import pytest
 
 from octavo import train
 
-from .test_ranks import losses, torchrun
+from .test_ranks import losses, on_ranks
 
 COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.gain_steps=1")
 HEAD = "fp8.lm_head={recipe: blockwise}"
@@ -46,6 +46,5 @@ def test_two_ranks_train_as_one_does(make):
     over = ("train.steps=4", "train.warmup=0", "data.eval=[]", "train.lr=5e-4", HEAD)
     one, two = make(*over, dir="one"), make(*over, dir="two")
     alone = train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two) == pytest.approx(list(alone.losses().values()), rel=1e-3)

@@ -22,7 +22,7 @@ from octavo.train import base, planning
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 from tests.train.memory_plan.test_predicted import agree, counted, predicted
-from tests.train.test_ranks import losses, torchrun
+from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import killed
 
 pytest.importorskip("peft")
@@ -230,8 +230,7 @@ def test_two_ranks_train_as_one_and_hold_the_base_alike(make):
             "run.keep=9", "train.micro_batch=1", "data.eval=[]")  # fmt: skip
     one, two = make(*over, dir="one"), make(*over, dir="two")
     alone = train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two) == pytest.approx(losses(one), rel=3e-3)
     base_of = [json.loads((Path(cfg.run.dir) / "base.json").read_text()) for cfg in (one, two)]
     assert base_of[0]["sha256"] == base_of[1]["sha256"] and base_of[1]["unchanged"]
@@ -240,16 +239,14 @@ def test_two_ranks_train_as_one_and_hold_the_base_alike(make):
     resumed = train.run(make(*over, f"run.resume={step}", dir="after"))
     assert list(resumed.losses().values()) == pytest.approx(losses(two)[3:], rel=3e-3)
     again = make(*over, f"run.resume={step}", dir="again")  # on as many ranks as it was saved on
-    done = torchrun(again)
-    assert done.returncode == 0, done.stderr
+    on_ranks(again)
     assert losses(again) == losses(two)[3:]
 
 
 @pytest.mark.long
 def test_rank_0_of_two_holds_what_was_predicted(make):
     cfg = make(*ONE, *LORA, "train.global_batch=2")
-    done = torchrun(cfg)
-    assert done.returncode == 0, done.stderr
+    on_ranks(cfg)
     agree(counted(cfg), predicted(cfg, 2))
 
 

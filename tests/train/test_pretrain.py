@@ -12,7 +12,7 @@ from octavo import data, models, train
 from octavo.config import ConfigError
 from octavo.train import base, finished
 from octavo.train.rundir import read_rows
-from tests.train.test_ranks import losses, torchrun
+from tests.train.test_ranks import losses, on_ranks
 
 TEXT = [f"{n} green bottles hanging on the wall, and if {n - 1} should fall ...\n" * 4 for n in range(2, 40)]
 
@@ -102,7 +102,6 @@ def test_what_random_weights_cannot_be_beside_is_refused(pretrain):
 def test_two_ranks_begin_with_the_weights_of_one(pretrain):
     one, two = pretrain(dir="one"), pretrain(dir="two")
     train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two)[0] == pytest.approx(losses(one)[0], rel=1e-6)
     assert losses(two) == pytest.approx(losses(one), rel=3e-3)

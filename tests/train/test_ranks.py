@@ -45,6 +45,17 @@ def torchrun(cfg: Config, processes: int = 2) -> subprocess.CompletedProcess[str
     return subprocess.CompletedProcess(words, max(map(abs, codes)), out, errors)
 
 
+def on_ranks(cfg: Config, processes: int = 2) -> None:
+    """The run of a file on several ranks, to its end, without what the command has for people: its page and the memory
+    that it predicts take rank 0 longer than most of these runs."""
+    if ranks.START != "fork":
+        done = torchrun(cfg, processes)
+        assert done.returncode == 0, done.stderr
+        return
+    for code, said in both(cfg, size=processes):
+        assert code == 0, said
+
+
 def losses(cfg: Config) -> list[float]:
     return [row["loss"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")]
 
@@ -81,8 +92,7 @@ def test_ten_steps_on_two_ranks_are_those_of_one(make, recipe: str, tolerance: f
     over = (f"fp8.recipe={recipe}", "train.steps=10", "data.eval=[]")
     one, two = make(*over, dir="one"), make(*over, dir="two")
     train.run(one)
-    done = torchrun(two)
-    assert done.returncode == 0, done.stderr
+    on_ranks(two)
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
 
 
@@ -134,7 +144,7 @@ def test_bf16_on_the_wire_trains_as_fp32_does_and_goes_on_to_the_bit(make):
     assert "gradients summed in BF16; shards stay fp32" in done.stdout
     assert losses(two) == pytest.approx(losses(one), rel=2e-2) and losses(two) != losses(one)
     again = make(*over, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_4'}", dir="again")
-    assert torchrun(again).returncode == 0
+    on_ranks(again)
     assert losses(again) == losses(two)[4:]
     result, alone = (json.loads((Path(cfg.run.dir) / "result.json").read_text()) for cfg in (two, one))
     assert result["eval"]["loss"] == pytest.approx(alone["eval"]["loss"], rel=2e-2)
@@ -145,7 +155,7 @@ def test_delayed_histories_are_those_of_all_ranks_and_survive_a_change_of_ranks(
     over = ("fp8.recipe=delayed", "train.steps=8", "run.save_every=4", "run.keep=9", "data.eval=[]")
     one, two = make(*over, dir="one"), make(*over, dir="two")
     train.run(one)
-    assert torchrun(two).returncode == 0
+    on_ranks(two)
     assert losses(two) == pytest.approx(losses(one), rel=5e-2)
     after = train.run(make(*over, f"run.resume={Path(two.run.dir) / 'checkpoints' / 'step_4'}", dir="after"))
     assert list(after.losses().values()) == pytest.approx(losses(two)[4:], rel=5e-2)
@@ -180,7 +190,7 @@ def test_sigterm_saves_and_two_ranks_go_on_bit_for_bit(make):
     """Each rank gets the signal, as torchrun passes it on (tests/test_launching.py)."""
     over = ("fp8.recipe=delayed", "train.steps=8", "train.micro_batch=1", "data.eval=[]")
     whole, stopped = make(*over, dir="whole"), make(*over, dir="stopped")
-    assert torchrun(whole).returncode == 0
+    on_ranks(whole)
 
     def stop() -> None:
         metrics, patience = Path(stopped.run.dir) / "metrics.jsonl", time.monotonic() + 120
@@ -194,7 +204,7 @@ def test_sigterm_saves_and_two_ranks_go_on_bit_for_bit(make):
     assert torchrun(stopped).returncode == 128 + signal.SIGTERM
     watcher.join()
     assert 3 <= len(losses(stopped)) < 8
-    assert torchrun(override(stopped, ["run.resume=auto"])).returncode == 0
+    on_ranks(override(stopped, ["run.resume=auto"]))
     assert losses(stopped) == losses(whole)
 
 
@@ -204,8 +214,7 @@ def test_two_copies_train_as_one_and_one_process_goes_on(make):
     over = ("train.steps=4", "run.save_every=2", "run.keep=9", "run.hf=true", "data.eval=[]", "optimizer.states=fp8")
     one, four = make(*over, dir="one"), make(*over, "parallel={replicate: 2, shard: 2}", dir="four")
     train.run(one)
-    done = torchrun(four, 4)
-    assert done.returncode == 0, done.stderr
+    on_ranks(four, 4)
     assert losses(four) == pytest.approx(losses(one), rel=3e-3)
     after = train.run(make(*over, f"run.resume={Path(four.run.dir) / 'checkpoints' / 'step_2'}", dir="after"))
     assert list(after.losses().values()) == pytest.approx(losses(four)[2:], rel=3e-3)

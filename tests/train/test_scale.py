@@ -26,7 +26,7 @@ def rows(run: Path) -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("uncounted")
+@pytest.mark.usefixtures("uncounted", "no_pages")
 def test_the_example_trains_as_one_process_does_and_goes_on_after_kill_9(tmp_path: Path, monkeypatch):
     """Killed on four ranks after a checkpoint, and continued on two and in one process, each from a copy."""
     monkeypatch.chdir(tmp_path)

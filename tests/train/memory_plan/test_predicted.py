@@ -13,7 +13,7 @@ from octavo.train import losses, planning
 from octavo.train.memory_plan.footprint import Footprint, Footprints
 from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, _patches
-from tests.train.test_ranks import torchrun
+from tests.train.test_ranks import on_ranks
 
 STILL = ("weights", "master", "gradients", "optimizer", "codes")
 ONE = ("train.micro_batch=1", "train.global_batch=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
@@ -148,6 +148,5 @@ def test_experts_in_high_precision_in_fp32(make, tmp_path) -> None:
 def test_rank_0_of_two(make, overrides) -> None:
     """Rows are dealt out in order, so rank 0's first micro-batch is that of one process."""
     cfg = make(*ONE, *overrides, "train.global_batch=2")
-    done = torchrun(cfg)
-    assert done.returncode == 0, done.stderr
+    on_ranks(cfg)
     agree(counted(cfg), predicted(cfg, 2))
