@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
@@ -23,6 +23,29 @@ from hypothesis import settings
 
 from octavo import vault
 
+
+def _count_frozen_once() -> None:
+    """How many objects are frozen is counted by going through them, and here a million are. Every run asks, twice; what
+    was counted is true until somebody freezes or thaws again."""
+    freeze, unfreeze, count = gc.freeze, gc.unfreeze, gc.get_freeze_count
+    known: list[int] = []
+
+    def forget(change: Callable[[], None]) -> Callable[[], None]:
+        def changed() -> None:
+            change()
+            known.clear()
+
+        return changed
+
+    def counted() -> int:
+        if not known:
+            known.append(count())
+        return known[0]
+
+    gc.freeze, gc.unfreeze, gc.get_freeze_count = forget(freeze), forget(unfreeze), counted
+
+
+_count_frozen_once()  # before the rest of octavo is imported, which keeps one of these functions
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
