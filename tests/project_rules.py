@@ -360,6 +360,8 @@ def names_as_text(tree: Tree) -> list[str]:
     there; code in a string, one word and the beginning of one may not."""
     wrong = []
     for module, file in tree.files.items():
+        if not any("octavo" in text for _, text, _ in file.texts):
+            continue
         parts = [pair for n in file.nodes if isinstance(n, ast.JoinedStr) for pair in itertools.pairwise(n.values)]
         begun = {id(left) for left, right in parts if isinstance(right, ast.FormattedValue)}
         for line, text, node in file.texts:

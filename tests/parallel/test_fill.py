@@ -60,10 +60,7 @@ DEALT = {
     "halves of experts": CASES["halves of experts"],
     "param of experts": Case("qwen3_moe", {}, "blockwise", True),
 }
-FEW = {
-    name: CASES[name]
-    for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves", "drawn")
-}
+FEW = {name: CASES[name] for name in ("rows", "blocks", "codes of experts", "halves", "drawn")}
 
 
 Folders = Callable[[Iterable[Case]], Path]
