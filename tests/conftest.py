@@ -5,12 +5,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for each other cost a busy machine 30 times
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 
@@ -23,6 +24,29 @@ from hypothesis import settings
 
 from octavo import switches, vault
 
+
+def _count_frozen_once() -> None:
+    """How many objects are frozen is counted by going through them, and here a million are. Every run asks, twice; what
+    was counted is true until somebody freezes or thaws again."""
+    freeze, unfreeze, count = gc.freeze, gc.unfreeze, gc.get_freeze_count
+    known: list[int] = []
+
+    def forget(change: Callable[[], None]) -> Callable[[], None]:
+        def changed() -> None:
+            change()
+            known.clear()
+
+        return changed
+
+    def counted() -> int:
+        if not known:
+            known.append(count())
+        return known[0]
+
+    gc.freeze, gc.unfreeze, gc.get_freeze_count = forget(freeze), forget(unfreeze), counted
+
+
+_count_frozen_once()  # before the rest of octavo is imported, which keeps one of these functions
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
@@ -58,6 +82,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         if "transformers" in sys.modules:  # it renders every configuration that it reads, for a log at a level unseen
             sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
+        if "torch._dynamo.guards" in sys.modules:  # it empties the CPU's caches, then times each new graph's guards
+            sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *guards: 0.0
         gc.freeze()
         gc.enable()
 

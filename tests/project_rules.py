@@ -177,13 +177,16 @@ class File:
         self.top = {name for node in self.parsed.body for name in _binds(node)}
 
     def _used(self, bound: list[tuple[str, str]]) -> Iterator[tuple[ast.expr, str]]:
+        names: dict[str, set[str]] = {}
+        for word, name in bound:
+            names.setdefault(word, set()).add(name)
         for node in self.nodes:
             at, attributes = node, []
             while isinstance(at, ast.Attribute):
                 attributes.append(at.attr)
                 at = at.value
             if isinstance(at, ast.Name) and isinstance(at.ctx, ast.Load):
-                for name in {name for word, name in bound if word == at.id}:
+                for name in names.get(at.id, ()):
                     yield node, ".".join([name, *reversed(attributes)])
 
     def _loads(self) -> Iterator[tuple[int, str | None]]:
@@ -357,6 +360,8 @@ def names_as_text(tree: Tree) -> list[str]:
     there; code in a string, one word and the beginning of one may not."""
     wrong = []
     for module, file in tree.files.items():
+        if not any("octavo" in text for _, text, _ in file.texts):
+            continue
         parts = [pair for n in file.nodes if isinstance(n, ast.JoinedStr) for pair in itertools.pairwise(n.values)]
         begun = {id(left) for left, right in parts if isinstance(right, ast.FormattedValue)}
         for line, text, node in file.texts:

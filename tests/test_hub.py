@@ -192,20 +192,20 @@ def test_what_is_a_name_and_what_a_path(tmp_path, folders, monkeypatch):
         config(folders, tmp_path, "data.train.0.split=test")
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "compare"])
-def test_without_a_network_one_sentence_comes_before_torch(folders, tmp_path, command):
+def test_without_a_network_one_sentence_comes_before_torch(folders, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: Qwen/Qwen3-8B}}\ndata: {{train: [{{path: {folders}/rows.json}}]}}\n"
                     "train: {steps: 1}\n")  # fmt: skip
-    code = ("import sys; from octavo.cli.main import main; code = main(sys.argv[1:]); "
-            "assert 'torch' not in sys.modules; sys.exit(code)")  # fmt: skip
+    commands = ("train", "plan", "compare")
+    code = ("import sys; from octavo.cli.main import main; codes = {main([c, sys.argv[-1]]) for c in sys.argv[1:-1]}; "
+            "assert 'torch' not in sys.modules; sys.exit(codes.pop() if len(codes) == 1 else 9)")  # fmt: skip
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
-    done = subprocess.run([sys.executable, "-c", code, command, str(file)], capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, "-c", code, *commands, str(file)], capture_output=True, text=True, env=env)
     assert done.returncode == 2, done.stderr
-    [line] = done.stderr.splitlines()
-    assert "there is no folder Qwen/Qwen3-8B here, and the Hugging Face hub cannot be asked for the model" in line
-    assert "OfflineModeIsEnabled" in line and "hf download Qwen/Qwen3-8B" in line
-    assert ("--shape qwen3_8b" in line) == (command == "plan")
+    for command, line in zip(commands, done.stderr.splitlines(), strict=True):
+        assert "there is no folder Qwen/Qwen3-8B here, and the Hugging Face hub cannot be asked for the model" in line
+        assert "OfflineModeIsEnabled" in line and "hf download Qwen/Qwen3-8B" in line
+        assert ("--shape qwen3_8b" in line) == (command == "plan")
 
 
 def test_a_data_set_of_the_hub(folders, cache, tmp_path, online, monkeypatch):

@@ -17,7 +17,14 @@ from functools import cached_property
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.quantization import FUSED
@@ -62,7 +69,21 @@ class Stock:
 
     def revert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters as transformers would save them: names, pieces and orientation."""
-        return revert_weight_conversion(self.model, dict(state))
+        if getattr(self.model, "_weight_conversions", None) is not None:  # those that the model was loaded by
+            return revert_weight_conversion(self.model, dict(state))
+        if not self._conversions:
+            return dict(state)
+        self.model._weight_conversions = self._conversions  # type: ignore[assignment]
+        try:
+            return revert_weight_conversion(self.model, dict(state))
+        finally:
+            del self.model._weight_conversions
+
+    @cached_property
+    def _conversions(self) -> list[WeightTransform]:
+        """What transformers looks up for a model that was not loaded, going through all its modules at each call."""
+        found = get_model_conversion_mapping(self.model, add_legacy=False)
+        return [move for move in found if not isinstance(move, PrefixChange)]
 
     @cached_property
     def disk(self) -> dict[str, tuple[str, ...]]:

@@ -68,12 +68,15 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 def quiet() -> Iterator[None]:
     """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    loud = level < transformers_logging.ERROR  # setting a level goes through all loggers of the process
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    if loud:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        if loud:
+            transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
 

@@ -78,7 +78,6 @@ def more_tokens(folder: Path) -> None:
 
 
 _JINJA = "chat_template.jinja"
-_LOOP = "{% for i in range(9999) %}{% for j in range(99999) %}{% set x = i %}{% endfor %}{% endfor %}"
 _GENERATION, _IMAGES = "generation_config.json", "preprocessor_config.json"
 _SETTINGS = (
     ("max_new_tokens", "x"),
@@ -120,7 +119,6 @@ FAULTS = {
     "field of the tokenizer": Fault(edited("tokenizer_config.json", eos_token=[3]), "companion", "tokenizer.json"),
     "template cut": Fault(text(_JINJA, "{% for m in messages"), "template", "chat template"),
     "template of a power": Fault(text(_JINJA, "{{ 9 ** (9 ** 9) }}"), "template", "chat template"),
-    "template loops": Fault(text(_JINJA, _LOOP), "template", "chat template"),
     "template fails": Fault(text(_JINJA, "{{ messages[99].x.y }}"), "template", "chat template"),
     "template says nothing": Fault(text(_JINJA, "hello"), "template", "chat template", loads=True),
     "processor": Fault(
@@ -206,12 +204,10 @@ def test_a_snapshot_of_the_hubs_cache_is_as_good_as_a_folder(good: Good, tmp_pat
     assert verify(snapshot).findings == ()
 
 
-def test_a_template_that_refuses_or_loops_is_a_sentence(good: Good, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 1)
+def test_a_template_that_refuses_is_a_sentence(good: Good) -> None:
     processor = models.load_processor(good("plain"))
     question = [{"role": "user", "content": "Yes?"}]
     assert "Yes?" in chat.render(processor, question)
-    for template, why in (("{{ raise_exception('only two') }}", "only two"), (_LOOP, "does not end")):
-        processor.tokenizer.chat_template = template
-        with pytest.raises(ModelError, match=f"chat template .*{why}"):
-            chat.render(processor, question)
+    processor.tokenizer.chat_template = "{{ raise_exception('only two') }}"
+    with pytest.raises(ModelError, match="chat template .*only two"):
+        chat.render(processor, question)

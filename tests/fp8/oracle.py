@@ -71,7 +71,7 @@ def quantize(x: np.ndarray, fmt: str, block: tuple[int, int], kind: str) -> tupl
     r, c = (max(size, 1) if b == -1 else b for b, size in zip(block, x.shape, strict=True))
     m = 1 if block[0] == -1 else math.ceil(rows / r)
     k = 1 if block[1] == -1 else math.ceil(cols / c)
-    codes, scales = np.zeros((rows, cols), np.uint8), np.ones((m, k))
+    quotients, bad, scales = np.zeros((rows, cols), np.float32), np.zeros((rows, cols), bool), np.ones((m, k))
     for i in range(m):
         for j in range(k):
             where = (slice(i * r, (i + 1) * r), slice(j * c, (j + 1) * c))
@@ -80,11 +80,11 @@ def quantize(x: np.ndarray, fmt: str, block: tuple[int, int], kind: str) -> tupl
             amax = float(np.max(np.abs(part))) if part.size else 0.0
             scales[i, j] = scale = scale_of(amax, fmt, kind)
             if math.isnan(scale):
-                codes[where] = 0x7F
+                bad[where] = True
             else:
                 # float64 has more than twice the digits of fp32: its rounded quotient is the IEEE fp32 division.
-                codes[where] = encode((part / scale).astype(np.float32), fmt)
-    return codes, scales
+                quotients[where] = (part / scale).astype(np.float32)
+    return np.where(bad, np.uint8(0x7F), encode(quotients, fmt)), scales
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, fmt: str, block: tuple[int, int]) -> np.ndarray:

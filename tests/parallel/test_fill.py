@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,25 +60,39 @@ DEALT = {
     "halves of experts": CASES["halves of experts"],
     "param of experts": Case("qwen3_moe", {}, "blockwise", True),
 }
-FEW = {
-    name: CASES[name]
-    for name in ("values", "rows", "blocks", "tensors", "codes", "codes of experts", "halves", "drawn")
-}
+FEW = {name: CASES[name] for name in ("rows", "blocks", "codes of experts", "halves", "drawn")}
+
+
+Folders = Callable[[Iterable[Case]], Path]
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small checkpoints by name: of every family, in FP8, and with a head beside the embedding it is tied to."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """folders(cases) -> where their small checkpoints lie by name: of a family, in FP8, or with a head beside the
+    embedding it is tied to. Each is written when it is first asked for."""
     place = tmp_path_factory.mktemp("fill")
-    for family in tiny.FAMILIES:
-        tiny.write(family, place / family, size="small" if family == "qwen3" else "mini")
-    quantized(place / "qwen3", place / "coded", "fp8")
-    quantized(place / "qwen3_moe", place / "coded_moe", "channel")
-    embedding = "model.embed_tokens.weight"
-    for name, more in (("twice", 0.0), ("untied", 1.0)):
-        tiny.write("qwen3", place / name, size="mini")
-        edit_weights(place / name, lambda w, more=more: w.update({"lm_head.weight": w[embedding] + more}))
-    return place
+
+    def write(name: str) -> Path:
+        folder = place / name
+        if folder.exists():
+            return folder
+        if name in ("coded", "coded_moe"):
+            source, form = ("qwen3", "fp8") if name == "coded" else ("qwen3_moe", "channel")
+            quantized(write(source), folder, form)
+        elif name in ("twice", "untied"):
+            tiny.write("qwen3", folder, size="mini")
+            more = 1.0 if name == "untied" else 0.0
+            edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + more}))
+        else:
+            tiny.write(name, folder, size="small" if name == "qwen3" else "mini")
+        return folder
+
+    def written(cases: Iterable[Case]) -> Path:
+        for case in cases:
+            write(case.folder)
+        return place
+
+    return written
 
 
 def _load(folder: Path, case: Case) -> tuple[nn.Module, dict[str, Tensor], models.Deferred | models.Drawn]:
@@ -143,15 +158,18 @@ def _all(world: World, folder: str, cases: dict[str, Case]) -> dict[str, list[st
     ],
 )
 def test_each_rank_has_the_rows_of_what_one_process_loads(
-    folders: Path, size: int, cases: dict[str, Case], axes: dict[str, int]
+    folders: Folders, size: int, cases: dict[str, Case], axes: dict[str, int]
 ):
-    assert ranks.run(_all, size, str(folders), cases, **axes) == [{}] * size
+    assert ranks.run(_all, size, str(folders(cases.values())), cases, **axes) == [{}] * size
+
+
+READ = ("values", "rows", "blocks", "codes")
 
 
 def _read(world: World, folder: str) -> list[float]:
     """The part of the file that this rank reads: plain, in FP8 by rows, by blocks, and of codes."""
     out = []
-    for case in ("values", "rows", "blocks", "codes"):
+    for case in READ:
         _, _, unread = _load(Path(folder), CASES[case])
         shard(unread.model, models.describe(unread.model), world)
         _, read = fill(unread.model, unread, world)
@@ -160,15 +178,16 @@ def _read(world: World, folder: str) -> list[float]:
     return out
 
 
-def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Path):
-    plain_part, rows, blocks, codes = ranks.run(_read, 2, str(folders))[0]
+def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Folders):
+    place = folders(CASES[name] for name in READ)
+    plain_part, rows, blocks, codes = ranks.run(_read, 2, str(place))[0]
     assert plain_part == rows == pytest.approx(0.5, abs=0.01)
     assert 0.5 < blocks < 0.9  # 256 of 320 rows, and all of the 128 of others
     assert 0.5 < codes < 0.53  # every rank has all scales
 
 
-def test_a_parameter_that_nothing_fills_is_an_error(folders: Path):
-    unread = models.defer(folders / "qwen3")
+def test_a_parameter_that_nothing_fills_is_an_error(folders: Folders):
+    unread = models.defer(folders([CASES["values"]]) / "qwen3")
     unread.prepared.found.origins.pop()
     with pytest.raises(WorldError, match="1 parameters were sharded without values and got none, first model"):
         fill(unread.model, unread, World())

@@ -332,9 +332,9 @@ def _all(world: World, recipes: tuple[str, ...], steps: bool) -> dict:
     return {
         "codes": _codes(world, recipes),
         "training": _training(world, recipes) if steps else {},
-        "casts": _casts(world),
+        "casts": _casts(world) if steps else {},
         "states": _states(world),
-        "high": _high(world),
+        "high": _high(world) if steps else {},
         "low": _low(world),
         "late": _late(world),
     }
@@ -356,14 +356,14 @@ def test_ranks(size: int, recipes: tuple[str, ...], steps: bool) -> None:
         most = {"blockwise": 1.01, "tensorwise": 1.01, "delayed": 1.01, "rowwise": 2.4, "mxfp8": 2.1}
         assert all(found < most[recipe] for recipe, found in codes["bytes"].items()), codes["bytes"]
         assert all(answer["training"].values()), answer["training"]
-        casts = answer["casts"]
-        assert casts == {"same": True, "kept": 2, "again": 8, "bytes": 0, "share": True}
+        assert answer["casts"] == ({"same": True, "kept": 2, "again": 8, "bytes": 0, "share": True} if steps else {})
         states = answer["states"]
         assert states.pop("rows") == (1 if size == 2 or rank < 2 else 0)
         assert all(states.values()), states
-        high = answer["high"]
-        assert high["forward"] and high["after"] and high["gap"] < 1e-3
-        assert "writes to a gathered FP8 weight" in high["refused"]
+        if steps:
+            high = answer["high"]
+            assert high["forward"] and high["after"] and high["gap"] < 1e-3
+            assert "writes to a gathered FP8 weight" in high["refused"]
         assert answer["low"] == {"dtypes": [["torch.bfloat16", "torch.bfloat16"]], "grad": "torch.float32"}
         assert "Call fp8.apply before fully_shard" in answer["late"]
 

@@ -128,7 +128,7 @@ def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, s
     split_state, whole_state = fresh(high, 0, states, "bf16+16"), fresh(whole, 0, states, "fp32")
     split_hyper = Hyper(1e-3, weight_decay=0.01, states=states, master="bf16+16")
     whole_hyper = Hyper(1e-3, weight_decay=0.01, states=states)
-    for step in range(1, 301):
+    for step in range(1, 151):
         g = (gradient(n, step) * 0.98**step).to(grad_dtype)
         on_cpu([Piece(high, g, split_state, 0, 0, step)], split_hyper, None, None)
         on_cpu([Piece(whole, g, whole_state, 0, 0, step)], whole_hyper, None, None)

@@ -60,9 +60,8 @@ def convert(model: nn.Module, recipe: str | fp8.Recipe, backend: str = "auto") -
 class Block(nn.Module):
     """q, k, v of one input; gate and up of another; norms and residuals between."""
 
-    def __init__(self, number: int = 0, width: int = 32, bias: bool = True) -> None:
+    def __init__(self, width: int = 32, bias: bool = True) -> None:
         super().__init__()
-        self.number = number
         self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.q, self.k, self.v = (nn.Linear(width, width, bias=bias) for _ in range(3))
         self.gate, self.up = nn.Linear(width, 48, bias=bias), nn.Linear(width, 48, bias=bias)
@@ -83,17 +82,18 @@ def block(recipe: str | fp8.Recipe = "blockwise", **options: object) -> nn.Modul
 class TwoLayers(nn.Module):
     """For what a single graph of two layers shows as well as one of six."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
+        self.number = number
         self.q, self.out = nn.Linear(32, 24), nn.Linear(24, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(silu(self.q(x)))
 
 
-def two_layers(recipe: str = "blockwise") -> nn.Module:
-    torch.manual_seed(0)
-    return convert(TwoLayers(), recipe)
+def two_layers(recipe: str = "blockwise", number: int = 0) -> nn.Module:
+    torch.manual_seed(number)
+    return convert(TwoLayers(number), recipe)
 
 
 def results(model: nn.Module, run: object, x: Tensor, dy: Tensor | None = None) -> list[Tensor]:
@@ -126,7 +126,7 @@ def assert_same(
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_number_of_tokens_is_special
 def test_a_block_is_one_graph_equals_eager_bit_for_bit_and_shares_casts(name):
     """Projections of one input share its cast and keep its codes once."""
     recorder = Recorder()
@@ -190,6 +190,7 @@ def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
     for name in ("q", "gate"):
         getattr(model, name).requires_grad_(False)
     assert_same(model, torch.randn(9, 32))
+    model = two_layers()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     recorder = Recorder()
@@ -197,13 +198,13 @@ def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
         torch.randn(9, 32, requires_grad=True)
     ).sum().backward()
     (backward,) = recorder.backwards
-    assert "wgrad" not in Recorder.ops(backward) and Recorder.ops(backward).count("dgrad") == 6
+    assert "wgrad" not in Recorder.ops(backward) and Recorder.ops(backward).count("dgrad") == 2
     saved = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
     assert not [t for t in saved if isinstance(t, Tensor) and t.dtype is torch.uint8]
-    assert_no_casts_for_wgrad(recorder.forwards[0])
+    assert_no_casts_for_wgrad(recorder.forwards[0], 2)
 
 
-def assert_no_casts_for_wgrad(graph, count=3):
+def assert_no_casts_for_wgrad(graph, count):
     """Codes that a backward will not ask for are not made either."""
     casts = [n for n in graph.graph.nodes if str(n.target).startswith("octavo.cast")]
     assert len(casts) == count and all(n.args[1] and not n.args[2] for n in casts)
@@ -230,7 +231,7 @@ def test_without_gradients_nothing_is_saved():
 
 
 def test_activation_checkpointing_inside_the_graph():
-    model = block("rowwise")
+    model = two_layers("rowwise")
     assert_same(model, torch.randn(9, 32), lambda x: checkpoint(model, x, use_reentrant=False))
 
 
@@ -272,10 +273,10 @@ def test_a_recipe_that_differs_is_another_graph():
 
 
 def test_blocks_and_numbers_of_tokens_share_one_graph():
-    blocks = [convert(Block(number), "blockwise") for number in range(4)]
+    blocks = [two_layers(number=number) for number in range(3)]
     recorder = Recorder()
     run = [torch.compile(b.forward, backend=recorder.backend, fullgraph=True, dynamic=True) for b in blocks]
-    for tokens in (5, 16, 130, 1000, 33):
+    for tokens in (5, 130, 33):
         x = h = torch.randn(tokens, 32)
         h.requires_grad_()
         for compiled in run:
@@ -342,7 +343,7 @@ def sharded(world: object, recipe: str, recompute: bool) -> list[list[float]]:
     losses: list[list[float]] = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(*[convert(Block(i), recipe) for i in range(2)])
+        model = nn.Sequential(*[convert(Block(), recipe) for _ in range(2)])
         for part in (*model, model):
             fully_shard(part)
         run = []

@@ -113,8 +113,7 @@ def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
     assert seen.count("GEMM") == 3
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("recipe", "frozen"), [("blockwise", False), ("tensorwise", True)])
 def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
     """In Triton's interpreter: dgrad finds the weight laid out for it, and every bit is as with one layout."""
     pytest.importorskip("triton")

@@ -83,8 +83,11 @@ def assert_same(one: Sequence[Piece], other: Sequence[Piece]) -> None:
             )
 
 
-@pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.parametrize("states", STATES)
+# A state and a master are read, computed and written apart from each other: each with half of the others.
+WITH = {"fp8": MASTERS[::3], "coat": MASTERS[1:3], "bf16": MASTERS[::2], "fp32": MASTERS[1::2]}
+
+
+@pytest.mark.parametrize(("states", "master"), [(states, master) for states in STATES for master in WITH[states]])
 def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     one, other = both(states, master)
     hyper = settings(states, master)

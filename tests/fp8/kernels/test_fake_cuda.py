@@ -7,6 +7,8 @@ strides. The operands are laid out for real on the CPU and their shapes and stri
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,10 +34,16 @@ WIDE = (
 TOKENS = (1, 2, 15, 16, 17, 33, 127, 128, 129, 300)
 
 
+@lru_cache(maxsize=8)
+def nothing(shape: tuple[int, int], spec: cast.CastSpec) -> Quantized:
+    """Where codes lie is asked here, not what they are: one weight serves all numbers of tokens."""
+    return cast.quantize(torch.zeros(shape), spec)
+
+
 def operands(name: str, op: str, m: int, n: int, k: int, plain: bool = False) -> tuple[Quantized, Quantized]:
     gemm = recipe(name).gemm(op)
     sides = {"fwd": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[op]
-    a, b = cast.quantize(torch.zeros(sides[0]), gemm.a), cast.quantize(torch.zeros(sides[1]), gemm.b)
+    a, b = nothing(sides[0], gemm.a), nothing(sides[1], gemm.b)
     if plain:  # as the reference leaves it: nothing padded, nothing ordered
         return a, b
     dims = CONTRACTED[op]
@@ -72,7 +80,7 @@ def test_torch_accepts_every_gemm_of_every_recipe(name: str, op: str) -> None:
             assert out.device.type == "cuda" and out.shape[0] >= rows and out.shape[1] >= cols
 
 
-FEW = (*range(1, 34), 63, 64, 65, 127, 128, 129, 255, 257, 300)
+FEW = (1, 2, 7, 15, 16, 17, 24, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 300)
 MORE = tuple(m for m in range(34, 301) if m % 16 in (0, 1, 15) and m not in FEW)  # beside each border of 16
 
 

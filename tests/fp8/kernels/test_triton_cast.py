@@ -144,8 +144,7 @@ def awkward() -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("fmt", "kind"), [*(("e4m3", kind) for kind in KINDS), ("e5m2", "fp32")])
 def test_awkward_values(fmt, kind):
     x = awkward()
     for block in ((1, 32), (1, -1), (1, 128)):
@@ -167,8 +166,11 @@ def test_the_padding_of_a_bad_block_is_zero():
         assert_laid(cast.quantize(x, CastSpec("e4m3", block, "pow2"), contract), contract)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
-@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("block", "kind"),
+    [((-1, -1), "fp32"), ((-1, -1), "e8m0"), ((1, -1), "pow2"), ((1, 128), "fp32"), ((1, 128), "e8m0")],
+    ids=str,
+)
 def test_given_scales_saturate_and_bad_blocks_stay_bad(block, kind):
     spec = CastSpec("e4m3", block, kind)
     x = spread(40, 150)
@@ -214,9 +216,9 @@ def test_tiles_within_the_matrix_and_at_its_edges(pair, monkeypatch):
     forms = []
     real = cast.launch
     monkeypatch.setattr(cast, "launch", lambda k, g, *a, **o: (forms.append((k.__name__, o)), real(k, g, *a, **o)))
+    even = PAIRS.index(pair) % 2 == 0
     for rows, cols, kind, fmt, dtype in (
-        (128, 128, "fp32", "e4m3", torch.bfloat16),
-        (128, 128, "fp32", "e5m2", torch.float16),
+        (128, 128, "fp32", *(("e4m3", torch.bfloat16) if even else ("e5m2", torch.float16))),
         (140, 160, "e8m0", "e4m3", torch.float32),
     ):
         x = spread(rows, cols, torch.float32)

@@ -28,8 +28,7 @@ def one_by_one(x, q):
     return metrics.Figures(fp8.sqnr(x, q), fp8.underflow(x, q), fp8.saturation(x, q), int(decode(q.data).isnan().sum()))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "pow2", "e8m0"])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("fmt", "kind"), [("e4m3", "fp32"), ("e4m3", "e8m0"), ("e5m2", "pow2")])
 def test_figures_are_bit_for_bit_those_of_the_functions(fmt, kind):
     g = torch.Generator().manual_seed(0)
     saturated = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import torch
 
@@ -18,6 +19,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 ROWS = 8  # any: the forms for 1 row and for 64 are the same
 
 
+@cache
 def variants() -> list[Variant]:
     """What those shapes run, each form once: products of all of the contraction and of a part, and sums of parts."""
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -25,6 +26,7 @@ GPUS = (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170))
 """An L40S, an H200, a B200 and an RTX 5090."""
 
 
+@cache
 def variants() -> list[Variant]:
     """What those shapes run, each form once, its first shape in its name; all tiles of one blockwise product."""
     found = list(_served())
