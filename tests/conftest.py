@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, waits asleep, no network or colours, the same hypothesis examples at every run."""
 
+import functools
 import gc
 import logging
 import os
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from octavo import vault
+from octavo import switches, vault
 
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
@@ -69,6 +70,12 @@ def pytest_unconfigure() -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is made of data files stays out of the user's folder, in child processes too."""
     os.environ["OCTAVO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _frozen_are_counted_once() -> None:
+    """Every run records how many objects are frozen, and here that is half a million to count: a tenth of a short run."""
+    switches.SETTINGS["gc.frozen"] = functools.cache(gc.get_freeze_count)
 
 
 @pytest.fixture(autouse=True)

@@ -69,11 +69,13 @@ def quiet() -> Iterator[None]:
     """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    if level != transformers_logging.ERROR:  # a level that is set takes what thousands of loggers know from them
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(level)
+        if level != transformers_logging.ERROR:
+            transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
 
