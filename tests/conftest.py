@@ -74,7 +74,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _frozen_are_counted_once() -> None:
-    """Every run records how many objects are frozen, and here that is half a million to count: a tenth of a short run."""
+    """Every run records how many objects are frozen: half a million here, a tenth of a short run to count."""
     switches.SETTINGS["gc.frozen"] = functools.cache(gc.get_freeze_count)
 
 
