@@ -21,7 +21,7 @@ from octavo.train import TrainError
 from tests.rl.test_preferring import LORA, rows_of
 from tests.train.conftest import at
 
-pytestmark = pytest.mark.usefixtures("unseen")
+pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
 
 Make = Callable[..., Config]
 DISK = "preference={reference: disk}"

@@ -19,7 +19,7 @@ from octavo.train.rundir import read_rows
 from tests.fp8.proof.test_checking import Faulty, faulty, flip  # noqa: F401 (a fixture)
 from tests.rl.forks import both
 
-pytestmark = pytest.mark.usefixtures("unseen")
+pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
 
 SHORT = ("train.steps=2", "train.warmup=0", "data.eval=[]", "run.check_every=1")
 
