@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from octavo import switches, vault
+from octavo import vault
 
 
 def _count_frozen_once() -> None:
@@ -50,8 +50,6 @@ _count_frozen_once()  # before the rest of octavo is imported, which keeps one o
 torch.set_num_threads(1)
 logging.disable(logging.DEBUG)  # torch logs twice for each tensor that it saves, and nobody reads it
 gc.disable()  # until all tests are collected: modules and tests stay, and going through them is half of what that costs
-# Every run records how many objects are frozen. Here that is all modules, and counting them takes 0.07 s.
-switches.SETTINGS["gc.frozen"] = lambda: None
 # A shell's background jobs, and what nohup starts, ignore these signals, and children inherit it.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -132,8 +132,16 @@ class SafeReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike[str], pass_over_bytes: bool = False) -> None:
         super().__init__(path)
         self.pass_over_bytes = pass_over_bytes
+        self._read: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What `.metadata` says, read once: what a caller looked at is what DCP then loads by."""
+        if self._read is None:
+            self._read = self._unpickled()
+        self._read.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._read
+
+    def _unpickled(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             metadata = _MetadataUnpickler(io.BytesIO(reading.read_bytes(path, CheckpointError))).load()
@@ -147,7 +155,6 @@ class SafeReader(FileSystemReader):
             _drop_bytes(metadata)
         _check(metadata, path)
         metadata.planner_data = None  # would place loaded values by paths of the file's choosing
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

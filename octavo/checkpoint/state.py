@@ -123,7 +123,8 @@ def load(
     if optimizer is not None and not document.get("states", True):
         raise CheckpointError(f"{path} {WITHOUT_STATES}: there is no optimizer state in it to go on with")
     with shared("read", path, world):
-        metadata = SafeReader(path).read_metadata()
+        reader = SafeReader(path)
+        metadata = reader.read_metadata()
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
         same_names(state, metadata, path, trained_only, model, spare)
@@ -138,7 +139,7 @@ def load(
         }
         state.update(extra)
     with dcp_errors("read", path):
-        dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
+        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
     fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
     with shared("read", path, world):
         fix = "Use an earlier checkpoint (run.resume=auto and commands without --step pass over such)"

@@ -42,7 +42,8 @@ def load_weights(
     path = Path(path)
     document = verified(path, world)
     with shared("read", path, world):
-        metadata = SafeReader(path).read_metadata()
+        reader = SafeReader(path)
+        metadata = reader.read_metadata()
         entries = metadata.state_dict_metadata
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
@@ -63,7 +64,7 @@ def load_weights(
         for name, parts in apart.items():
             state |= {_slot(name, key): room for key, room in parts.items()}
     with dcp_errors("read", path):
-        dcp.load(state, storage_reader=SafeReader(path), planner=TensorsOnly(), no_dist=world.size == 1)
+        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
     with shared("read", path, world):
         refuse_dead(state, path, "Begin from an earlier checkpoint")
         for name, parts in apart.items():

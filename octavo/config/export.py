@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,27 @@ _Representer.add_representer(str, _Representer.represent_text)
 def to_yaml(config: Config) -> str:
     """The resolved configuration, every default written out. Loading it gives an equal :class:`Config`,
     but for a word of an older version, which is written as what it means."""
+    return "".join(_lines(plain(config)))
+
+
+def _lines(tree: dict[str, Any]) -> Iterator[str]:
+    """The mapping as a block. Its entries are dumped one by one: configurations of a process have most in common."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield _dumped(json.dumps({key: 0})).removesuffix(" 0\n") + "\n"
+            yield from (f"  {line}" for line in _lines(value))
+        else:
+            yield from _dumped(json.dumps({key: value})).splitlines(keepends=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dumped(entry: str) -> str:
     yaml = YAML()
     yaml.Representer = _Representer
     yaml.width = 4096
     yaml.allow_unicode = True
     out = io.StringIO()
-    yaml.dump(plain(config), out)
+    yaml.dump(json.loads(entry), out)
     return out.getvalue()
 
 

@@ -115,11 +115,22 @@ def _load_stock(
     refuse_incomplete(folder, info)
     if bad := fp8.not_finite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
-    for name, parameter in skeleton(config, dtype, attn_implementation, scores).named_parameters():
-        if not parameter.requires_grad:  # tables of sinusoids; from_pretrained lets all parameters be trained
-            model.get_parameter(name).requires_grad_(False)
+    for name in _still(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
+        model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model
+
+
+_STILL: dict[tuple[type, bool, str], list[str]] = {}
+
+
+def _still(config: PreTrainedConfig, scores: bool) -> list[str]:
+    """The parameters that a model's own code keeps from training. A process that loads one again knows them."""
+    key = type(config), scores, config.to_json_string(use_diff=False)
+    if key not in _STILL:
+        model = skeleton(config, torch.float32, None, scores)
+        _STILL[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return _STILL[key]
 
 
 def _not_finite(folder: Path, bad: list[str]) -> str:

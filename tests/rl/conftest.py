@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from octavo.config import Config
-from tests.train.conftest import bare_forward, make, place, uncounted
+from tests.train.conftest import bare_forward, make, place, seen, uncounted, unseen, without_images
 
-__all__ = ["bare_forward", "make", "place", "uncounted"]
+__all__ = ["bare_forward", "make", "place", "seen", "uncounted", "unseen"]
 ROLE = {"human": "user", "gpt": "assistant"}
 DIGIT = "[0-9a-e]"  # often enough in what a model says that has learnt nothing
 
@@ -25,11 +25,12 @@ def asked(row: dict) -> tuple[dict, str]:
 
 @pytest.fixture(scope="session")
 def pairs(place: Path) -> Path:
-    """Digits: the right answer is chosen, another digit rejected."""
-    rows = json.loads((place / "digits" / "train.json").read_text())
-    made = [{**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)} for row, answer in map(asked, rows)]
-    file = place / "digits" / "pairs.json"
-    file.write_text(json.dumps(made))
+    """Digits: the right answer is chosen, another digit rejected; beside `talk/` a file of the same name."""
+    for folder in ("talk", "digits"):
+        rows = json.loads((place / folder / "train.json").read_text())
+        made = [{**row, "chosen": answer, "rejected": str((int(answer) + 3) % 10)} for row, answer in map(asked, rows)]
+        file = place / folder / "pairs.json"
+        file.write_text(json.dumps(made))
     return file
 
 
@@ -47,11 +48,14 @@ def labelled(pairs: Path) -> Path:
 
 
 @pytest.fixture
-def preferring(make: Callable[..., Config], pairs: Path) -> Callable[..., Config]:
+def preferring(
+    make: Callable[..., Config], place: Path, pairs: Path, request: pytest.FixtureRequest
+) -> Callable[..., Config]:
     """preferring("preference={loss: orpo}", ..., dir="a") -> three steps of preferences."""
+    file = place / "talk" / "pairs.json" if without_images(request) else pairs
 
     def build(*overrides: str, dir: str = "run") -> Config:
-        of = (f"data.train=[{{path: {pairs}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
+        of = (f"data.train=[{{path: {file}}}]", "train.phase=preference", "train.steps=3", "data.eval=[]")
         return make(*of, *overrides, dir=dir)
 
     return build

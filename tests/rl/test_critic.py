@@ -25,7 +25,7 @@ from octavo.train.update import AfterBackward
 from tests.rl.test_ppo import plain
 from tests.rl.test_reinforcing import LORA, rows_of
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 Make = Callable[..., Config]
 ONE = ("train.steps=1", "train.warmup=0")

@@ -21,6 +21,8 @@ from octavo.train import TrainError
 from tests.rl.test_preferring import LORA, rows_of
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
+
 Make = Callable[..., Config]
 DISK = "preference={reference: disk}"
 
@@ -80,6 +82,7 @@ def test_later_epochs_are_as_near_as_products_of_other_shapes(preferring: Make, 
         assert two == pytest.approx(one, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_pair_that_is_always_alone_has_the_same_number_in_every_epoch(preferring: Make, pairs: Path):
     over = ("train.micro_batch=1", "train.global_batch=2", "train.steps=3")
     few = (f"data.train=[{{path: {pairs}, max_samples: 2}}]", *over)
@@ -124,6 +127,7 @@ def test_numbers_of_another_run_are_not_taken(
     assert asked.count == (2 if what == "the same" else 4) and numbers(cfg)[0]["rewards/margins"] == 0
 
 
+@pytest.mark.usefixtures("seen")
 def test_an_image_that_is_another_is_named(preferring: Make, place: Path, pairs: Path, tmp_path: Path):
     """Its file is no part of what a resume compares, and its tokens are as many."""
     shutil.copytree(place / "digits" / "images", tmp_path / "images")

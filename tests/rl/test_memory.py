@@ -20,6 +20,8 @@ from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, _patches, assumed, count
 from tests.generation.test_memory import Peak
 
+pytestmark = pytest.mark.usefixtures("unseen")
+
 Make = Callable[..., Config]
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
 STILL = ("weights", "master", "gradients", "optimizer", "codes")
@@ -53,6 +55,7 @@ def agree(found: dict[str, int], want: Footprint) -> None:
     assert counted == pytest.approx(want.update - want.kinds["workspace"], rel=0.05)
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize(
     "over",
     [
@@ -91,6 +94,7 @@ def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, 
         assert all(peak == pytest.approx(kinds["kv_cache"] + kinds["workspace"], rel=0.05) for peak in peaks)
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("over", [(), (*LORA, "preference={loss: ipo}")], ids=["full", "lora"])
 def test_a_step_of_preferences_counts_what_was_predicted(preferring: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = preferring(*ONE, *over)

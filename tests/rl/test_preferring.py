@@ -19,7 +19,7 @@ from octavo.rl.algorithms import PREFERENCES
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 Make = Callable[..., Config]
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
@@ -76,6 +76,7 @@ def test_losses_without_a_reference_hold_none(preferring: Make, loss: str):
     assert seen == [None] and rows_of(cfg)[0]["rewards/accuracies"] <= 1
 
 
+@pytest.mark.usefixtures("seen")
 def test_kto_learns_from_labelled_answers_however_a_step_is_cut(preferring: Make, labelled: Path):
     """What answers are compared with is a mean over the step, so micro-batches do not matter."""
     found = []
@@ -94,6 +95,7 @@ def test_kto_learns_from_labelled_answers_however_a_step_is_cut(preferring: Make
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.usefixtures("seen")
 def test_kto_has_no_figure_of_a_kind_of_answer_that_is_not_there(preferring: Make, place: Path, labelled: Path):
     good, bad = (f"{{path: {labelled.with_name(name)}.json}}" for name in ("good", "bad"))
     for name, kind in (("good", True), ("bad", False)):
@@ -123,6 +125,7 @@ def test_micro_batches_do_not_matter(preferring: Make):
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_step_without_answers_has_no_figures(preferring: Make, place: Path, pairs: Path, tmp_path: Path):
     """Of two steps of a pair each, the image of one is not there."""
     rows = json.loads(pairs.read_text())[:2]
@@ -169,6 +172,7 @@ def held_out(place: Path, pairs: Path, labelled: Path, loss: str) -> str:
     return f"data.eval=[{{path: {place / 'digits' / 'test.json'}}}, {{path: {file}, max_samples: 5}}]"
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.long
 @pytest.mark.parametrize(("loss", "over"), [("sigmoid, reference: disk", ()), ("simpo", ()), ("kto", LORA)])
 def test_held_out_preferences_are_judged_beside_answers(
@@ -188,6 +192,7 @@ def test_held_out_preferences_are_judged_beside_answers(
     }, "octavo eval reads held-out preferences too"
 
 
+@pytest.mark.usefixtures("seen")
 def test_figures_of_held_out_pairs_are_those_of_a_step(preferring: Make, pairs: Path):
     """One step over the four rows that are held out, with a learning rate of nothing."""
     few = f"{{path: {pairs}, max_samples: 4}}"

@@ -25,10 +25,10 @@ from octavo.train.update import AfterBackward
 from tests.rl.test_reinforcing import LORA, rows_of
 from tests.train.conftest import at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 Make = Callable[..., Config]
-LAYER = "model.language_model.layers.1.mlp.down_proj"
+LAYER = "model.layers.1.mlp.down_proj"
 
 
 def to_weight(layer: nn.Module) -> None:
@@ -115,12 +115,13 @@ def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
 def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple[str, ...]):
     """Keys and values of the rollout in FP8: attention of the first layer differs, in what it hands to its o_proj."""
     cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5", *over)
-    found = r"differs first is model\.language_model\.layers\.0\.self_attn \(in what it hands to its o_proj\), by 0\.0"
+    found = r"differs first is model\.layers\.0\.self_attn \(in what it hands to its o_proj\), by 0\.0"
     with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the layer that " + found):
         rl.run(cfg)
     assert not rows_of(cfg)
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
 def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
     reinforcing: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str

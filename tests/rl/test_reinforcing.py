@@ -31,7 +31,7 @@ from octavo.train import TrainError, stopping
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 Make = Callable[..., Config]
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
@@ -109,6 +109,7 @@ def test_completions_do_not_depend_on_slots_micro_batches_or_page_of_the_cache(r
     assert first[0] == first[1] == first[2]
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(reinforcing: Make):
     over = (*LORA, "rl.kl=0.1", "rl.mini_batches=2")
     whole = rl.run(reinforcing(*over, dir="whole"))
@@ -154,6 +155,7 @@ def test_the_speed_of_a_rollout_counts_all_draws(talking: Make, monkeypatch: pyt
     assert row["rollout_tokens_per_s"] == row["sampling/draws"] * 4 * 2 * 4  # prompts, group, tokens
 
 
+@pytest.mark.usefixtures("seen")
 def test_what_is_drawn_in_place_of_equal_groups_is_not_equal_and_length_is_punished(reinforcing: Make):
     over = ("rl.algorithm=dapo", "rl.overlong=2", "rl.group=2", "rl.show=16", "train.steps=1", "train.warmup=0")
     cfg = reinforcing(*over, "fp8.recipe=off")
@@ -218,6 +220,7 @@ def test_rewards_of_a_file_are_run_and_held_to_at_a_resume(talking: Make, tmp_pa
         rl.run(override(cfg, ["run.resume=auto"]))
 
 
+@pytest.mark.usefixtures("seen")
 def test_columns_are_those_of_all_data_sets_whichever_rows_a_step_has(reinforcing: Make, place: Path, tmp_path: Path):
     rows = json.loads((place / "digits" / "train.json").read_text())
     rows[-1]["hint"] = "of a row that no step comes to"
@@ -313,6 +316,7 @@ def test_what_makes_no_sense_is_refused(reinforcing: Make, over: list[str], key:
     assert key in str(caught.value)
 
 
+@pytest.mark.usefixtures("seen")
 def test_images_for_a_model_without_eyes_are_refused_by_row(reinforcing: Make, place: Path):
     with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
         rl.run(reinforcing(f"model.path={place / 'text'}"))
@@ -329,6 +333,7 @@ def test_a_prompt_that_the_model_has_no_room_for_is_named_by_row(reinforcing: Ma
         rl.run(reinforcing(*over))
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_resumed_run_with_other_prompts_is_refused(reinforcing: Make, place: Path, tmp_path: Path):
     rows = json.loads((place / "digits" / "train.json").read_text())
     mine = tmp_path / "mine.json"

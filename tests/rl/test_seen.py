@@ -17,6 +17,8 @@ from octavo.report.outcomes import PANELS
 from octavo.rl.figures import TRL_NAMES
 from octavo.train.rundir import read_rows
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 Make = Callable[..., Config]
 
 

@@ -24,6 +24,8 @@ from tests.rl.test_proving import LAYER, unseen
 from tests.rl.test_reinforcing import LORA, rows_of
 from tests.train.conftest import at
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 Make = Callable[..., Config]
 STALE = ("rl.stale=1", "train.steps=4", "rl.show=16", "train.lr=1e-2", "fp8.recipe=off")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,11 +37,19 @@ def at(step: int, number: int) -> Rows:
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `tiny/` (mini Qwen3-VL), `text/` (mini Qwen3) and `digits/`; read only."""
+    """A folder with `tiny/` (mini Qwen3-VL), `text/` (mini Qwen3), `digits/`, and `talk/`, these without their images;
+    read only."""
     folder = tmp_path_factory.mktemp("train")
     tiny.write("qwen3_vl", folder / "tiny", size="mini")
     tiny.write("qwen3", folder / "text", size="mini")
     digits.write(folder / "digits", train=48, test=4)
+    (folder / "talk").mkdir()
+    for name in ("train.json", "test.json"):
+        rows = json.loads((folder / "digits" / name).read_text())
+        for number, row in enumerate(rows):
+            del row["image"]
+            row["conversations"][0]["value"] = f"{number}: First?"
+        (folder / "talk" / name).write_text(json.dumps(rows))
     return folder
 
 
@@ -57,21 +66,36 @@ def uncounted(bare_forward: None) -> None:
     test_run.py and test_step.py."""
 
 
+@pytest.fixture
+def unseen() -> None:
+    """For runs that are about other things than images: `make` takes the text model and its rows, in half the time."""
+
+
+@pytest.fixture
+def seen() -> None:
+    """For those among them that are about images all the same."""
+
+
 Make = Callable[..., Config]
+
+
+def without_images(request: pytest.FixtureRequest) -> bool:
+    return "unseen" in request.fixturenames and "seen" not in request.fixturenames
 
 
 @pytest.fixture
 def make(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Make:
     """make("train.lr=1e-2", ..., dir="a") -> a configuration of six short steps in tmp_path/a."""
     micro = 4 if "uncounted" in request.fixturenames else 2
+    model, rows = (place / "text", place / "talk") if without_images(request) else (place / "tiny", place / "digits")
 
     def build(*overrides: str, dir: str = "run") -> Config:
         text = f"""
-model: {{path: {place / "tiny"}}}
+model: {{path: {model}}}
 fp8: {{recipe: blockwise}}
 data:
-  train: [{{path: {place / "digits/train.json"}}}]
-  eval: [{{path: {place / "digits/test.json"}}}]
+  train: [{{path: {rows / "train.json"}}}]
+  eval: [{{path: {rows / "test.json"}}}]
 train: {{steps: {STEPS}, seq_length: 128, micro_batch: {micro}, global_batch: 4, lr: 2e-3, warmup: 2}}
 run: {{dir: {tmp_path / dir}, health_every: 0, tensorboard: false, hf: false, threads: 1}}
 """

@@ -25,6 +25,8 @@ from octavo.train.rundir import read_rows
 from tests import ranks
 from tests.rl.forks import both
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 LAYER = "model.layers.1.mlp.down_proj"
 EVERY, BEGIN, END = 5, 30, 40
 WORDS = ("the", "a", "of", "sea", "ship", "wind", "old", "man", "light", "night", "cold", "deep", "went", "came", "saw")

@@ -22,7 +22,7 @@ from tests import ranks
 
 from .conftest import Rows, at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 ASYNC = "run.save=async"
 OFTEN = ("run.save_every=2", "run.keep=9", "data.eval=[]", "train.steps=4")

@@ -17,6 +17,8 @@ from octavo.train import attention
 from octavo.train.attention import Heads, choose, decide
 from octavo.train.errors import TrainError
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 CPU = torch.device("cpu")
 TEXT, TOWER = Heads("language model", 4, 2, 16, 32, True), Heads("vision tower", 3, 3, 24, 32, False)
 

@@ -15,7 +15,7 @@ from octavo.train.rundir import read_rows
 
 from .conftest import at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/callback.py"
 

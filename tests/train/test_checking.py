@@ -19,6 +19,8 @@ from octavo.train.rundir import read_rows
 from tests.fp8.proof.test_checking import Faulty, faulty, flip  # noqa: F401 (a fixture)
 from tests.rl.forks import both
 
+pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
+
 SHORT = ("train.steps=2", "train.warmup=0", "data.eval=[]", "run.check_every=1")
 
 
@@ -109,6 +111,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, *layers: str) -> None:
     monkeypatch.setattr(checking, "drawn", chosen)
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_planted_bit_is_found_named_and_stops_the_run(make, uncounted, faulty, monkeypatch) -> None:  # noqa: F811
     sampled(monkeypatch, "layers.1.mlp.down_proj")
     over = ("train.steps=3", "data.eval=[]", "run.check_every=1", "run.save_every=1")

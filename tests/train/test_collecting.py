@@ -15,6 +15,8 @@ from octavo.config import ConfigError, load_config_text, to_yaml
 from octavo.train import collecting
 from octavo.train.rundir import read_rows
 
+pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
+
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:

@@ -9,6 +9,8 @@ import torch._functorch.config
 
 from octavo import train
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 
 @pytest.fixture(autouse=True)
 def fresh():

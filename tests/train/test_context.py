@@ -17,6 +17,8 @@ from octavo.train.rundir import read_rows
 from octavo.train.tokens import Tokens, attention_flops
 from tests import ranks
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 PACKED = (
     "data.packing=true", "data.window=16", "train.micro_batch=1", "train.global_batch=2", "train.seq_length=384",
     "train.steps=3", "train.warmup=0",

@@ -19,9 +19,9 @@ from octavo.train.update import AfterBackward
 
 from .. import ranks
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
-NORM = "model.language_model.layers.1.input_layernorm.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 SHORT = ("fp8.recipe=off", "data.eval=[]", "train.warmup=0", "run.hf=true")
 
 
@@ -60,7 +60,7 @@ def test_a_weight_that_is_not_finite_ends_the_run_at_whatever_step(make, step: i
 
 def test_an_evaluation_refuses_such_weights_too(make):
     """A weight that no held-out row reaches: the loss would look sound."""
-    table, unused = "model.language_model.embed_tokens.weight", -1
+    table, unused = "model.embed_tokens.weight", -1
     with pytest.raises(train.TrainError, match=f"after step 2 the weight {table} itself"):
         train.run(make("fp8.recipe=off", "run.eval_every=2"), callbacks=[Writes(2, float("nan"), table, unused)])
 
@@ -81,7 +81,7 @@ def test_states_of_the_optimizer_are_looked_at_as_weights_are(make):
 def test_keep_never_deletes_the_checkpoint_before_the_one_that_proves_dead(make):
     """Weights that are finite and overflow in every forward: the checkpoint of step 4 is of no use, 3 is."""
     cfg = make(*SHORT, "train.steps=30", "run.save_every=1", "run.keep=1")
-    head = "model.language_model.layers.1.mlp.down_proj.weight"
+    head = "model.layers.1.mlp.down_proj.weight"
 
     class Grows(train.Callback):
         def after_step(self, run: train.Run, step: train.Step) -> None:
@@ -192,6 +192,7 @@ def test_a_poisoned_checkpoint_by_name_is_refused(old: Path, tmp_path: Path):
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_folder_with_such_a_value_is_refused_wherever_it_is_read(place: Path, make, tmp_path: Path, value: float):
     folder = tmp_path / "sick"
@@ -218,16 +219,16 @@ def test_a_folder_with_such_a_value_is_refused_wherever_it_is_read(place: Path, 
 
 
 def test_nothing_writes_such_a_model(place: Path, tmp_path: Path):
-    model = models.load(place / "tiny")
+    model = models.load(place / "text")
     model.get_parameter(NORM).data[0] = float("inf")
     with pytest.raises(models.ModelError, match=rf"{NORM} holds NaN or infinity \(1 of "):
-        checkpoint.save_hf(model, place / "tiny", tmp_path / "out", World())
+        checkpoint.save_hf(model, place / "text", tmp_path / "out", World())
     assert not (tmp_path / "out").exists()
 
 
 def test_adapters_that_are_not_finite_are_neither_written_nor_merged(make, tmp_path: Path):
     cfg = make(*SHORT, "lora.rank=2", "train.steps=2", "run.save_every=1")
-    name = "model.language_model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    name = "model.layers.0.self_attn.q_proj.lora_B.default.weight"
     with pytest.raises(CheckpointError, match=f"after step 2 {name} holds NaN"):
         train.run(cfg, callbacks=[Writes(2, float("nan"), name)])
     assert steps_in(cfg) == [1] and not (Path(cfg.run.dir) / "adapter").exists()
@@ -244,6 +245,7 @@ def test_adapters_that_are_not_finite_are_neither_written_nor_merged(make, tmp_p
 # Models that are finite and dead --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("seen")
 def test_a_model_that_computes_no_numbers_is_not_evaluated_and_does_not_answer(place: Path, make):
     model, cfg = models.load(place / "text"), make()
     torch.nn.init.constant_(model.get_parameter("model.layers.1.mlp.down_proj.weight"), 3e38)

@@ -13,6 +13,8 @@ from octavo.train import base
 
 from .conftest import Make
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 
 def rows(file: Path, count: int) -> Path:
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -12,6 +12,8 @@ from octavo.config import override
 
 from .conftest import STEPS
 
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
+
 BEGINS = STEPS - 2
 
 

@@ -15,6 +15,8 @@ from octavo.train import planning, rundir
 
 from .test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.save_every=2")
 FUSED = [f"model.language_model.layers.{i}.mlp" for i in (0, 1)]
 

@@ -24,7 +24,7 @@ from octavo.train.step import Stepper
 from .conftest import at
 from .test_ranks import on_ranks
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 SIX = ("train.steps=6", "data.eval=[]")
 
 
@@ -41,6 +41,7 @@ def plain(make, recipe: str, kept: dict[str, train.RunResult]) -> train.RunResul
     return kept[recipe]
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, plain, monkeypatch):
     real = gain._run
@@ -135,6 +136,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
     assert result.gain["gain"] == 0.0
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, plain, recipe):
     real, passes = gain._run, []

@@ -20,6 +20,8 @@ from octavo.train.graphs import Graphs
 from octavo.train.rundir import read_rows
 from octavo.train.update import Loss
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 CPU = torch.device("cpu")
 
 

@@ -31,7 +31,7 @@ from tests import ranks
 
 pytestmark = [
     pytest.mark.skipif(ranks.START != "fork" or not hasattr(signal, "SIGHUP"), reason="ranks are forks"),
-    pytest.mark.usefixtures("uncounted"),
+    pytest.mark.usefixtures("uncounted", "unseen"),
 ]
 
 

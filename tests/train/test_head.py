@@ -10,6 +10,8 @@ from octavo import train
 
 from .test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 COMMON = ("train.steps=4", "train.warmup=0", "data.eval=[]", "run.gain_steps=1")
 HEAD = "fp8.lm_head={recipe: blockwise}"
 

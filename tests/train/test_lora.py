@@ -25,6 +25,8 @@ from tests.train.memory_plan.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import killed
 
+pytestmark = pytest.mark.usefixtures("unseen")
+
 pytest.importorskip("peft")
 LORA = ("lora={rank: 4}", "model.load_in_fp8=block")
 ONE = ("train.micro_batch=1", "train.global_batch=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
@@ -38,6 +40,7 @@ def saved(checkpoint: Path) -> list[str]:
     return sorted(SafeReader(checkpoint).read_metadata().state_dict_metadata)
 
 
+@pytest.mark.usefixtures("seen")
 def test_adapters_train_and_nothing_else_is_kept(make):
     cfg = make(*LORA, "run.hf=true", "run.save_every=3", "run.health_every=3")
     result = train.run(cfg)
@@ -105,7 +108,7 @@ def test_another_base_is_refused(make, place: Path, tmp_path: Path):
     assert str(folder) in str(caught.value) and "step_3" in str(caught.value)
 
 
-@pytest.mark.usefixtures("bare_forward")
+@pytest.mark.usefixtures("bare_forward", "seen")
 def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
     """Whatever writes to it: the end of the run finds out."""
     cfg = make(*LORA, "train.steps=2", "train.warmup=1", "run.hf=true")
@@ -161,6 +164,7 @@ def test_adapters_go_on_from_a_folder(make):
         train.run(make(*more, "lora.rank=8", dir="third"))
 
 
+@pytest.mark.usefixtures("seen")
 def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
     """The model that is planned, on the meta device, and the one that trains: same names, shapes, dtypes, codes."""
     cfg = make("lora={}", "model.load_in_fp8={foundation: row, image_encoder: tensor}", "fp8.recipe=rowwise")
@@ -176,6 +180,7 @@ def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
     assert sum(map(fp8.is_frozen, mine.values())) == 22
 
 
+@pytest.mark.usefixtures("seen")
 def test_freezing_a_frozen_base_is_noted(make):
     _, _, notes = planning.plan_for(make(*LORA, "model.freeze=[image_encoder]"))
     assert any(note.startswith("model.freeze changes nothing beside lora") for note in notes)
@@ -183,6 +188,7 @@ def test_freezing_a_frozen_base_is_noted(make):
         planning.plan_for(make(*LORA, "model.freeze=['**.nothing']"))
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -309,7 +315,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
 
 
-@pytest.mark.usefixtures("bare_forward")
+@pytest.mark.usefixtures("bare_forward", "seen")
 def test_a_frozen_language_model_of_codes_without_adapters_stays_while_the_tower_trains(make, place: Path):
     """`load_in_fp8` without `lora`: what `model.freeze` names is codes, all else trains, stops and goes on."""
     over = ("model.load_in_fp8=block", "model.freeze=[foundation]", "train.steps=2", "train.warmup=0")

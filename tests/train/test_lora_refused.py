@@ -11,6 +11,8 @@ from octavo import train
 from octavo.adapters import AdapterError
 from octavo.train import TrainError, planning
 
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
+
 pytest.importorskip("peft")
 
 

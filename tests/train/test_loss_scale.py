@@ -25,7 +25,7 @@ from octavo.train.update import AfterBackward, InBackward, Loss
 
 from ..rl.forks import both
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from tests.fp8.optim.test_offload import Late
 
 from .conftest import at
 
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
+
 SHORT = ("train.steps=4", "data.eval=[]")
 INSIDE = ("optimizer.update=backward", "train.global_batch=2")
 

@@ -16,6 +16,8 @@ from octavo.fp8.measuring.timing import Timed
 from octavo.train import planning, tokens
 from octavo.train.planning import plan_for, policy_from
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 
 def test_every_level_of_the_fp8_section_reaches_the_policy(make):
     cfg = make(

@@ -14,6 +14,8 @@ from octavo.train import base, finished
 from octavo.train.rundir import read_rows
 from tests.train.test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 TEXT = [f"{n} green bottles hanging on the wall, and if {n - 1} should fall ...\n" * 4 for n in range(2, 40)]
 
 

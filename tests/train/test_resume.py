@@ -26,13 +26,14 @@ from octavo.train.rundir import read_rows, settings
 from .. import ranks
 from .conftest import STEPS, Rows, at
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 
 def steps_of(directory: Path) -> list[int]:
     return [row["step"] for row in read_rows(directory / "metrics.jsonl")]
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["off", "blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_sigterm_saves_and_leaves_and_auto_goes_on_bit_for_bit(make, recipe: str):
     whole = train.run(make(f"fp8.recipe={recipe}", dir="whole"))
@@ -327,6 +328,7 @@ def test_going_back_to_a_checkpoint_that_cannot_be_read_costs_nothing(make):
     assert (whole.dir / "checkpoints" / f"step_{STEPS}").is_dir()
 
 
+@pytest.mark.usefixtures("seen")
 def test_changed_data_is_noticed_by_a_resume(make, place: Path, tmp_path: Path):
     text = (place / "digits/train.json").read_text()
     file = tmp_path / "rows.json"

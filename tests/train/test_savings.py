@@ -18,6 +18,8 @@ from .conftest import STEPS, at
 from .test_ranks import losses, on_ranks
 from .test_resume import killed
 
+pytestmark = pytest.mark.usefixtures("unseen")
+
 SHORT = "data.eval=[]"
 ROUNDED = ("optimizer={states: fp8, master: bf16+sr}", "fp8.activations=fp8", "fp8.param=true")
 EXACT = ("optimizer={states: fp8, master: bf16+16, update: backward}", "train.micro_batch=4",
@@ -63,7 +65,7 @@ def test_it_trains_near_the_run_without_and_goes_on_bit_for_bit(make, over):
     assert train.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses()
 
 
-@pytest.mark.usefixtures("bare_forward")
+@pytest.mark.usefixtures("bare_forward", "seen")
 @pytest.mark.parametrize("over", [ROUNDED, EXACT], ids=["rounded", "exact"])
 def test_stock_transformers_loads_what_was_trained(make, over):
     result = train.run(make(SHORT, *over, "run.hf=true", "train.steps=2", "train.warmup=0"))

@@ -16,7 +16,7 @@ from octavo.train.rundir import read_rows
 from tests.train.conftest import at
 from tests.train.test_ranks import losses, on_ranks
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 # One row over and over, so that the next step of a run and the first of another see the same.
 SAME = ("data.train.0.max_samples=1", "data.eval=[]", "train.warmup=0", "train.schedule=constant", "fp8.recipe=off")
@@ -135,6 +135,7 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     assert load_config(stopped.run.dir + "/config.yaml").run.start_from == str(first.dir)
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize(
     ("over", "message"),
     [

@@ -13,6 +13,8 @@ from octavo.train.forward import autocast_dtype, model_dtype
 from octavo.train.rundir import read_rows
 from octavo.train.update import AfterBackward, InBackward, Loss
 
+pytestmark = pytest.mark.usefixtures("bare_forward")
+
 
 @pytest.mark.parametrize("reduction", ["token", pytest.param("sample", marks=pytest.mark.long)])
 def test_micro_batch_and_accumulation_change_no_loss(make, reduction: str):

@@ -12,7 +12,7 @@ from octavo.report.live import Page
 from octavo.train import trackers
 from octavo.train.errors import TrainError
 
-pytestmark = pytest.mark.usefixtures("uncounted")
+pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 
 class Lines:
