@@ -297,7 +297,7 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
     from octavo.models import shapes
-    from octavo.train import base, build, planning, tokens
+    from octavo.train import base, planning, tokens
 
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
@@ -308,7 +308,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        return tokens.count(build.data_settings(cfg), base.processor_of(cfg), family, model.config)
+        return tokens.count(base.data_settings(cfg), base.processor_of(cfg), family, model.config)
 
     return model, family, count
 

@@ -48,8 +48,6 @@ def rules(config: Sections) -> Iterator[Finding]:
     beside = (
         ("train.micro_batch", train.micro_batch != 1, f"a micro-batch is one pack, and {train.micro_batch} are asked",
          "use 1, and raise train.seq_length for longer packs"),
-        ("train.epochs", train.epochs is not None, "how many packs the rows make is known only as they are read",
-         "give train.steps"),
         ("train.compile", train.compile, "every pack ends its samples elsewhere, and would be compiled anew",
          "use `compile: false`"),
         ("train.cuda_graphs", train.cuda_graphs, "every pack ends its samples elsewhere, and a graph replays one",
@@ -57,6 +55,11 @@ def rules(config: Sections) -> Iterator[Finding]:
         ("model.attention", kernel in _KERNELS, _KERNELS.get(kernel, ""),
          "use sdpa, which takes torch's flash attention for packs where it can, or cudnn, flash, efficient or math"),
     )  # fmt: skip
+    for number, entry in enumerate(data.train if train.epochs is not None else ()):
+        if entry.stream:
+            found = f"packs are counted before the first step, and data.train.{number} is streamed, read as steps come"
+            fix = "give train.steps, or leave stream out"
+            yield finding("train.epochs", found, fix, f"data.train.{number}.stream", "data.packing")
     for key, is_there, found, fix in beside:
         if is_there:
             yield finding(key, f"{found} (data.packing: true)", fix, "data.packing")

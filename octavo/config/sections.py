@@ -138,7 +138,8 @@ class DataSection(Section):
         default=1000,
         ge=1,
         le=10**6,
-        description="Rows of the mixture that are packed together; more waste fewer places, and are counted ahead.",
+        description="Rows of the mixture that are packed together, all of one epoch; more waste fewer places, and are "
+        "counted ahead.",
     )
     train_on_prompt: bool = Field(default=False, description="Put loss on all turns, not on the assistant's alone.")
     max_pixels: int | None = Field(
@@ -225,7 +226,8 @@ class TrainSection(Section):
         gt=0,
         le=10**6,
         description="Instead of steps: passes over data.train, each of as many rows as its data sets have in all "
-        "(weights say whose come how often). The run writes the steps that follow into its config.yaml.",
+        "(weights say whose come how often); with data.packing their packs are counted ahead. The run writes the steps "
+        "that follow into its config.yaml.",
     )
     seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")

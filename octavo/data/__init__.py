@@ -66,7 +66,7 @@ __all__ = [
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
     "Sealed", "Split", "Text", "Turn", "collate", "collate_pack", "compared", "digits", "encoder", "eval_set",
-    "file_limits", "files_of", "learned", "pack", "pair_loader", "pair_set", "parse", "prepare", "print_of",
+    "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare", "print_of",
     "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text",
     "train_loader", "waste", "workers_of",
 ]  # fmt: skip
@@ -307,6 +307,18 @@ def rows_of_an_epoch(cfg: Config, processor: Callable[[], Any]) -> int:
         kinds = [(preferences(d, _cache(cfg)) if of_pairs else None) or "conversations" for d in cfg.data.train]
         sources = [read(d, kind, _cache(cfg)) for d, kind in zip(cfg.data.train, kinds, strict=True)]
     return sum(Mixture(sources, [d.weight for d in cfg.data.train]).draws)
+
+
+def packs_of(cfg: Config, processor: Any, epochs: float) -> int:
+    """How many packs so many epochs of `data.train` make (`PackLoader.count`): every row that they have is counted, by
+    the ranks that share `data.cache` together. Raises `DataError`."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    loader = train_loader(cfg, processor, rank=rank, world=world)
+    assert isinstance(loader, PackLoader)
+    try:
+        return loader.count(epochs)
+    finally:
+        loader.close()
 
 
 def eval_set(

@@ -179,10 +179,11 @@ def note(known: Sequence[Counts], counted: Iterable[tuple[Place, int]]) -> None:
 
 
 class Lengths:
-    """Token counts of the rows of a mixture, by windows of `size` rows, one after the other from `first` on.
+    """Token counts of the rows of a mixture, by windows of `size` rows, one after the other from `first` on. The last
+    window of a round has what is left of it, so that none has rows of two.
 
-    With `workers` a process of its own counts one window ahead. It begins where none of the other `world` ranks does,
-    and passes over what those have counted meanwhile.
+    `workers`: processes of their own that count ahead, each a window. They begin where none of the other `world` ranks
+    does, and pass over what those have counted meanwhile.
     """
 
     def __init__(
@@ -190,12 +191,18 @@ class Lengths:
         world: int = 1, workers: int = 0, timeout: float = float("inf"),
     ) -> None:  # fmt: skip
         self.mixture, self.size, self.next = mixture, size, first
-        self._counting, self._pieces = _Counting(mixture.sources, encoder, known), -(-size // PIECE)
-        self._begin, self._workers, self._timeout = rank * self._pieces // world, workers, timeout
+        self.rank, self.world, self.workers, self._timeout = rank, world, workers, timeout
+        self._counting = _Counting(mixture.sources, encoder, known)
         self._made: Any = None
 
+    def rows(self, window: int) -> range:
+        """The numbers of a window's rows in the stream of the mixture."""
+        turn, nth = divmod(window, -(-self.mixture.round // self.size))
+        first = turn * self.mixture.round + nth * self.size
+        return range(first, min(first + self.size, (turn + 1) * self.mixture.round))
+
     def places(self, window: int) -> list[Place]:
-        return [self.mixture.row(number) for number in range(window * self.size, (window + 1) * self.size)]
+        return [self.mixture.row(number) for number in self.rows(window)]
 
     def of(self, window: int) -> list[int]:
         """Tokens of each row of a window; 0 for those that are left out."""
@@ -203,36 +210,37 @@ class Lengths:
         if window != self.next:  # one that has passed, of which all is known
             return [max(0, tokens) for tokens in self._counting[places]]
         self._made = self._made or self._counted()
-        counted = dict(chain.from_iterable(next(self._made) for _ in range(self._pieces)))
+        counted = dict(chain.from_iterable(next(self._made) for _ in range(0, len(places), PIECE)))
         self.next += 1
-        if self._workers:  # another process noted it where a file can be written to
+        if self.workers:  # another process noted it where a file can be written to
             note(self._counting.known, counted.items())
         return [max(0, counted[place]) for place in places]
 
     def _counted(self) -> Any:
-        chunks = _Pieces(self, self.next, self._begin)
-        if self._workers:
-            return by_workers(self._counting, chunks, 1, self._timeout, self._pieces + 1)
+        chunks = _Pieces(self, self.next)
+        if self.workers:
+            return by_workers(self._counting, chunks, self.workers, self._timeout, -(-self.size // PIECE) + 1)
         return (list(zip(chunk, self._counting[chunk], strict=True)) for chunk in chunks)
 
     def close(self) -> None:
-        """Stop the process that counts."""
+        """Stop the processes that count."""
         if self._made is not None:
             self._made.close()
             self._made = None
 
 
 class _Pieces:
-    """The places of each window in pieces, `begin` of them last: the sampler of the process that counts."""
+    """The places of each window in pieces, from this rank's part on: the sampler of the processes that count."""
 
     step = PIECE
 
-    def __init__(self, lengths: Lengths, first: int, begin: int) -> None:
-        self.lengths, self.first, self.begin = lengths, first, begin
+    def __init__(self, lengths: Lengths, first: int) -> None:
+        self.lengths, self.first = lengths, first
 
     def __iter__(self) -> Iterator[list[Place]]:
         for window in count(self.first):
             places = self.lengths.places(window)
             starts = range(0, len(places), PIECE)
-            for start in [*starts[self.begin :], *starts[: self.begin]]:
+            begin = self.lengths.rank * len(starts) // self.lengths.world
+            for start in [*starts[begin:], *starts[:begin]]:
                 yield places[start : start + PIECE]

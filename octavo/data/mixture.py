@@ -23,7 +23,8 @@ class Mixture:
     proportion, rounded by largest remainder, at least one) in shuffled places. Of more than `WHOLE` rows it is dealt
     out in blocks, each of which has every data set's share. Each data set runs through its own epochs, each a new order
     (`octavo.data.order`), and every row comes once in an epoch. Same sources, weights and seed, same order, on any
-    machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable.
+    machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: how many rows a round has,
+    an epoch of `train.epochs`.
     """
 
     def __init__(self, sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
@@ -37,15 +38,15 @@ class Mixture:
         self.sizes = tuple(len(source) for source in self.sources)
         self.draws = _share_out(sum(self.sizes), [w * n for w, n in zip(weights, self.sizes, strict=True)])
         self.orders = tuple(order_of(source, seed, number) for number, source in enumerate(self.sources))
-        self._round = int(sum(self.draws))
-        self._blocks = 1 if self._round <= WHOLE else -(-self._round // BLOCK)
+        self.round = int(sum(self.draws))
+        self._blocks = 1 if self.round <= WHOLE else -(-self.round // BLOCK)
         self._places = lru_cache(maxsize=2)(self._make_places)
 
     def row(self, n: int) -> tuple[int, int]:
         """(index of the data set, row in it) of the n-th row, n from 0."""
         if n < 0:
             raise IndexError(f"row {n}; rows count from 0")
-        turn, place = divmod(n, self._round)
+        turn, place = divmod(n, self.round)
         if len(self.sources) == 1:
             return 0, self.orders[0].row(turn, place)
         block = self._block_of(turn, place)
@@ -58,7 +59,7 @@ class Mixture:
     def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(data set, shard of it) of what the rows from the n-th on need of these data sets: in the window under way of
         each and the one behind it; of one that is shuffled whole, all."""
-        turn, place = divmod(n, self._round)
+        turn, place = divmod(n, self.round)
         for source in sources:
             order = self.orders[source]
             if isinstance(order, Windows):

@@ -1,8 +1,9 @@
 """The stream of packs that a rank trains on: same packs for any number of ranks and workers, exact after a resume.
 
-The rows of a mixture are taken a window at a time, counted (:mod:`octavo.data.counting`) and put into packs
-(:mod:`octavo.data.packing`), and the packs of a window come in an order of the seed's. So what the n-th pack holds
-follows from data, settings and seed alone, and where a run is, from two numbers: window and pack.
+The rows of a mixture are taken a window at a time, the last window of an epoch with what is left of it, counted
+(:mod:`octavo.data.counting`) and put into packs (:mod:`octavo.data.packing`), and the packs of a window come in an
+order of the seed's. So what the n-th pack holds follows from data, settings and seed alone, where a run is, from two
+numbers, window and pack, and how many packs an epoch has, from token counts (`PackLoader.count`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -67,14 +69,25 @@ class PackLoader(Steps):
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
         self.window, self.global_batch, self.place, self.shared = window, global_batch, place, shared
-        self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, workers, timeout)
+        self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, min(1, workers), timeout)
         self.packs = lru_cache(maxsize=4)(self._packs)
 
     @property
     def rows(self) -> int:
         window, number, _ = self.place
         begun = self.packs(window)[:number] if number else ()
-        return window * self.window + sum(len(pack.rows) for pack in begun)
+        return self._lengths.rows(window).start + sum(len(pack.rows) for pack in begun)
+
+    def count(self, epochs: float) -> int:
+        """How many packs so many rounds of the mixture make, from its beginning; of the window that the last one ends
+        in, as large a part as of its rows. Nobody trains meanwhile: all workers count."""
+        self._lengths.workers = self.workers
+        rows, found, window = epochs * self.mixture.round, 0, 0
+        while (own := self._lengths.rows(window)).start < rows:
+            share = min(1, (rows - own.start) / len(own))
+            found += ceil(round(share * len(self.packs(window)), 9))
+            window += 1
+        return found
 
     def close(self) -> None:
         """Stop the workers, and the process that counts."""
@@ -91,7 +104,7 @@ class PackLoader(Steps):
         packs = packs or [[]]
         for number, row in enumerate(left):  # who trains the pack says why
             packs[number % len(packs)].append(row)
-        first = window * self.window
+        first = self._lengths.rows(window).start
         made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
         return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
 
@@ -111,9 +124,9 @@ class PackLoader(Steps):
             packs = self.packs(window)
             now = crc32(repr(packs).encode())
             if number and now != before:
-                first = window * self.window
+                rows = self._lengths.rows(window)
                 raise DataError(
-                    f"rows {first} to {first + self.window - 1} of the order make other packs than they did when this "
+                    f"rows {rows[0]} to {rows[-1]} of the order make other packs than they did when this "
                     "checkpoint was written: one that could not be used then can be now, or the other way round. Put "
                     "its image or file back as it was, or begin a new run"
                 )
@@ -133,7 +146,7 @@ class PackLoader(Steps):
                 spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
                 batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
                 self.place = behind
-                self._ahead.at((behind[0] + 1) * self.window)  # those of this one are at hand since it was counted
+                self._ahead.at(self._lengths.rows(behind[0]).stop)  # those of this one are at hand since it was counted
                 yield batches
         finally:
             self._ahead.close()

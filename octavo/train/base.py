@@ -12,7 +12,7 @@ import copy
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,14 +48,29 @@ def settled(cfg: Config) -> Config:
     return cfg.model_copy(update={"fp8": section})
 
 
-def counted(cfg: Config) -> Config:
-    """The configuration with the steps that `train.epochs` means, of which the last may go over. Reads the data. Raises
-    DataError, and ConfigError for settings that are too much for so many steps."""
-    if cfg.train.epochs is None:
+def counted(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
+    """The configuration with the steps that `train.epochs` means, of which the last may go over; `say` gets what was
+    counted. Reads the data, where rows are packed all of it. Raises DataError, and ConfigError for settings that are
+    too much for so many steps."""
+    epochs, batch = cfg.train.epochs, cfg.train.global_batch
+    if epochs is None:
         return cfg
-    rows = cfg.train.epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
-    steps = max(1, math.ceil(round(rows / cfg.train.global_batch, 9)))
+    if cfg.data.packing:
+        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        what, found = "packs", float(data.packs_of(data_settings(cfg), processor_of(cfg), epochs))
+    else:
+        what, found = "rows", epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
+    steps = max(1, math.ceil(round(found / batch, 9)))
+    each = round(found / epochs, 1)
+    say(f"train.epochs: {epochs:g} of {each:.12g} {what} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
+def data_settings(cfg: Config) -> Config:
+    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
+    if cfg.train.phase != "pretrain":
+        return cfg
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
 
 
 def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:

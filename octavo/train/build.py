@@ -92,7 +92,7 @@ def build(
         rundir.write_json(directory / "environment.json", about)
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
-    asked = data_settings(cfg)
+    asked = base.data_settings(cfg)
     data.prepare(asked, processor, say)
     listed = {"report_path": rundir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **listed}
@@ -271,13 +271,6 @@ def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.
         say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
         return None
     return head
-
-
-def data_settings(cfg: Config) -> Config:
-    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
-    if cfg.train.phase != "pretrain":
-        return cfg
-    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
 
 
 def seed_everything(seed: int) -> None:

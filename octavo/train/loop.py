@@ -6,6 +6,7 @@ a run is made of is assembled in :mod:`octavo.train.build`.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -73,24 +74,27 @@ def run(
     users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
-    cfg = hub.resolved(cfg, (lambda text: None) if console is None else console.print)
-    cfg = base.counted(base.with_video(base.settled(cfg)))
+    display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
+    cfg = base.with_video(base.settled(hub.resolved(cfg, display.say)))
     phase.check(cfg)
     trackers.refuse_missing(cfg)
     secrecy.check(cfg)
     try:
         with secrecy.withholding(cfg):
-            return _run(cfg, console, label, users, phase, tell, watchers)
+            return _run(base.counted(cfg, display.say), display, users, phase, tell, watchers)
     finally:
         phase.close()
 
 
 def _run(
-    cfg: Config, console: Any, label: str, users: Sequence[Callback], phase: Phase, tell: Tell,
-    watchers: Sequence[Callback],
-) -> RunResult:  # fmt: skip
+    cfg: Config, display: Display, users: Sequence[Callback], phase: Phase, tell: Tell, watchers: Sequence[Callback]
+) -> RunResult:
     world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir), **cfg.parallel.axes)
-    display = Display(console if world.is_main else None, label, cfg.train.steps)
+    if len({*(counts := world.gather_objects(cfg.train.steps))}) > 1:
+        raise TrainError(
+            f"the ranks count {', '.join(map(str, counts))} steps in train.epochs: their data, or the token counts in "
+            "their data caches, differ. Empty data.cache on every machine and start again, or give train.steps"
+        )
     _refuse_early(cfg)
     with RunLock() as lock:
         start = rundir.enter(cfg, world, display.say, lock, phase.prints(cfg))
@@ -178,7 +182,7 @@ def _trained(run: Run) -> RunResult:
         run.say(f"continuing after step {run.step} of {steps}")
     try:
         run.notify("begin")
-        run.display.begin(run.step)
+        run.display.begin(run.step, steps)
         while run.step < steps and not run.stopping:
             step = _step(run, run.step + 1)
             run.notify("after_step", step)

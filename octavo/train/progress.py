@@ -12,15 +12,16 @@ SECONDS = 10.0  # between plain lines
 class Display:
     """Shows steps of a run on a rich console (None: silent)."""
 
-    def __init__(self, console: Any, label: str, steps: int) -> None:
-        self.console, self.label, self.steps = console, label, steps
+    def __init__(self, console: Any, label: str) -> None:
+        self.console, self.label, self.steps = console, label, 0
         self._bar: Any = None
         self._task: Any = None
         self._last = 0.0
         self._figures = self._doing = ""
 
-    def begin(self, done: int) -> None:
+    def begin(self, done: int, steps: int) -> None:
         """Start at `done` steps of `steps`."""
+        self.steps = steps
         if self.console is None or not self.console.is_terminal:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

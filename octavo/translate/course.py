@@ -102,11 +102,7 @@ def length(draft: Draft, steps: int | None, epochs: float | None, step_key: str,
         if draft.has(epoch_key):
             draft.dead(epoch_key, why=f"{step_key} decides there where both are given")
     elif epochs is not None:
-        if draft.settings.get("data.packing") and draft.sizes is None:
-            why = "Octavo counts packs only as it reads them: give train.steps in its place"
-            draft.put("train.epochs", epochs, epoch_key, why=why)
-        else:
-            draft.put("train.epochs", epochs, epoch_key)
+        draft.put("train.epochs", epochs, epoch_key)
         if steps is not None:
             draft.same(step_key, why="no limit of steps")
 
@@ -117,6 +113,13 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
         return int(given.value)
     epochs, one = draft.settings.get("train.epochs"), steps_of_epoch(draft, ranks)
     return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
+
+
+def _fix(draft: Draft, target: str) -> str:
+    """What to do about a share of steps that are not known."""
+    if "data.packing" in draft.settings:
+        return f"set {target}; octavo train says how many steps the packs of an epoch make"
+    return f"give --rows N, or set {target}"
 
 
 def warmup(
@@ -139,10 +142,8 @@ def warmup(
     elif share:
         whole = of or total_steps(draft, ranks)
         if whole is None:
-            why = (
-                f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which the number of rows decides; "
-            )
-            draft.none(ratio_key, why=why + "give --rows N, or set train.warmup")
+            why = f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which are not known: "
+            draft.none(ratio_key, why=why + _fix(draft, "train.warmup"))
             draft.note(f"train.warmup is to be filled in: {share:g} of the steps of the run")
         else:
             draft.put("train.warmup", whole_steps(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
@@ -160,7 +161,7 @@ def every(draft: Draft, target: str, key: str, ranks: int, fallback: int | None 
     if 0 < value < 1:
         whole = total_steps(draft, ranks)
         if whole is None:
-            draft.none(key, why="a share of the run's steps, which are not known: give --rows N, or set " + target)
+            draft.none(key, why="a share of the run's steps, which are not known: " + _fix(draft, target))
             return
         value = max(1, math.ceil(whole * value))
     draft.put(target, int(value), key)

@@ -384,11 +384,11 @@ def test_what_cannot_stand_beside_packs(train, more, message):
     assert message in one(text)
 
 
-def test_packs_have_no_epochs_and_only_they_have_a_window():
+def test_packs_of_rows_that_are_streamed_have_no_epochs_and_only_packs_have_a_window():
     data = "model: {path: ./m}\ndata: {train: [{path: a.json}], packing: true, window: 64}\n"
-    assert "train.epochs: how many packs the rows make is known only as they are read" in one(
-        data + "train: {epochs: 1}\n"
-    )
+    streamed = data.replace("a.json", "a.jsonl, stream: true") + "train: {epochs: 1}\n"
+    assert "train.epochs: packs are counted before the first step, and data.train.0 is streamed" in one(streamed)
+    assert load_config_text(data + "train: {epochs: 1}\n").train.epochs == 1
     found = one(data.replace("packing: true, ", "") + "train: {steps: 10}\n")
     assert "data.window: has no effect without packing; remove it, or set packing: true" in found
 

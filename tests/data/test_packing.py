@@ -205,6 +205,22 @@ def test_every_row_comes_once_in_a_round(source, encoder):
     assert max(batch["boundaries"].tokens for step in steps for batch in step) <= 64
 
 
+@pytest.mark.parametrize("window", [16, 1000])  # an epoch of 40 rows has three windows, or one of no more rows
+def test_packs_of_epochs_are_counted_ahead_as_they_come(source, encoder, window):
+    kept = [n for n, count in enumerate(counting.tokens(encoder, [source[n] for n in range(40)])) if count]
+    assert 20 < len(kept) < 40  # the others are too long
+    counted = []
+    for workers, rank in ((0, 0), (2, 1)):
+        loader = stream(source, encoder, window=window, workers=workers, rank=rank, world=2)
+        counted.append([loader.count(epochs) for epochs in (0.01, 0.4, 1, 2.7, 3)])
+        loader.close()
+    assert counted[0] == counted[1] == sorted(counted[0]) and counted[0][0] == 1
+    one, three = counted[0][2], counted[0][4]
+    steps = take(stream(source, encoder, window=window), -(-three // 2))
+    packs = [pack for step in steps for pack in rows(step)][:three]
+    assert sorted(chain(*packs[:one])) == kept and sorted(chain(*packs)) == sorted(kept * 3)
+
+
 def test_a_stream_goes_on_where_it_was_whoever_reads_it(source, encoder, tmp_path):
     whole = take(stream(source, encoder), 12)
     for first, workers, world in ((5, 0, 1), (3, 2, 1), (7, 0, 2), (4, 1, 2), (3, 1, 3)):

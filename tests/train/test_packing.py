@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from octavo import data, models, train
-from octavo.config import Config, override
+from octavo.config import Config, load_config, override
 from octavo.data import collate, collate_pack
 from octavo.fp8 import PlanError
 from octavo.parallel import World
@@ -164,6 +166,23 @@ def test_a_run_in_fp8_proves_itself_tells_its_padding_and_goes_on_to_the_bit(mix
     assert second.losses() == whole.losses() and second.eval == whole.eval
 
 
+def test_a_run_of_epochs_counts_its_packs_says_so_and_goes_on(mixed, monkeypatch):
+    cfg = mixed("train.epochs=1.5", "train.warmup=0", "fp8.recipe=off", "run.hf=false", "data.eval=[]")
+    console = Console(record=True, width=200, file=io.StringIO())
+    first = train.run(cfg, console=console, callbacks=[at(2, signal.SIGTERM)])
+    steps = load_config(first.dir / "config.yaml").train.steps
+    counted, told = [line for line in console.export_text().splitlines() if line.startswith("train.epochs: ")]
+    assert "every row" in counted and f" packs are {steps} steps of 2, " in told
+    second = train.run(override(cfg, ["run.resume=auto"]))
+    assert (first.steps, second.steps, second.status) == (3, steps, "finished")
+    state = json.loads((second.dir / f"checkpoints/step_{steps}/state.json").read_text())
+    # 16 of the second epoch's 32 rows are one of its windows; the last step may have a pack more, of the other one
+    assert 48 <= state["counters"]["rows"] < 64
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, 9] if value == steps else [value])
+    with pytest.raises(TrainError, match=f"the ranks count {steps}, 9 steps in train.epochs: their data, or"):
+        train.run(override(cfg, ["run.dir=" + str(first.dir.parent / "other")]))
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -232,7 +251,7 @@ def test_packs_of_a_thousand_rows_waste_little():
 
 @pytest.mark.long
 def test_two_ranks_train_on_packs_as_one_and_one_goes_on(mixed):
-    over = ("fp8.recipe=off", "run.save_every=3", "run.keep=9", "train.global_batch=4")
+    over = ("fp8.recipe=off", "run.save_every=3", "run.keep=9", "train.global_batch=4", "train.epochs=2")
     one, two = mixed(*over, dir="one"), mixed(*over, dir="two")
     alone = list(train.run(one).losses().values())
     on_ranks(two)

@@ -39,8 +39,8 @@ TOLD = {
 def test_lines_say_what_a_phase_is_about(phase: str) -> None:
     row, text = TOLD[phase]
     console = Console(record=True, width=200, force_terminal=False, file=io.StringIO())
-    display = Display(console, "", 3)
-    display.begin(0)
+    display = Display(console, "")
+    display.begin(0, 3)
     display.doing("rollout 1/2")  # is for bars alone
     display.step(row)
     assert console.export_text().strip() == f"step 1/3  {text}"
@@ -48,8 +48,8 @@ def test_lines_say_what_a_phase_is_about(phase: str) -> None:
 
 def test_the_bar_says_what_is_done_now_until_the_step_is_over() -> None:
     console = Console(width=200, force_terminal=True, file=io.StringIO())
-    display = Display(console, "", 3)
-    display.begin(0)
+    display = Display(console, "")
+    display.begin(0, 3)
     try:
         task = display._bar.tasks[0]
         display.doing("rollout 3/8")

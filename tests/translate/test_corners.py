@@ -100,6 +100,15 @@ CASES = {
     "a kernel that packs have not": (
         AXOLOTL + "attn_implementation: eager\nsample_packing: true\n", "model.attention.foundation=sdpa",
         "attn_implementation:translated"),
+    "packs, and epochs of them": (
+        AXOLOTL.replace("max_steps: 30", "num_epochs: 2") + "sample_packing: true\nmicro_batch_size: 4\n",
+        "data.packing=True train.epochs=2.0 train.micro_batch=1", "sample_packing:translated num_epochs:translated"),
+    "LLaMA-Factory's": (
+        llama("neat_packing: true\n").replace("max_steps: 8", "num_train_epochs: 2"),
+        "data.packing=True train.epochs=2.0", "neat_packing:translated num_train_epochs:translated"),
+    "ms-swift's": (
+        swift("--packing true").replace("max_steps 8", "num_train_epochs 2"),
+        "data.packing=True train.epochs=2.0", "packing:translated num_train_epochs:translated"),
     "a kernel of the hub that is another's": (
         AXOLOTL + "attn_implementation: org/tri-dao\n", "model.attention.foundation=sdpa", "attn_implementation:none"),
     "whole steps of warm-up are rounded down": (AXOLOTL + "warmup_ratio: 0.05\n", "train.warmup=1", ""),

@@ -13,8 +13,7 @@ from torch import nn
 
 from octavo import accelerator, data, fp8, models, parallel
 from octavo.config import Config
-from octavo.train.base import processor_of
-from octavo.train.build import data_settings
+from octavo.train.base import data_settings, processor_of
 from octavo.train.errors import TrainError
 from octavo.train.evaluation import evaluate
 from octavo.train.finished.target import HIGH, Target, checkpoint_of, configuration, look

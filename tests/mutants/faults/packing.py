@@ -35,6 +35,12 @@ area(
         "data/test_packing.py",
     ),
     (
+        "packs-of-two-epochs", "data/counting.py",
+        "min(first + self.size, (turn + 1) * self.mixture.round)", "first + self.size",
+        "the last window of an epoch has rows of the next, which come again",
+        "data/test_packing.py",
+    ),
+    (
         "packs-dealt-in-turn", "data/packing.py",
         "loads[rank] += costs[number]", "loads[rank] += 1",
         "what packs cost does not decide who trains them",
