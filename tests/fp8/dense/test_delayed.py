@@ -122,9 +122,10 @@ def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
     same_when_recomputed(losses, reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["train", "eval", "uncounted"])
 @pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("mode", "reentrant"), [("train", False), ("train", True), ("eval", False), ("uncounted", True)]
+)
 def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
     """Equal amaxes and equal inputs, between which the history outgrows its largest entry: other scales every time."""
     noise = [torch.randn(4, 32).clamp(-1, 1) / 2 for _ in range(3)]

@@ -170,7 +170,7 @@ def test_rmsnorm_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     assert_cast(col_q, y, col, 0)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", ["neither", "mxfp8", "hybrid", "rows and columns", "tensorwise"])
 def test_swiglu_casts(pair: str, poisoned: list[torch.dtype]) -> None:
     row, col = PAIRS[pair]
     gate, up = numbers(130, 300, torch.bfloat16), numbers(130, 300, torch.bfloat16, 1)
