@@ -30,7 +30,7 @@ area(
     ),
     (
         "sounds-positions-trained", "models/loading.py",
-        "if not parameter.requires_grad:", "if parameter.grad is not None:",
+        "if not parameter.requires_grad]", "if parameter.grad is not None]",
         "one rank trains a tower's table of sinusoids, and several do not",
         "models/test_loading.py",
     ),

@@ -135,7 +135,7 @@ area(
     ),
     (
         "image-of-any-format", "data/images.py",
-        "else path, formats=known)", "else path)",
+        "Image.open(_file(path), formats=known)", "Image.open(_file(path))",
         "an image that is PostScript starts Ghostscript",
         "data/test_pixels.py",
     ),
