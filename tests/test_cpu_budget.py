@@ -28,7 +28,6 @@ def test_long(): burn()
         (["-m", "not long"], pytest.ExitCode.TESTS_FAILED),
         (["-m", "not long", "-n", "1"], pytest.ExitCode.TESTS_FAILED),  # as make test runs it
         (["-m", "not long", "-k", "cheap"], pytest.ExitCode.OK),
-        (["-m", "long"], pytest.ExitCode.OK),
         ([], pytest.ExitCode.OK),
     ],
 )

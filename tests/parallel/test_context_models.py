@@ -133,8 +133,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 LAYOUTS = {
-    (2, 1): ("internvl", "qwen3_vl_moe"),
-    (2, 2): ("qwen2_5_vl", "qwen3_vl_moe", "llavaonevision1_5", "mistral3", "llava_onevision"),
+    (2, 1): ("qwen3_vl_moe",),
+    (2, 2): ("internvl", "qwen2_5_vl", "qwen3_vl_moe", "llavaonevision1_5", "mistral3", "llava_onevision"),
     (4, 4): ("llavaonevision1_5", "llava_onevision"),
     (4, 2): ("ernie4_5_vl_moe", "internvl"),
     (4, 1): ("qwen2_5_vl", "ernie4_5_vl_moe", "mistral3"),

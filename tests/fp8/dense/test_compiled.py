@@ -143,7 +143,6 @@ def test_a_block_is_one_graph_equals_eager_bit_for_bit_and_shares_casts(name):
 @pytest.mark.parametrize(
     "recipe",
     [
-        fp8.recipe("blockwise", format="hybrid"),
         fp8.recipe("rowwise", format="hybrid", fwd="bf16"),
         fp8.recipe("tensorwise", format="e4m3", dgrad="bf16"),
         fp8.recipe("mxfp8", wgrad="bf16"),
@@ -159,7 +158,7 @@ def test_formats_and_gemms_in_high_precision(recipe):
     ("shape", "name"),
     [
         *((shape, "blockwise") for shape in ((32,), (1, 32), (0, 32), (2, 1, 3, 32))),
-        *(((0, 32), name) for name in RECIPES[1:]),
+        *(((0, 32), name) for name in ("tensorwise", "mxfp8")),
     ],
     ids=str,
 )
@@ -470,7 +469,7 @@ def vision_block() -> tuple[nn.Module, object]:
     ("make", "name"),
     [
         (qwen3_layer, "rowwise"),
-        (vision_block, "blockwise"),
+        pytest.param(vision_block, "blockwise", marks=pytest.mark.long),
         pytest.param(qwen3_layer, "mxfp8", marks=pytest.mark.long),
         pytest.param(vision_block, "tensorwise", marks=pytest.mark.long),
     ],
