@@ -70,6 +70,7 @@ def test_what_is_kept_is_what_a_copy_says_to_the_bit_though_it_was_killed(
     assert np.isfinite(tables["sums.0"]).all(axis=1).sum() == 12, "3 steps of 4 pairs"
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.long
 def test_later_epochs_are_as_near_as_products_of_other_shapes(preferring: Make, pairs: Path):
     """Four micro-batches of three of ten pairs: the second epoch has other neighbours, and padding of other lengths."""

@@ -71,6 +71,7 @@ def test_what_waits_is_there_again_after_a_stop(reinforcing: Make, over: tuple[s
         ]
 
 
+@pytest.mark.usefixtures("unseen")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "found"),

@@ -55,6 +55,7 @@ def test_losses_are_those_without_checks(make, uncounted) -> None:
     assert first["products"] > 0 and first["codes"] > 0 and first["values"] > 0
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "over",
@@ -142,6 +143,7 @@ def test_a_fault_where_nobody_looks_is_not_found(make, uncounted, faulty, monkey
     assert result.status == "finished" and plant.layer == "", "it was planted"
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.long
 def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) -> None:  # noqa: F811
     """At the second step; its page says so."""
@@ -155,6 +157,7 @@ def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) 
     assert "A device computed wrongly" in page and "fwd of model.visual.blocks.0.attn.qkv (faulty)" in page
 
 
+@pytest.mark.usefixtures("seen")
 @pytest.mark.long
 def test_the_rank_is_named_and_all_of_them_stop(make, monkeypatch) -> None:
     sampled(monkeypatch, "layers.1.mlp.down_proj")

@@ -18,10 +18,10 @@ from octavo.train.rundir import read_rows
 pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
 
 
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Every test ends with the collector as it found it: a run that leaves something behind fails. What the suite froze
-    is thawed meanwhile, and frozen again."""
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The test ends with the collector as it found it: what leaves something behind fails. What the suite froze is
+    thawed meanwhile, and frozen again."""
     suite = gc.get_freeze_count()
     gc.unfreeze()
     before = gc.isenabled(), gc.get_threshold()
@@ -31,14 +31,48 @@ def restored() -> Iterator[None]:
         gc.freeze()
 
 
+class Collector:
+    """Python's, as a run sees it, but that it does not go through what it is to freeze or collect: half a million
+    objects of the suite, half a second each time."""
+
+    def __init__(self) -> None:
+        self.collected, self.frozen = 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
+
+    def collect(self) -> None:
+        self.collected += 1
+
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def unfreeze(self) -> None:
+        self.frozen = False
+
+    def get_freeze_count(self) -> int:
+        return int(self.frozen)
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    """What a run asks in place of `gc`; it leaves it, and Python's, as they were."""
+    monkeypatch.setattr(collecting, "gc", made := Collector())
+    before = gc.isenabled(), gc.get_threshold()
+    yield made
+    assert (gc.isenabled(), gc.get_threshold(), made.frozen) == (*before, False)
+
+
 class Look(train.Callback):
-    """What the collector is like during each step, and which steps had a whole collection behind them."""
+    """What the collector is like during each step, and how often it had collected all until then."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, tuple[int, ...], bool]] = []
+        self.collected: list[int] = []
 
     def before_step(self, run: train.Run, number: int, batches: Any) -> None:
-        self.seen.append((gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0))
+        self.seen.append((gc.isenabled(), gc.get_threshold(), collecting.gc.get_freeze_count() > 0))
+        self.collected.append(collecting.gc.collected)
 
 
 def looked(make: Any, *over: str, dir: str = "run") -> tuple[Look, list[float]]:
@@ -47,7 +81,7 @@ def looked(make: Any, *over: str, dir: str = "run") -> tuple[Look, list[float]]:
     return look, [row["loss"] for row in read_rows(Path(cfg.run.dir) / "metrics.jsonl")]
 
 
-def test_what_each_word_does(make, uncounted, monkeypatch) -> None:
+def test_what_each_word_does(make, uncounted, collector, monkeypatch) -> None:
     """Losses are the same; the file that a run leaves says the same again."""
     monkeypatch.setattr(collecting, "SETTLED", 2)
     whole = gc.get_threshold()
@@ -55,6 +89,7 @@ def test_what_each_word_does(make, uncounted, monkeypatch) -> None:
     assert plain.seen == [(True, whole, False)] * 3
     frozen, same = looked(make, "train.gc=freeze", dir="freeze")
     assert frozen.seen == [(True, whole, False)] * 2 + [(True, whole, True)] and same == losses
+    assert (plain.collected, frozen.collected) == ([0, 0, 0], [0, 0, 1])
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     third, same = looked(make, "train.gc=700,10,1000", dir="thresholds")
     recorded = (Path(make(dir="thresholds").run.dir) / "environment.json").read_text()
@@ -64,26 +99,14 @@ def test_what_each_word_does(make, uncounted, monkeypatch) -> None:
     assert often.seen == [(False, whole, False)] * 2 + [(False, whole, True)] and same == losses
 
 
-def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, monkeypatch) -> None:
-    """What refers to itself is alive until then."""
-    found: list[tuple[int, int]] = []
-    begun = lambda phase, info: found.append((step[0], info["generation"])) if phase == "start" else None  # noqa: E731
-    step = [0]
-
-    class Number(train.Callback):
-        def before_step(self, run: train.Run, number: int, batches: Any) -> None:
-            step[0] = number
-
-    gc.callbacks.append(begun)
-    try:
-        train.run(make("data.eval=[]", "train.steps=5", "train.gc=2"), callbacks=[Number()])
-    finally:
-        gc.callbacks.remove(begun)
-    assert [at for at, generation in found if at in (1, 2, 3, 4) and generation == 2] == [2, 4]
-    assert not [at for at, generation in found if at in (1, 3)]
+def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, collector) -> None:
+    """Of its own accord it does not meanwhile: it is off."""
+    train.run(make("data.eval=[]", "train.steps=6", "train.gc=2"), callbacks=[look := Look()])
+    assert look.collected == [0, 0, 1, 1, 2, 3], "behind 2 and 4, and where what is there is frozen, behind 5"
+    assert [enabled for enabled, *_ in look.seen] == [False] * 6
 
 
-def test_it_is_as_it_was_after_a_run_that_failed() -> None:
+def test_it_is_as_it_was_after_a_run_that_failed(thawed) -> None:
     for how in ("freeze", 5, (5, 5, 5)):
         with pytest.raises(ZeroDivisionError), collecting.collecting(how):
             gc.freeze() if how == "freeze" else None
@@ -91,7 +114,7 @@ def test_it_is_as_it_was_after_a_run_that_failed() -> None:
         assert gc.isenabled() and gc.get_threshold() != (5, 5, 5)
 
 
-def test_what_another_program_froze_stays_frozen() -> None:
+def test_what_another_program_froze_stays_frozen(thawed) -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
