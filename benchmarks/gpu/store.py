@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from octavo import atomic
 
 FILES = {"tests": "tests.json", "suite": "suites.json"}
 MARK = "octavo-gpu"  # the key by which a printed line is known
+_PLACES = re.compile(rf"{re.escape(str(Path(__file__).resolve().parents[2]))}/|(?:/[\w.+-]+)+/(?:site|dist)-packages/")
 
 Event = dict[str, Any]
 
@@ -55,7 +57,8 @@ class Store:
             os.close(self._lock)
 
     def apply(self, kind: str, job: str, event: Event) -> None:
-        """Note an event of a job; `save` writes it."""
+        """Note an event of a job, without where packages and this tree lie on this machine; `save` writes it."""
+        event = _placeless(event)
         self._waiting[kind].append({MARK: [kind, job], **event})
         add(self.files[kind], job, event)
 
@@ -126,6 +129,15 @@ def collect(lines: Iterable[str], store: Store) -> int:
             count += 1
     store.save()
     return count
+
+
+def _placeless(value: Any) -> Any:
+    """Tracebacks name files as they are imported: torch/cuda/graphs.py, octavo/train/graphs.py."""
+    if isinstance(value, dict):
+        return {key: _placeless(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_placeless(item) for item in value]
+    return _PLACES.sub("", value) if isinstance(value, str) else value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         kind = _computed_on(record.environment)
-        there = {"cuda": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
+        there = {"gpu": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
         where = there.get(kind, f"with FP8 emulated on this {kind} device")
         found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
     return found
@@ -201,7 +201,7 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
     """What the speed figures mean on the device they were read on; ``jobs`` runs trained at a time."""
     shared = f"Up to {jobs} runs trained at a time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "reference")
-    if _computed_on(environment) == "cuda":
+    if _computed_on(environment) == "gpu":
         return shared + "Read on the GPU named under Environment, in one trial."
     return shared + (
         "No GPU here: FP8 ran as the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
@@ -210,9 +210,10 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
 
 
 def _computed_on(environment: Mapping[str, Any]) -> str:
-    """The type of the device; older records say only which GPUs there were."""
-    told = environment.get("accelerator") or {}
-    return str(told.get("type") or ("cuda" if environment.get("gpus") else "cpu"))
+    """gpu, cpu, or the type of another vendor's device; older records say only which GPUs there were."""
+    told = (environment.get("accelerator") or {}).get("type")
+    gpu = bool(environment.get("gpus")) and told != "cpu"
+    return "gpu" if gpu else str(told or "cpu")
 
 
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:

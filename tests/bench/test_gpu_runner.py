@@ -180,6 +180,17 @@ def test_what_finds_no_time_is_named_and_what_an_earlier_call_found_stays(run, m
     assert code == 1 and any("NOT BEGUN: late, new" in line for line in messages)
 
 
+def test_no_file_says_where_a_machine_keeps_its_packages(tmp_path: Path) -> None:
+    kept = Store(tmp_path / "out", print)
+    lines = [f'File "{ROOT}/octavo/fp8/plan.py"', 'File "/some/.venv/lib/python3.12/site-packages/torch/x.py", line 1']
+    kept.apply("tests", "t", {"lost": [{"case": "c", "last lines": lines}]})
+    kept.apply("tests", "t", {"test": ["n", "failed", 1.0, "\n".join(lines)]})
+    kept.save()
+    kept.close()
+    text = (tmp_path / "out" / "tests.json").read_text()
+    assert text.count('File \\"octavo/fp8/plan.py') == text.count('File \\"torch/x.py') == 2
+
+
 def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, tmp_path: Path) -> None:
     run(fake("x", ("one", "crash"), ("two", "")))
     run(fake("y", ("one", "")), call="two")

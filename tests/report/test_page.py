@@ -262,7 +262,8 @@ def test_bytes_for_people() -> None:
     ("environment", "kind"),
     [
         ({}, "cpu"),
-        ({"gpus": [{"name": "NVIDIA H200"}]}, "cuda"),  # of 0.4.0
+        ({"gpus": [{"name": "NVIDIA H200"}]}, "gpu"),  # of 0.4.0
+        ({"gpus": [{"name": "NVIDIA H200"}], "accelerator": {"type": "cuda"}}, "gpu"),
         ({"gpus": [{"name": "NVIDIA H200"}], "accelerator": {"type": "cpu"}}, "cpu"),  # OCTAVO_DEVICE
         ({"gpus": [], "accelerator": {"type": "npu"}}, "npu"),
     ],
