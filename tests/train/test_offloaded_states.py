@@ -25,7 +25,7 @@ from .conftest import at
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 
 SHORT = ("train.steps=4", "data.eval=[]")
-INSIDE = ("optimizer.update=backward", "train.global_batch=2")
+INSIDE = ("optimizer.update=backward",)
 
 
 class Counted(Late):
