@@ -23,7 +23,8 @@ def row(made: Translation, key: str):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("64 / 8", 8), ("2048/2 / 8/ 2", 64), ("(3 + 4) * -2 % 5", -4), ("-7 / 2", -3), ("7 % -2", 1)]
-    + [(text, None) for text in ("1 / 0", "2 ** 9", "1 << 3", "n / 2", "'a' * 9", "9" * 300, "9" * 30, "", "++7", "--7", "16#9")],
+    + [(text, None) for text in ("1 / 0", "2 ** 9", "1 << 3", "n / 2", "'a' * 9", "9" * 300, "9" * 30, "")]
+    + [(text, None) for text in ("++7", "--7", "16#9")],
 )
 def test_sums_are_worked_out_as_a_shell_does(text: str, value: int | None) -> None:
     assert reckon(text) == value
