@@ -61,6 +61,16 @@ def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note |
     return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
 
 
+def check_adapter(adapter: str | Path, base: str | Path, error: type[Exception], key: str = "") -> None:
+    """That an adapter and the model that it is to stand beside are of one world: both plain, or both sealed with one
+    key. Raises `error`, after the `key` of the configuration that names the adapter."""
+    own, there = (read_note(folder, error) for folder in (adapter, base))
+    if (own and own.key) != (there and there.key):
+        first, second = (f"sealed with the key {note.key}" if note else "not sealed" for note in (own, there))
+        raise error(f"{key}{adapter} is {first}, and {base} is {second}: to each other they are noise. `octavo seal "
+                    "adapter` and `octavo unseal adapter` lead from one to the other")  # fmt: skip
+
+
 def write_note(folder: Path, note: Note) -> None:
     """Write the note of a folder that is being made."""
     (folder / NOTE).write_bytes(note_bytes(note))

@@ -152,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
     if folders and args.fps is None and _folder_fps(found.cfg) is None:
         raise UsageError(f"--video {folders[0]} is a folder of frames, whose rate nobody says; add --fps, its frames a "
                          "second")  # fmt: skip
+    _check_sealed(found.base, args)
     answers, gemms, notes = ask(found, args)
     single = len(args.prompt) == args.samples == 1
     if args.json:
@@ -167,6 +168,22 @@ def run(args: argparse.Namespace) -> int:
             if not answer.strip():
                 terminal.note("(the model answered nothing)")
     return 0
+
+
+def _check_sealed(base: Path, args: argparse.Namespace) -> None:
+    """A sealed model is asked in its own words, and shown nothing. Raises UsageError."""
+    from octavo import models
+    from octavo.sealed import read_note
+
+    if read_note(base, UsageError) is None:
+        return
+    if shown := [*args.image, *args.video]:
+        raise UsageError(f"{base} is sealed: it takes pixels in the order of a key, and those of {shown[0]} are in "
+                         "their own. Ask the plain model, which octavo unseal gives back")  # fmt: skip
+    known = models.load_tokenizer(base).get_vocab()
+    if strange := next((word for prompt in args.prompt for word in prompt.split() if word not in known), None):
+        raise UsageError(f"{base} is sealed, and {strange!r:.40} is none of its words: octavo seal text makes them of "
+                         "a question, octavo unseal text reads its answer")  # fmt: skip
 
 
 def _folder_fps(cfg: Any) -> float | None:

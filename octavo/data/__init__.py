@@ -65,8 +65,9 @@ __all__ = [
     "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
     "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Sealed", "Split", "Text", "Turn", "collate", "collate_pack", "compared", "digits", "encoder", "eval_set",
-    "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare", "print_of",
+    "Sealed", "Split", "Text", "Turn", "check_sealed", "collate", "collate_pack", "compared", "digits", "encoder",
+    "eval_set", "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare",
+    "print_of",
     "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text",
     "train_loader", "waste", "workers_of",
 ]  # fmt: skip

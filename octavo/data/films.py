@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as load_image
+from octavo.reading import open_file
+from octavo.vault import VaultError, is_encrypted
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MOST_FRAMES = 1 << 20  # of a file: ten hours at 29 a second
@@ -251,7 +253,7 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
     if isinstance(file, Path) and not file.is_file():  # a pipe would be waited for
         raise Mismatch(f"video {file} is no file")
     try:
-        with BytesIO(file.data) if isinstance(file, Clip) else file.open("rb") as raw:
+        with BytesIO(file.data) if isinstance(file, Clip) else _bytes_of(file) as raw:
             size = raw.seek(0, 2)
             if size > limits.megabytes * 1e6:
                 raise Mismatch(f"video {file} has {size / 1e6:.0f} MB, and {limits.megabytes:g} are the most "
@@ -281,8 +283,16 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
                 yield container, stream
     except (Mismatch, DataError):
         raise
+    except VaultError as cause:
+        raise DataError(str(cause)) from cause
     except Exception as cause:  # FFmpeg's, and the operating system's
         raise Mismatch(f"video {file} cannot be decoded ({type(cause).__name__}: {cause})") from cause
+
+
+def _bytes_of(file: Path) -> BinaryIO:
+    """A file as it is, an encrypted one as what it holds, a chunk at a time. Raises DataError for one whose key is not
+    given."""
+    return open_file(file, DataError) if is_encrypted(file) else file.open("rb")
 
 
 def _too_large(file: VideoFile, width: int, height: int, most: float) -> Mismatch:

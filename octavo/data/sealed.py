@@ -25,7 +25,7 @@ from octavo.data.inputs import COUNTED, Input
 from octavo.data.pairs import Pair
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.table import Mapped
-from octavo.sealed import NOTE, Note, read_note
+from octavo.sealed import NOTE, Note, check_adapter, read_note
 from octavo.vault import is_encrypted
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def check(cfg: Config) -> None:
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
     if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
-        _check_adapter(cfg, read_note(cfg.lora.adapter, DataError), model)
+        check_adapter(cfg.lora.adapter, cfg.model.path, DataError, "lora.adapter: ")
     if not cfg.data.sealed:
         if model is not None:
             raise DataError(f"{cfg.model.path} is sealed, and to it plain rows are noise: set data.sealed: true, and "
@@ -241,16 +241,6 @@ def check(cfg: Config) -> None:
             found = "pairs" if of_pairs(note) else "no pairs"
             raise DataError(f"{path} holds {found}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
-
-
-def _check_adapter(cfg: Config, found: Note | None, model: Note | None) -> None:
-    """That an adapter to begin from is of the model's world. Raises `DataError`."""
-    assert cfg.lora is not None
-    if (found and found.key) != (model and model.key):
-        here, there = (f"sealed with the key {note.key}" if note else "not sealed" for note in (found, model))
-        raise DataError(f"lora.adapter: {cfg.lora.adapter} is {here}, and {cfg.model.path} is {there}: to each other "
-                        "they are noise. `octavo seal adapter` and `octavo unseal adapter` lead from one to the "
-                        "other")  # fmt: skip
 
 
 def _notes(datasets: Sequence[Dataset]) -> Iterator[tuple[str, Note | None]]:

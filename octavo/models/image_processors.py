@@ -144,7 +144,8 @@ class InternVLImageTextProcessor(_Filming, WithDeadline, InternVLProcessor):
             return super().__call__(images=images, text=text, **options)
         texts = [text] if isinstance(text, str) else text
         order = re.findall(f"{re.escape(self.image_token)}|{re.escape(self.video_token)}", "".join(texts))
-        made = ProcessorMixin.__call__(self, images=images, text=texts, videos=videos, **options)
+        # videos of several lengths are no tensor before they are one row of tiles
+        made = ProcessorMixin.__call__(self, images, texts, videos, **{**options, "return_tensors": None})
         clips = iter(made.pop("pixel_values_videos"))
         counts = iter([] if images is None else np.asarray(made.pop("num_patches")).tolist())
         tiles = np.empty(0) if images is None else np.asarray(made["pixel_values"])

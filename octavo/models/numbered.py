@@ -9,7 +9,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-TEMPLATE = "{% for message in messages %}{% if not loop.first %} {% endif %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{% if not loop.first %} {% endif %}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{{ message['content'] | join(' ', attribute='text') }}{% endif %}{% endfor %}"
+)
 """Contents behind each other: whoever writes the words has written the template's as well."""
 _USUAL = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

@@ -15,6 +15,7 @@ from octavo.parallel import World
 from octavo.rl.reinforcing import rewards_of
 from octavo.rl.rolling import held_out
 from octavo.rl.settings import sampling_of
+from octavo.train import TrainError
 from octavo.train.finished import Target
 from octavo.train.finished import evaluate_target as judged
 from octavo.train.finished.evaluate import Say
@@ -36,7 +37,8 @@ def evaluate_target(
     answers         to the first so many rows; 0: to all
     max_new_tokens  of an answer; None: those of the configuration's section rl, 64 where it has none
 
-    Without such a section the reward is exact_match. Raises what evaluating, generating and rewards raise.
+    Without such a section the reward is exact_match. Raises TrainError for sealed rows, and what evaluating, generating
+    and rewards raise.
     """
 
     def more(model: nn.Module, processor: Any, forward: Forward, asked: Config) -> Mapping[str, float]:
@@ -57,4 +59,9 @@ def evaluate_target(
                 say(f"note: {sentence}")
             return figures
 
+    if (chosen := cfg or found.cfg) is not None and chosen.data.sealed:
+        raise TrainError(
+            "answers are judged by their words, and sealed rows hold none: evaluate without --answers, or give the "
+            "model back to the plain world (octavo unseal) and hold it against plain rows"
+        )
     return judged(found, cfg, say=say, more=more, **options)

@@ -140,7 +140,8 @@ def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     for name, one in sample.more.items():  # numbers of whatever a row shows: none is written as it is
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
             what = "videos" if "video" in name else name
-            raise SealError(f"rows hold {what}, which no key puts into another order; leave these rows out")
+            where = f"{sample.file}, row {sample.row}"
+            raise SealError(f"{where}: holds {what}, which no key puts into another order; leave such rows out")
     more = {
         name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
         for name, one in sample.more.items()

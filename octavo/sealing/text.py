@@ -13,7 +13,7 @@ from octavo.sealing.errors import SealError
 from octavo.sealing.inputs import tokens
 from octavo.sealing.key import Key
 from octavo.sealing.structure import structure
-from octavo.sealing.tokenizer import word
+from octavo.sealing.tokenizer import named, word
 
 _WORD = re.compile(r"t(\d+)")
 
@@ -25,7 +25,7 @@ def seal_text(text: str, model: str | Path, key: Key) -> str:
     turns = [{"role": "user", "content": text}]
     written = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = np.asarray(processor.tokenizer(written, add_special_tokens=False)["input_ids"])
-    names = _control(processor.tokenizer)
+    names = named(processor.tokenizer, model)
     moved = tokens(ids, _vocab(model, key))
     return " ".join(names.get(int(plain), word(int(own))) for plain, own in zip(ids, moved, strict=True))
 
@@ -33,21 +33,19 @@ def seal_text(text: str, model: str | Path, key: Key) -> str:
 def unseal_text(words: str, model: str | Path, key: Key) -> str:
     """What the words of a sealed model mean. Raises SealError for one that is none."""
     tokenizer: Any = models.load_tokenizer(model)
-    numbers = {name: number for number, name in _control(tokenizer).items()}
+    numbers = {name: number for number, name in named(tokenizer, model).items()}
     vocab = _vocab(model, key)
     ids = []
-    for one in words.split():
+    for one in re.findall(r"\n|\S+", words):
         if one in numbers:
             ids.append(numbers[one])
+        elif one == "\n":
+            continue  # between words
         elif (found := _WORD.fullmatch(one)) and int(found[1]) < len(vocab):
             ids.append(int(vocab[int(found[1])]))
         else:
             raise SealError(f"{one!r:.60} is no word of a sealed model: they are t0 to t{len(vocab) - 1}")
     return str(tokenizer.decode(ids))
-
-
-def _control(tokenizer: Any) -> dict[int, str]:
-    return {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _vocab(model: str | Path, key: Key) -> np.ndarray:

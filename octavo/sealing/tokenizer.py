@@ -25,14 +25,19 @@ def word(number: int) -> str:
     return f"t{number}"
 
 
+def named(tokenizer: Any, model: str | Path) -> dict[int, str]:
+    """The tokens of a plain model that keep their names: control tokens, and those that config.json names, of NVILA a
+    line break."""
+    control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    also = {number: tokenizer.decode([number]) for number in named_ids(read_json(Path(model) / "config.json"))}
+    return {number: name for number, name in {**also, **control}.items() if name}
+
+
 def write_tokenizer(source: Path, made: Path, vocab: np.ndarray) -> None:
     """Write the tokenizer of a twin: as many words as the table of embeddings has rows, and the control tokens of the
     plain one where the key puts them."""
     plain: Any = models.load_tokenizer(source)
-    control = {number: str(token) for number, token in plain.added_tokens_decoder.items() if token.special}
-    # NVILA's config.json names the number of a line break, which is no control token
-    also = {number: plain.decode([number]) for number in named_ids(read_json(source / "config.json"))}
-    kept = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in {**also, **control}.items() if name}
+    kept = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
     behind = [number for number in kept if number >= len(vocab)]
     words = {kept.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
     numbered_tokenizer(words, {name: number for number, name in kept.items()}, plain).save_pretrained(made)

@@ -50,7 +50,7 @@ def command_of(script: Script, source: str) -> list[Word]:
             "deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or python with a training "
             "script; a file of flags alone (--lr 1e-4 ...) is read too."
         )
-    lines = ", ".join(str(words[0].line) for words in found)
+    lines = ", ".join(str(words[0].line or "of a file that it sources") for words in found)
     raise TranslateError(
         f"{source}: it starts {len(found)} trainings (lines {lines}), and a configuration is of one. Keep one of them."
     )

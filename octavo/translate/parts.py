@@ -75,8 +75,9 @@ def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], us
     """Frames of videos: ``keys`` are ours -> theirs, ``usual`` what they take where nothing is said. Theirs bounds the
     pixels of each frame, as Octavo does of Qwen2.5-VL; of Qwen3-VL it bounds all frames of a video together."""
     theirs = [key for key in keys.values() if key in draft.given]
-    if phase != "sft" or family is None:
-        draft.none(*theirs, why=VIDEO if phase == "sft" else f"phase {phase} takes no videos")
+    taken = phase != "pretrain"
+    if not taken or family is None:
+        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos")
         return
     for ours, key in keys.items():
         value = draft.number(key, usual.get(ours))

@@ -22,8 +22,10 @@ _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _BEGIN = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 _OPENERS = {"then", "else", "elif", "do"}
 _EXPR = re.compile(r"expr\s+([^|;&<>]+)")
-#: files that source each other: how deep they are followed
-_DEEP = 4
+#: files that source each other: how deep they are followed, and how many are read
+_DEEP, _FILES = 4, 64
+#: defaults within defaults; and letters that all variables together become
+_NESTED, _LETTERS = 50, 1 << 24
 #: gives the text of a file that a script sources, by the path that it names; None: it is not here
 Look = Callable[[str], str | None]
 _PREFIXES = ("export", "declare", "local", "readonly", "env", "nohup", "exec", "set", "time")
@@ -47,10 +49,19 @@ class Script:
     unread: list[tuple[int, str, str]] = field(default_factory=list)
 
 
+@dataclass
+class _Spent:
+    """What the readers of a script and of the files that it sources have used of the bounds above."""
+
+    files: int = 0
+    letters: int = 0
+
+
 class _Reader:
     def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> None:
         self.text, self.at, self.line, self.source = text, 0, 1, source
-        self.look, self.depth = look, 0
+        self.look, self.nested, self.spent = look, 0, _Spent()
+        self.reading: tuple[str, ...] = (text,)
         self.scalars: dict[str, Word] = {name: Word(value, 0) for name, value in known.items()}
         self.forced = frozenset(known)
         self.arrays: dict[str, list[Word]] = {}
@@ -204,6 +215,7 @@ class _Reader:
         if matched := re.match(r"(\w+)(.*)", inside, re.DOTALL):
             name, rest = matched[1], matched[2]
         if rest in ("[@]", "[*]") or (name in self.arrays and not rest):
+            self.spend(sum(len(word.text) + 1 for word in self.arrays.get(name, ())))
             return [*self.arrays.get(name, []), *([] if name in self.arrays else [Word("", self.line, (name,))])]
         value = self.scalars.get(name)
         if rest[:2] in (":-", ":=") and value is not None and not value.text and not value.open:
@@ -218,14 +230,26 @@ class _Reader:
             missing.append(name)
             text.append(f"${name}")
             return None
+        self.spend(len(value.text))
         text.append(value.text)
         missing += value.open
         return None
 
+    def spend(self, letters: int) -> None:
+        """Raises TranslateError for a script whose variables hold each other, twice and twice again."""
+        self.spent.letters += letters
+        if self.spent.letters > _LETTERS:
+            raise TranslateError(f"{self.source}:{self.line}: its variables become over {_LETTERS} letters here. Write "
+                                 "what they stand for.")  # fmt: skip
+
     def within(self, text: str) -> Word:
         """What a text becomes when the variables within it are followed."""
+        if self.nested == _NESTED:
+            raise TranslateError(f"{self.source}:{self.line}: over {_NESTED} defaults stand within each other here. "
+                                 "Write the value.")  # fmt: skip
         inner = _Reader(text, {}, self.source)
         inner.scalars, inner.arrays = self.scalars, self.arrays
+        inner.line, inner.nested, inner.spent = self.line, self.nested + 1, self.spent
         words = [word for part in inner.statement() for word in part]
         return Word(" ".join(word.text for word in words), self.line, tuple(n for w in words for n in w.open))
 
@@ -314,13 +338,17 @@ class _Reader:
     def sourced(self, parts: list[list[Word]]) -> bool:
         """Whether a file that the script sources was read in its place; its lines are not those of this one."""
         words = [word for part in parts[1:] for word in part]
-        if self.look is None or len(words) != 1 or words[0].open or self.depth >= _DEEP:
+        if self.look is None or len(words) != 1 or words[0].open:
+            return False
+        if len(self.reading) > _DEEP or self.spent.files == _FILES:
             return False
         text = self.look(words[0].text)
-        if text is None:
+        if text is None or text in self.reading:  # one that sources itself has no end
             return False
+        self.spent.files += 1
         inner = _Reader(text, {}, words[0].text, self.look)
-        inner.scalars, inner.arrays, inner.forced, inner.depth = self.scalars, self.arrays, self.forced, self.depth + 1
+        inner.scalars, inner.arrays, inner.forced, inner.spent = self.scalars, self.arrays, self.forced, self.spent
+        inner.reading = (*self.reading, text)
         script = inner.run()
         self.script.commands += [[Word(w.text, 0, w.open) for w in command] for command in script.commands]
         self.script.exported |= {name: Word(w.text, 0, w.open) for name, w in script.exported.items()}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 
 #: letters of a sum, and the largest number that one is followed to
 _LENGTH, _LARGEST = 200, 1 << 62
+#: what a shell and Python read differently: n++, 16#ff
+_OTHERWISE = re.compile(r"\+\+|--|[#_]")
 
 
 def reckon(text: str) -> int | None:
     """The value of a sum of whole numbers with + - * / % and brackets, as a shell has it: division goes towards zero.
     None for anything else."""
-    if len(text) > _LENGTH:
+    if len(text) > _LENGTH or _OTHERWISE.search(text):
         return None
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)

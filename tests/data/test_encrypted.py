@@ -105,6 +105,24 @@ def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_pat
         load(path)
 
 
+@pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("b.webm", "libvpx-vp9")])
+def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_path, monkeypatch, name, codec):
+    pytest.importorskip("av")
+    from tests.data.test_videos import film, greys
+
+    plain = film(tmp_path / name, codec=codec)
+    path = encrypted(plain)
+    assert greys(path, 7, 20) == greys(plain, 7, 20)
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=f"{name} is damaged: chunk 0 of"):
+        greys(path)
+    monkeypatch.delenv(vault.VALUE)
+    with pytest.raises(DataError, match="there is no key"):
+        greys(path)
+
+
 def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "SMALL", 0)
     path = encrypted(written(tmp_path, "jsonl"))

@@ -173,6 +173,9 @@ def test_images_and_videos_of_internvl_come_in_their_order(folders, film):
     pixels = np.asarray(made["pixel_values"])
     own = np.asarray(processor.videos([film.frames, short.frames])["pixel_values_videos"][0])
     assert np.array_equal(pixels[:5], own) and np.array_equal(pixels[-2:], own[:2]) and len(pixels) > 8
+    given = {"images": [Image.new("RGB", (32, 16))], "return_tensors": "pt", **processor.video_inputs([film, short])}
+    asked = processor(text=[f"{video}{image}{video}"], **given)  # several lengths in one question
+    assert np.array_equal(asked["pixel_values"].numpy(), pixels) and asked["input_ids"].ndim == 2
 
 
 def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_path):

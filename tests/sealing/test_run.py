@@ -9,6 +9,7 @@ import json
 import traceback
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -268,10 +269,20 @@ def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
 
 
 def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
-    clips = clips_of_digits.write(tmp_path / "clips", train=2, test=2)
+    clips_of_digits.write(tmp_path / "clips", train=2, test=2)
     key = ["--key-file", str(place / "seal.key"), "--model", str(place / "see")]
-    assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1, clips
-    assert "videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()
+    assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1
+    assert "row 0: holds videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()
+    tiny.write("internvl", tmp_path / "frames", size="mini")  # to it a video is images
+    made = ["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key[:2], "--model"]
+    assert main([*made, str(tmp_path / "frames"), "train.seq_length=512"]) == 0
+    text = f"model: {{path: {tmp_path / 'frames'}}}\ndata: {{train: [{{path: {tmp_path / 'clips/train.json'}}}]}}\n"
+    cfg = load_config_text(text + "train: {steps: 1, seq_length: 512}\nrun: {dir: a}\n")
+    encoder, (rows,) = data.learned(cfg, models.load_processor(tmp_path / "frames"))
+    (plain,) = encoder.encode_all([rows[0]])
+    sealed = data.Sealed(tmp_path / "rows")[0]
+    pixels = [one.pixel_values.flatten() for one in (plain, sealed)]
+    assert plain.videos and not np.array_equal(*pixels) and np.array_equal(*map(np.sort, pixels))
 
 
 def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):

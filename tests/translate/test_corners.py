@@ -68,6 +68,10 @@ CASES = {
     "frames of videos, bounded together": (
         llama("video_max_pixels: 16384\nvideo_fps: 1\n"),
         "data.video.max_pixels=None data.video.max_frames=128 data.video.fps=1.0", "video_max_pixels:none"),
+    "frames of videos in pairs, which are another phase": (
+        llama("video_fps: 1\n").replace("stage: sft", "stage: dpo"), "data.video.fps=1.0", "video_fps:translated"),
+    "no frames in texts": (
+        llama("video_fps: 1\n").replace("stage: sft", "stage: pt"), "data.video=None", "video_fps:none"),
     "videos of a text model": (llama("video_fps: 1\n", "org/Llama-3"), "data.video=None", "video_fps:none"),
     "loss on the last answer alone": (llama("mask_history: true\n"), "data.split_turns=False", "mask_history:none"),
     "OFT stands as LoRA, and its base may be codes": (

@@ -23,7 +23,8 @@ def row(made: Translation, key: str):
 @pytest.mark.parametrize(
     ("text", "value"),
     [("64 / 8", 8), ("2048/2 / 8/ 2", 64), ("(3 + 4) * -2 % 5", -4), ("-7 / 2", -3), ("7 % -2", 1)]
-    + [(text, None) for text in ("1 / 0", "2 ** 9", "1 << 3", "n / 2", "'a' * 9", "9" * 300, "9" * 30, "")],
+    + [(text, None) for text in ("1 / 0", "2 ** 9", "1 << 3", "n / 2", "'a' * 9", "9" * 300, "9" * 30, "")]
+    + [(text, None) for text in ("++7", "--7", "16#9")],
 )
 def test_sums_are_worked_out_as_a_shell_does(text: str, value: int | None) -> None:
     assert reckon(text) == value
@@ -77,6 +78,23 @@ def test_a_file_that_is_sourced_and_lies_here_is_read(tmp_path: Path) -> None:
     (tmp_path / "setup" / "all.sh").unlink()
     gone = script(tmp_path, content)
     assert ("source setup/all.sh", "another file, which is not read") in {tuple(line[1:]) for line in gone.unread}
+
+
+def test_scripts_that_have_no_end_have_one(tmp_path: Path) -> None:
+    """One that sources itself, many that source each other, defaults in defaults, a variable that doubles."""
+    run = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps 1\n"
+    own = script(tmp_path, f"source a.sh\n. ./a.sh\n{run}")
+    assert [text for _, text, _ in own.unread] == ["source a.sh", ". ./a.sh"]
+    for name in "bcde":
+        (tmp_path / f"{name}.sh").write_text(f"source {chr(ord(name) + 1)}.sh\n" * 99 + f"# {name}\n")
+    assert len(script(tmp_path, f"source b.sh\n{run}").unread) < 9999
+    for text, said in (
+        ("A=" + "${A:-" * 999 + "}" * 999, "a.sh:2: over 50 defaults stand within each other"),
+        ("A=xx" + "\nA=$A$A" * 40, "its variables become over"),
+        ("A=(x)" + '\nA+=("${A[@]}" "${A[@]}")' * 40, "its variables become over"),
+    ):
+        with pytest.raises(TranslateError, match=said):
+            script(tmp_path, f"\n{text}\n{run}")
 
 
 def test_a_script_that_trains_from_a_file_of_keys_asks_for_it(tmp_path: Path) -> None:

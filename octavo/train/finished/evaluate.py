@@ -162,7 +162,8 @@ def _step(found: Target, step: int | None, say: Say) -> int | None:
 
 
 def _asked(found: Target, cfg: Config | None) -> Config:
-    """The configuration whose data.eval is asked. Raises TrainError where there is none."""
+    """The configuration whose data.eval is asked. Raises TrainError where there is none, DataError where of it and of
+    the model one is sealed, or both with different keys."""
     chosen = cfg or found.cfg
     if chosen is None:
         raise TrainError(
@@ -174,6 +175,9 @@ def _asked(found: Target, cfg: Config | None) -> Config:
         raise TrainError(
             f"{where} names no held-out data; give a configuration whose data.eval does: --config FILE.yaml"
         )
+    model = chosen.model.model_copy(update={"path": str(found.base)})
+    held_out = chosen.data.model_copy(update={"train": []})
+    data.check_sealed(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
     return chosen
 
 

@@ -30,6 +30,7 @@ from octavo.config import Config, load_config, override
 from octavo.config.model import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
+from octavo.sealed import check_adapter
 from octavo.train import base as bases
 from octavo.train import critic, datafiles, planning, rundir
 from octavo.train.build import scaling_of
@@ -218,8 +219,8 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     base  another base for a LoRA run or an adapter than the one it names
 
     Raises TrainError for a path that holds none of the three, saying what was found and what to do with it, for
-    weights in pickles, for an adapter whose base is not there, and for a base given to what has none. ModelError for a
-    configuration that cannot be read.
+    weights in pickles, for an adapter whose base is not there or of another key than it (`octavo seal`), and for a base
+    given to what has none. ModelError for a configuration that cannot be read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -243,6 +244,8 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
         found = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
+    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
+        check_adapter(of, found.base, TrainError)
     return replace(found, quantization=read_quantization(found.base))
 
 
