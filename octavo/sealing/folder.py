@@ -129,7 +129,8 @@ def sealed_by(folder: str | Path, key: Key) -> Note:
     """The note of a sealed folder. Raises SealError for one that is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
-        raise SealError(f"{folder} is not sealed: it has no {NOTE}")
+        found = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is no folder; name one that is there"
+        raise SealError(f"{folder} {found}")
     if note.key != key.fingerprint:
         raise SealError(f"{folder} was sealed with the key {note.key}, and this one is {key.fingerprint}")
     return note

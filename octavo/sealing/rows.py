@@ -101,6 +101,8 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
         raise SealError(
             f"train.phase={cfg.train.phase}: rows of sft, pretrain and preference are sealed, and no others"
         )
+    if cfg.preference is not None and cfg.preference.loss == "kto":
+        raise SealError("preference.loss=kto: of preferences pairs are sealed, and labelled answers are not")
     if cfg.data.sealed:
         raise SealError("data.sealed=true says that rows are sealed already; leave it out")
     if cfg.train.phase == "pretrain":  # as training has it: every token is learned
