@@ -67,9 +67,8 @@ __all__ = [
     "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
     "Sealed", "Split", "Text", "Turn", "check_sealed", "collate", "collate_pack", "compared", "digits", "encoder",
     "eval_set", "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare",
-    "print_of",
-    "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text",
-    "train_loader", "waste", "workers_of",
+    "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots",
+    "text", "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 Rows = Source | Split | Joined | Sealed
