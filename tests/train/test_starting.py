@@ -130,6 +130,10 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     train.run(stopped, callbacks=[at(4, signal.SIGTERM)])
     with pytest.raises(train.TrainError, match=r"began with .*first/checkpoints/step_2, and run.start_from is .*whole"):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
+    state = first.dir / "checkpoints" / "step_2" / "state.json"
+    state.write_bytes(state.read_bytes() + b" ")
+    with pytest.raises(train.TrainError, match="first/checkpoints/step_2, which holds something else now; put it back"):
+        train.run(make(*over, "run.resume=auto", dir="stopped"))
     shutil.rmtree(first.dir)
     assert train.run(make(*over, "run.resume=auto", dir="stopped")).losses() == whole.losses()
     assert load_config(stopped.run.dir + "/config.yaml").run.start_from == str(first.dir)
