@@ -160,6 +160,7 @@ def _perturb(rank: int) -> None:
     Reinforcing.begin = planted
 
 
+@pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("recipe", ["blockwise", "off"])
 def test_weights_that_change_on_one_rank_are_named_there(reinforcing: Make, recipe: str):
     cfg = reinforcing(f"fp8.recipe={recipe}", "run.timeout=30")
@@ -169,6 +170,7 @@ def test_weights_that_change_on_one_rank_are_named_there(reinforcing: Make, reci
     assert "rank 1" in first
 
 
+@pytest.mark.usefixtures("unseen")
 def test_a_gap_ends_both_ranks_with_the_layer(reinforcing: Make):
     found = both(reinforcing("rl.max_gap=1e-3", "run.timeout=30"), _perturb)
     assert [code for code, _ in found] == [1, 1]
