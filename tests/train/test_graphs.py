@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models, train
 from octavo.fp8 import observe
+from octavo.fp8.kernels import CudaGraph
 from octavo.parallel import World
 from octavo.train import graphs, loss_scale, planning
 from octavo.train.errors import TrainError
@@ -264,3 +266,26 @@ def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:
     model.config.layer_types = ["sliding_attention", *model.config.layer_types[1:]]
     with pytest.raises(models.ModelError, match="layers of sliding_attention"), models.without_masks(model):
         pass
+
+
+def test_a_capture_that_fails_tells_the_cause_and_gives_random_numbers_back(monkeypatch) -> None:
+    """CUDA's own end of a capture that was broken off raises, too (on an H200: tests/gpu/test_graphs.py)."""
+    given: list[str] = []
+    generator = SimpleNamespace(clone_state=lambda: "before", graphsafe_set_state=given.append)
+
+    @contextmanager
+    def graph(captured, pool):
+        try:
+            yield
+        except ValueError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+
+    def work() -> torch.Tensor:
+        raise ValueError("the cause")
+
+    for name, fake in {"graph": graph, "CUDAGraph": object, "current_device": lambda: 0,
+                       "default_generators": (generator,)}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with pytest.raises(ValueError, match="the cause"):
+        CudaGraph(None).capture(work)
+    assert given == ["before"] and CudaGraph(None).capture(lambda: torch.ones(1)).item() == 1 and len(given) == 1

@@ -60,6 +60,8 @@ class CudaGraph:
         except Exception as error:
             generator.graphsafe_set_state(before)
             raise cause or error from None
+        finally:
+            cause = None  # or it would hold this frame, and through it what work made, until garbage is collected
 
     def replay(self) -> None:
         self._graph.replay()
