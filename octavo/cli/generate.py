@@ -24,6 +24,7 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
+from octavo.config.video import FRAMES_A_SECOND, frames_a_second
 from octavo.config.words import one_word
 
 PLACE, VIDEO = "<image>", "<video>"  # as rows of training data write them
@@ -72,12 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rate(text: str) -> float:
     """An argparse type: frames a second."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found <= 1000:
-        raise argparse.ArgumentTypeError(f"expected frames a second, a number above 0, at most 1000, found {text!r}")
+    if (found := frames_a_second(text)) is None:
+        raise argparse.ArgumentTypeError(f"expected {FRAMES_A_SECOND}, found {text!r}")
     return found
 
 

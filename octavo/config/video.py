@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from octavo.config.words import Section
+
+MOST_FPS = 1000
+FRAMES_A_SECOND = f"frames a second, a number above 0, at most {MOST_FPS}"
+
+
+def frames_a_second(value: Any) -> float | None:
+    """A rate, from a number or its text; None for what is none."""
+    try:
+        found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+    except (ValueError, OverflowError):
+        return None
+    return found if 0 < found <= MOST_FPS else None
 
 
 class VideoSection(Section):
@@ -12,7 +26,7 @@ class VideoSection(Section):
     folder says, else what its authors' processor does; the run's config.yaml says it."""
 
     fps: float | None = Field(
-        default=None, gt=0, le=1000, description="Frames of a second that are taken, evenly over the whole video."
+        default=None, gt=0, le=MOST_FPS, description="Frames of a second that are taken, evenly over the whole video."
     )
     min_frames: int | None = Field(default=None, ge=1, le=2**16, description="Frames of a short video, if it has them.")
     max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
@@ -34,7 +48,7 @@ class VideoSection(Section):
     folder_fps: float | None = Field(
         default=None,
         gt=0,
-        le=1000,
+        le=MOST_FPS,
         description="Frames a second in folders of frames whose rows have no `fps`.",
     )
     max_seconds: float = Field(

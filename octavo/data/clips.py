@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from octavo.config.video import FRAMES_A_SECOND, frames_a_second
 from octavo.data.errors import RowProblem, shown
 from octavo.data.images import locate
 from octavo.data.inline import Inline
@@ -90,10 +91,6 @@ def as_video(path: Path | Clip, fps: float | None = None) -> VideoFile:
 
 def rate(value: Any) -> float:
     """Frames a second of a folder, a number or its text, which is all that CSV has. Raises `RowProblem`."""
-    try:
-        found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
-    except (ValueError, OverflowError):
-        found = 0.0
-    if not 0 < found <= 1000:
-        raise RowProblem(f"has the fps {shown(value)}; expected frames a second, a number above 0, at most 1000")
+    if (found := frames_a_second(value)) is None:
+        raise RowProblem(f"has the fps {shown(value)}; expected {FRAMES_A_SECOND}")
     return found
