@@ -58,7 +58,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 settings.register_profile("octavo", derandomize=True)
 settings.load_profile("octavo")
 
-pytest_plugins = ["tests.cpu_budget"]  # what the tests cost, and the ten dearest
+pytest_plugins = ["tests.cpu_budget", "tests.flaky"]  # what tests cost; what failed, and which may be run again
 LIKE_OTHERS = ("glm46v", "glm_ocr", "qwen2_vl")
 """Families whose layers, inputs and masks are those of glm4v and qwen2_5_vl, under names of their own: what `make test`
 says of these holds for them, and `make test-long` tries them."""

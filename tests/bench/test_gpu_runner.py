@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import jobs, runner, store, worker
+from benchmarks.gpu import jobs, process, runner, store, worker
 from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.store import Store, StoreError
@@ -27,9 +28,14 @@ from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A worker without torch: its target is a list of cases, each a name and what happens in it.
+# A worker without torch: its target is a list of cases, each a name and what happens in it. What takes time in it ticks
+# (see `clock`): the file that it appends to is time for the runner, so that a slow machine is no slow worker.
 FAKE = """
 import json, os, signal, subprocess, sys, time
+def tick(count=1):
+    with open(os.environ["GPU_TEST_TICKS"], "ab") as ticks: ticks.write(b"." * count)
+def hang():
+    while True: tick(); time.sleep(0.01)
 order = json.load(sys.stdin)
 pipe = os.fdopen(order["pipe"], "w")
 def send(**event): print(json.dumps(event), file=pipe, flush=True)
@@ -45,13 +51,13 @@ for case, what in json.loads(order["target"]):
         if name == "b" and what == "hang":
             children = [subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)"]) for _ in "12"]
             print("children", *(child.pid for child in children), flush=True)
-            time.sleep(99)
+            hang()
         if name == "b" and what == "leave": sys.exit(3)
         if what == "terminate": os.kill(os.getppid(), 15); time.sleep(9)
-        if what == "nap": time.sleep(0.05)
+        if what == "nap": tick(); time.sleep(0.01)
         if what == "break":  # the signal that asks where it hangs makes a compiler fail, and the test with it
             signal.signal(signal.SIGABRT, lambda *_: send(test=[case, "failed", 1.0, "PassManager::run failed"]))
-            time.sleep(99)
+            hang()
     if here:
         row = {"suite": "fake", "case": case, "seconds": order["seconds"], "host": 0.0}
         send(rows=[{**row, "candidate": name} for name in here], absent=[], cut=[])
@@ -61,6 +67,23 @@ send(over=0)
 
 def fake(name: str, *cases: tuple[str, str], seconds: float = 9.0, stall: float = 9.0, part: int = 1) -> Job:
     return Job(name, "suite", part, json.dumps(cases), seconds, stall)
+
+
+@pytest.fixture(autouse=True)
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """The runner's seconds, which the workers tick, 20 to a second. Its limits are then of what workers do and not of
+    how fast this machine is: real time counts a fiftieth, so that nothing waits for ever."""
+    ticks = tmp_path / "ticks"
+    ticks.touch()
+    monkeypatch.setenv("GPU_TEST_TICKS", str(ticks))
+    began = time.monotonic()
+
+    def seconds() -> float:
+        return ticks.stat().st_size / 20 + (time.monotonic() - began) / 50
+
+    for module in (runner, process):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=seconds))
+    return seconds
 
 
 @pytest.fixture
@@ -75,14 +98,14 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, messages: list[str], command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+def run(tmp_path: Path, messages: list[str], command: tuple[str, ...], clock, monkeypatch: pytest.MonkeyPatch):
     """Runs jobs into a folder; (what suites.json holds of each, exit code)."""
     monkeypatch.setattr(gpu, "say", messages.append)
 
     def go(*work: Job, seconds: float = 20.0, call: str = "one", least: float = 0.2):
         kept = Store(tmp_path / "out", messages.append)
         kept.apply("suite", "", {"call": call, "what": {"device": "cpu", "small": True}})
-        Runner(kept, messages.append, call, "cpu", True, 4, least, command).run(work, time.monotonic() + seconds)
+        Runner(kept, messages.append, call, "cpu", True, 4, least, command).run(work, clock() + seconds)
         code = gpu.summary(work, kept, call)
         kept.close()
         return kept.files["suite"]["jobs"], code
@@ -137,7 +160,7 @@ def test_a_hang_costs_one_case_and_its_children_end_with_it(run) -> None:
     (lost,) = found["planted"]["lost"]
     assert lost["why"] == "hung: silent for 0.8 s" and lost["candidates"] == ["b"]
     children = [int(pid) for pid in lost["last lines"][-1].split()[1:]]
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(children) == 2 and not any(alive(pid) for pid in children)
@@ -200,12 +223,12 @@ def test_parts_lie_beside_each_other_and_a_job_that_runs_again_is_replaced(run, 
     assert json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"] == found
 
 
-def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command) -> None:
+def test_test_files_run_several_at_a_time_and_some_alone(messages: list[str], tmp_path: Path, command, clock) -> None:
     kept = Store(tmp_path / "out", messages.append)
     naps = json.dumps([[str(i), "nap"] for i in range(20)])
     work = [Job(f"t{i}", "tests", 1, '[["c", "nap"]]', 9.0, alone=i == 4) for i in range(5)]
     work[3] = replace(work[3], target=naps, seconds=0.05)
-    Runner(kept, messages.append, "one", "cpu", True, 3, 0.1, command).run(work, time.monotonic() + 20)
+    Runner(kept, messages.append, "one", "cpu", True, 3, 0.1, command).run(work, clock() + 20)
     lines = [
         line.split(":")[0] + (" +" if "begins" in line else " -") for line in messages if re.match(r"t\d: (b|d)", line)
     ]
@@ -225,7 +248,9 @@ def test_fails(): assert 1 == 2, "planted"
 @pytest.mark.skip(reason="no card")
 def test_skips(): pass
 def test_hangs():
-    while True: time.sleep(1)
+    while True:
+        with open(os.environ["GPU_TEST_TICKS"], "ab") as ticks: ticks.write(b".")
+        time.sleep(0.01)
 def test_loses_the_gpu():
     def synchronize(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
     cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
@@ -237,13 +262,13 @@ def test_last(x): assert "torch" not in sys.modules
 
 
 def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
-    messages: list[str], tmp_path: Path, monkeypatch
+    messages: list[str], tmp_path: Path, clock, monkeypatch
 ) -> None:
     """The real worker, in four processes."""
     (tmp_path / "test_planted.py").write_text(PLANTED)
     job = Job("planted", "tests", 1, str(tmp_path / "test_planted.py"), 60.0, stall=6.0)
     kept = Store(tmp_path / "out", messages.append)
-    Runner(kept, messages.append, "one", "cpu", True, 4, 0.2).run([job], time.monotonic() + 60)
+    Runner(kept, messages.append, "one", "cpu", True, 4, 0.2).run([job], clock() + 60)
     found = kept.files["tests"]["jobs"]["planted"]
     outcomes = {node.rpartition("::")[2]: test["outcome"] for node, test in found["tests"].items()}
     failed = dict.fromkeys(["test_fails", "test_loses_the_gpu"], "failed")
@@ -326,13 +351,13 @@ Runner(kept, print, "one", "cpu", True, 4, 0.1, sys.argv[3:]).run([job], time.mo
 def test_a_kill_of_the_runner_leaves_what_was_done(tmp_path: Path, command: tuple[str, ...]) -> None:
     cases = json.dumps([(str(i), "nap") for i in range(200)])
     words = [sys.executable, "-c", RUNS, str(tmp_path / "out"), cases, *command]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-    file, deadline, found = tmp_path / "out" / "suites.json", time.monotonic() + 20, {}
+    killed = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    file, deadline, found = tmp_path / "out" / "suites.json", time.monotonic() + 300, {}
     while len(found.get("rows", ())) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
         found = json.loads(file.read_text())["jobs"]["x"] if file.exists() else {}  # readable at any moment
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
     kept = json.loads(file.read_text())["jobs"]["x"]
     assert kept["state"] == "under way" and rows(kept)[:4] == [("0", "a"), ("0", "b"), ("1", "a"), ("1", "b")]
 
@@ -449,9 +474,9 @@ def test_every_job_does_its_work_on_a_cpu(kind: str, tmp_path: Path) -> None:
     for job in jobs.every():
         if job.kind != kind or job.part == 3:
             continue
-        process = multiprocessing.get_context(ranks.START).Process(target=_work, args=(job, tmp_path / job.name))
-        process.start()
-        process.join()
+        working = multiprocessing.get_context(ranks.START).Process(target=_work, args=(job, tmp_path / job.name))
+        working.start()
+        working.join()
         events = [json.loads(line) for line in (tmp_path / job.name).read_text().splitlines()]
         assert events[-1] == {"over": 0}, f"{job.name}: {events}"
         assert any(event.get("rows") or event.get("collected") for event in events)
