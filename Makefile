@@ -13,7 +13,8 @@ GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OU
 # what reads configurations, templates, processors, models and rows, and trains on them
 OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/test_batched.py tests/data/test_pixels.py \
 	tests/data/test_tables.py tests/models/test_processors.py tests/models/test_chat.py tests/models/test_generate.py \
-	tests/models/test_with_fp8.py tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
+	tests/models/test_video_times.py tests/models/test_with_fp8.py \
+	tests/train/test_run.py::test_it_leaves_a_whole_run_directory \
 	tests/train/test_run.py::test_pretraining_learns_every_token tests/train/test_lora.py::test_a_base_that_is_in_fp8_on_disk
 
 .PHONY: help install demo test test-long test-oldest docs gpu lint types clean
@@ -23,10 +24,10 @@ help:             ## show this list
 
 install: .venv/.installed  ## build .venv with everything that demo and tests need
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint tests/constraints.txt
 	@touch $@
 
 demo: install     ## FP8 beside high precision on real handwriting: trains, compares, writes demo/report/report.html
@@ -45,11 +46,13 @@ test: lint types  ## what every change must pass, in about 8 minutes on 2 cores;
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
-test-oldest: install ## some tests with the lowest versions that pyproject.toml names (torch: the newest, or TORCH=2.11.0)
+test-oldest: install ## some tests, and each family's loss, with the lowest versions that pyproject.toml names (torch: of tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
 	$(BIN)/python tests/oldest.py $(TORCH) > build/oldest/lowest.txt
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check -r build/oldest/lowest.txt
 	build/oldest/bin/python -m pytest -q -p no:cacheprovider -m "not long and not gpu" $(OLDEST_TESTS)
+	$(if $(TORCH),,$(BIN)/python -m tests.family_losses write build/oldest/losses)
+	$(if $(TORCH),,build/oldest/bin/python -m tests.family_losses compare build/oldest/losses)
 
 docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

@@ -23,8 +23,8 @@ from octavo import switches
 
 #: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
-    "torch": ">=2.11,<2.14",
-    "transformers": ">=5.17,<5.24",
+    "torch": ">=2.11",
+    "transformers": ">=5.17,<5.25",
     "huggingface-hub": ">=1.5",
     "fsspec": ">=2024.6",
     "safetensors": ">=0.8",

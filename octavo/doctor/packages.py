@@ -33,12 +33,12 @@ class Package:
 
 
 REQUIRED = (
-    Package("torch", "import torch", "nothing runs without torch", "pip install 'torch>=2.11,<2.14'", required=True),
+    Package("torch", "import torch", "nothing runs without torch", "pip install 'torch>=2.11'", required=True),
     Package(
         "transformers",
         "from transformers import Qwen3VLForConditionalGeneration, AutoTokenizer",
         "no model can be loaded",
-        "pip install --upgrade 'transformers>=5.17,<5.24' tokenizers safetensors",
+        "pip install --upgrade 'transformers>=5.17,<5.25' tokenizers safetensors",
         required=True,
     ),
     Package(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,9 +60,61 @@ def _first(where: Tensor, grid: Tensor, merge: int) -> Tensor:
 
 
 def positions_of_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
-    """Where the tokens of padded rows [B, T] with videos stand: [3, B, T], by the model's own ``get_rope_index``."""
+    """Where the tokens of padded rows [B, T] with videos stand: int64 [3, B, T], by the model's own ``get_rope_index``
+    and, in time, by :func:`set_times`."""
+    return set_times(model, _stock_positions(model, batch), _kinds(batch), batch)
+
+
+def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
+    """Why transformers' own forward would misplace the videos of a batch [B, T] in time, or None: found by comparing
+    its positions with those of :func:`positions_of_rows`, whatever its version."""
+    if "second_per_grid_ts" not in batch:
+        return None
+    stock = _stock_positions(model, batch)
+    if torch.equal(stock, set_times(model, stock, _kinds(batch), batch)):
+        return None
+    return (
+        f"transformers {transformers.__version__} cuts the seconds of a video's time steps to an integer, and the "
+        "model is trained with the seconds as they are. Install a version that does not: pip install --upgrade "
+        "transformers"
+    )
+
+
+def _stock_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     names = ("mm_token_type_ids", "image_grid_thw", *OF_VIDEOS, "attention_mask")
-    found, _ = model.base_model.get_rope_index(
+    positions, _ = model.base_model.get_rope_index(
         input_ids=batch["input_ids"], **{name: batch[name] for name in names if name in batch}
     )
-    return found  # type: ignore[no-any-return]
+    return positions  # type: ignore[no-any-return]
+
+
+def _kinds(batch: Mapping[str, Any]) -> Tensor:
+    """Kinds of tokens [B, T], 0 where there is padding."""
+    kinds: Tensor = batch["mm_token_type_ids"]
+    return kinds * batch["attention_mask"].bool() if "attention_mask" in batch else kinds
+
+
+def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: Mapping[str, Any]) -> Tensor:
+    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; those of other families as they are.
+
+    The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
+    arXiv 2502.13923, section 2.1.2; transformers from 5.18). Earlier versions cut the seconds to an integer first,
+    so that every step of a video of more than two frames a second is at the same time.
+
+    kinds: int64 [B, T], 2 where a token stands for a video · videos: those of :data:`OF_VIDEOS`
+    """
+    if "second_per_grid_ts" not in videos:
+        return positions
+    vision = model.config.vision_config
+    rows, columns = (kinds == VIDEO).nonzero(as_tuple=True)
+    first = 0
+    positions = positions.clone()
+    for grid, seconds in zip(videos["video_grid_thw"].tolist(), videos["second_per_grid_ts"], strict=True):
+        steps, tokens = grid[0], grid[1] * grid[2] // vision.spatial_merge_size**2
+        of_video = slice(first, first := first + steps * tokens)
+        row, column = rows[of_video], columns[of_video]
+        interval = torch.as_tensor(seconds, dtype=torch.float32) * vision.tokens_per_second
+        times = (torch.arange(steps) * interval).long().repeat_interleave(tokens).to(positions.device)
+        # the height of a video's first token is where it starts
+        positions[0, row, column] = positions[1, row[:1], column[:1]] + times
+    return positions

@@ -16,6 +16,7 @@ from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, Pr
 
 from octavo.models import chat
 from octavo.models.errors import ModelError
+from octavo.models.frames import why_not_stock_times
 from octavo.models.processors import TextProcessor
 
 #: settings of a model that answers keep, or that do not change them
@@ -39,12 +40,15 @@ def generate(
     messages, images, videos  as :func:`question` takes them
 
     Greedy: :func:`ignored_settings` says what of the model's generation settings has no effect. They are left as they
-    were, and so is the model's mode. Raises ModelError as :func:`question` does, when max_new_tokens is below one, and
-    where a score is NaN: the most likely token would be any.
+    were, and so is the model's mode. Raises ModelError as :func:`question` does, when max_new_tokens is below one,
+    where the installed transformers gives a video's tokens other times than training does, and where a score is NaN:
+    the most likely token would be any.
     """
     if max_new_tokens < 1:
         raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
     batch = question(processor, messages, images, videos=videos).to(model.device)
+    if (why := why_not_stock_times(model, batch)) is not None:
+        raise ModelError(why)
     own = model.generation_config
     stop = own.eos_token_id
     settings = GenerationConfig(

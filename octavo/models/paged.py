@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo.models.errors import ModelError
 from octavo.models.families import Family
+from octavo.models.frames import set_times
 from octavo.models.trained import TWO_WAYS
 
 NAME = "octavo_paged"
@@ -140,8 +141,9 @@ def positions(
     if grid is None and not videos:
         return plain.expand(3, -1), len(ids)
     kinds = (ids == family.image_token_id).long() if kinds is None else kinds
-    found, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
-    return found[:, 0], int(found.max()) + 1
+    of_rows, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
+    of_rows = set_times(model, of_rows, kinds[None], videos or {})
+    return of_rows[:, 0], int(of_rows.max()) + 1
 
 
 def axes(model: PreTrainedModel, family: Family) -> int:

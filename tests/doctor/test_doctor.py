@@ -182,10 +182,10 @@ def test_the_cause_is_the_exception_and_not_its_neighbours():
 
 def test_versions_out_of_range_fail(monkeypatch):
     real = environment.version
-    monkeypatch.setattr(environment, "version", lambda name: "9.9" if name == "torch" else real(name))
+    monkeypatch.setattr(environment, "version", lambda name: "2.9" if name == "torch" else real(name))
     check = one([c for c in machine.versions() if c.status == FAIL])
-    assert (check.name, check.found, check.fix) == ("torch", "9.9", "pip install 'torch>=2.11,<2.14'")
-    assert "torch >=2.11,<2.14" in check.means
+    assert (check.name, check.found, check.fix) == ("torch", "2.9", "pip install 'torch>=2.11'")
+    assert "torch >=2.11" in check.means
 
 
 def record(**more):

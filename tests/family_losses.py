@@ -1,0 +1,142 @@
+"""Whether a family's loss depends on the version of transformers: two Pythons, the same torch, the same folders.
+
+    python -m tests.family_losses write FOLDER     mini checkpoints of all families, and their losses here
+    python -m tests.family_losses compare FOLDER   the losses of the same folders in this Python, to the bit
+
+`make test-oldest` writes with the newest version that Octavo is tested with and compares in the oldest. The losses are
+those of rows with text, images and videos, read, encoded and batched by Octavo, as training does it; in fp32. What is
+known to differ is in `DIFFERS`, with its reason; one that differs no longer is a failure too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+
+from octavo import models
+from octavo.config import Dataset
+from octavo.data import Encoder, collate, read
+from octavo.models import tiny
+
+DIFFERS: dict[str, str] = {}
+"""family or "family what" -> why its loss is another one in the oldest version."""
+
+
+def write_rows(folder: Path) -> None:
+    """Rows of text, of images of several sizes, and of a video as a folder of frames, in files by what they hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size, color in (
+        ("a", (16, 16), (200, 30, 60)),
+        ("b", (40, 24), (20, 180, 90)),
+        ("c", (70, 20), (9, 9, 250)),
+    ):
+        Image.new("RGB", size, color).save(folder / f"{name}.png")
+    (folder / "frames").mkdir(exist_ok=True)
+    for number in range(6):
+        Image.new("RGB", (16, 24), (40 * number, 255 - 40 * number, 99)).save(folder / "frames" / f"{number}.png")
+
+    def row(question: str, answer: str, **more: Any) -> dict[str, Any]:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": turns, **more}
+
+    files = {
+        "text": [row("Which digit?", "a 3, I think"), row("And that one, which is longer?", "7")],
+        "images": [
+            row("<image>Which?", "3", images=["a.png"]),
+            row("<image>a<image>b", "4 5", images=["b.png", "c.png"]),
+        ],
+        "videos": [row("<video>Which?", "3", videos=["frames"], fps=5)],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+
+
+def losses(folder: Path, rows: Path) -> dict[str, str]:
+    """What the rows hold -> the loss of a model on a batch of them, all bits of it; only what the family takes."""
+    processor = models.load_processor(folder)
+    model = models.load(folder).eval()
+    takes = ["text"]
+    if getattr(processor, "image_token", None):
+        takes.append("images")
+    if getattr(processor, "videos", None) is not None:
+        takes.append("videos")
+    return {what: _loss(model, processor, rows / f"{what}.json") for what in takes}
+
+
+def _loss(model: Any, processor: Any, file: Path) -> str:
+    source = read(Dataset.model_construct(path=str(file)), "conversations")
+    encoder = Encoder(processor, 512)
+    batch = collate(encoder.encode_all([source[number] for number in range(len(source))]), 0)
+    labels, meta = batch.pop("labels"), batch.pop("meta")
+    if meta.videos and "video_grid_thw" in batch:
+        seen = processor.as_images(batch)
+        seen["position_ids"] = models.positions_of_rows(model, batch)
+        batch = seen
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()).item().hex()
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def write(folder: Path, families: tuple[str, ...] = tiny.FAMILIES) -> None:
+    write_rows(folder / "rows")
+    record: dict[str, Any] = {**versions(), "losses": {}}
+    for family in families:
+        tiny.write(family, folder / family, size="mini")
+        record["losses"][family] = losses(folder / family, folder / "rows")
+    (folder / "losses.json").write_text(json.dumps(record, indent=1))
+
+
+def compare(folder: Path, differs: dict[str, str] | None = None) -> list[str]:
+    """A sentence for each loss that is another one here without a reason, and for each reason without a difference."""
+    differs = DIFFERS if differs is None else differs
+    record = json.loads((folder / "losses.json").read_text())
+    if record["torch"] != torch.__version__:
+        return [f"the losses are of torch {record['torch']}, and this is {torch.__version__}: nothing is compared"]
+    wrong, unused = [], set(differs)
+    for family, expected in record["losses"].items():
+        here = losses(folder / family, folder / "rows")
+        if here.keys() != expected.keys():
+            wrong.append(f"{family}: takes {', '.join(here)} here, {', '.join(expected)} there")
+        for what in here.keys() & expected.keys():
+            reason = next((name for name in (family, f"{family} {what}") if name in differs), None)
+            if here[what] != expected[what] and reason is None:
+                a, b = float.fromhex(expected[what]), float.fromhex(here[what])
+                wrong.append(f"{family}, {what}: {b!r} here, {a!r} with transformers {record['transformers']}")
+            elif here[what] != expected[what]:
+                unused.discard(reason)
+    return wrong + [f"{name}: no loss differs, and DIFFERS says so ({differs[name]})" for name in sorted(unused)]
+
+
+def main(words: list[str]) -> int:
+    torch.set_num_threads(1)
+    if len(words) != 2 or words[0] not in ("write", "compare"):
+        print(__doc__)
+        return 2
+    folder = Path(words[1])
+    if words[0] == "write":
+        write(folder)
+        return 0
+    wrong = compare(folder)
+    for sentence in wrong:
+        print(sentence)
+    count = sum(len(of) for of in json.loads((folder / "losses.json").read_text())["losses"].values())
+    print(f"transformers {transformers.__version__}: {count} losses compared, {len(wrong)} wrong, {len(DIFFERS)} known")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
