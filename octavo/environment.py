@@ -46,8 +46,8 @@ REQUIRED: dict[str, str] = {
 
 #: found and recorded, never needed
 OPTIONAL: tuple[str, ...] = (
-    "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision", "soundfile", "soxr",
-    "av", "cryptography",
+    "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision", "num2words",
+    "soundfile", "soxr", "av", "cryptography",
 )  # fmt: skip
 
 _SECONDS = 5.0

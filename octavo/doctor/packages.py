@@ -94,12 +94,16 @@ OPTIONAL = (
         "pip install 'octavo[sealed]'",
     ),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
-    Package("trl", "import trl", "some tests lack their oracle", "pip install trl"),
+    Package("trl", "import trl", "FP8 in TRL's trainers, and some tests", "pip install 'octavo[trainer]'"),
+    Package(
+        "num2words", "import num2words", "SmolVLM's stock processor does not load", "pip install 'octavo[trainer]'"
+    ),
     Package(
         "torchvision",
         "import torchvision",
-        "images become pixels by Pillow, which resizes a little differently from AutoProcessor's torchvision",
-        "pip install torchvision from the index that torch came from; PyPI's build fails beside a CPU torch",
+        "images become pixels by Pillow, which resizes a little differently; where AutoProcessor fails, "
+        "octavo.models.load_processor works, in a stock or TRL trainer too",
+        "pip install torchvision from the index that torch came from; PyPI's build fails with a CPU torch",
     ),
 )
 
