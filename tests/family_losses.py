@@ -22,14 +22,19 @@ import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from octavo import models
 from octavo.config import Dataset
 from octavo.data import Encoder, collate, read
 from octavo.models import tiny
 
-DIFFERS: dict[str, str] = {}
-"""family or "family what" -> why its loss is another one in the oldest version."""
+_OF_CLASS = (
+    "later versions take the family's tokenizer class whatever tokenizer_config.json names, and that class splits words "
+    "by its own rule, not by the one in the mini checkpoint's tokenizer.json"
+)
+DIFFERS: dict[str, str] = {"qwen3_5 batches": _OF_CLASS, "qwen3_5_moe batches": _OF_CLASS}
+"""family (what it takes), "family batches" or "family text" -> why that is another one in the oldest version."""
 
 
 def write_rows(folder: Path) -> None:
@@ -61,30 +66,33 @@ def write_rows(folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-def losses(folder: Path, rows: Path) -> dict[str, str]:
-    """What the rows hold -> the loss of a model on a batch of them, all bits of it; only what the family takes."""
+def batches(folder: Path, rows: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What the rows hold -> a batch of them as the model at `folder` takes it, labels included; only what it takes."""
     processor = models.load_processor(folder)
-    model = models.load(folder).eval()
     takes = ["text"]
     if getattr(processor, "image_token", None):
         takes.append("images")
     if getattr(processor, "videos", None) is not None:
         takes.append("videos")
-    return {what: _loss(model, processor, rows / f"{what}.json") for what in takes}
-
-
-def _loss(model: Any, processor: Any, file: Path) -> str:
-    source = read(Dataset.model_construct(path=str(file)), "conversations")
     encoder = Encoder(processor, 512)
-    batch = collate(encoder.encode_all([source[number] for number in range(len(source))]), 0)
-    labels, meta = batch.pop("labels"), batch.pop("meta")
-    if meta.videos and "video_grid_thw" in batch:
-        seen = processor.as_images(batch)
-        seen["position_ids"] = models.positions_of_rows(model, batch)
-        batch = seen
+    of_all = {}
+    for what in takes:
+        source = read(Dataset.model_construct(path=str(rows / f"{what}.json")), "conversations")
+        batch = collate(encoder.encode_all([source[number] for number in range(len(source))]), 0)
+        of_all[what] = {name: value.contiguous() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return of_all
+
+
+def loss(model: Any, batch: dict[str, torch.Tensor]) -> str:
+    """All bits of the loss of a batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if "video_grid_thw" in inputs:
+        vision = model.config.vision_config
+        as_images = models.as_images(inputs, vision.spatial_merge_size, model.config.image_token_id)
+        inputs = {**as_images, "position_ids": models.positions_of_rows(model, inputs)}
     with torch.no_grad():
-        logits = model(**batch, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()).item().hex()
+        logits = model(**inputs, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()).item().hex()
 
 
 def versions() -> dict[str, str]:
@@ -96,29 +104,45 @@ def write(folder: Path, families: tuple[str, ...] = tiny.FAMILIES) -> None:
     record: dict[str, Any] = {**versions(), "losses": {}}
     for family in families:
         tiny.write(family, folder / family, size="mini")
-        record["losses"][family] = losses(folder / family, folder / "rows")
+        model = models.load(folder / family).eval()
+        record["losses"][family] = {}
+        for what, batch in batches(folder / family, folder / "rows").items():
+            save_file(batch, folder / f"{family}.{what}.safetensors")
+            record["losses"][family][what] = loss(model, batch)
     (folder / "losses.json").write_text(json.dumps(record, indent=1))
 
 
 def compare(folder: Path, differs: dict[str, str] | None = None) -> list[str]:
-    """A sentence for each loss that is another one here without a reason, and for each reason without a difference."""
+    """A sentence for each batch or loss that is another one here without a reason, and for each reason without a
+    difference. Losses are those of the batches that were written, so that one difference does not hide another."""
     differs = DIFFERS if differs is None else differs
     record = json.loads((folder / "losses.json").read_text())
     if record["torch"] != torch.__version__:
         return [f"the losses are of torch {record['torch']}, and this is {torch.__version__}: nothing is compared"]
-    wrong, unused = [], set(differs)
+    there, wrong, unused = f"with transformers {record['transformers']}", [], set(differs)
+
+    def differ(name: str, sentence: str) -> None:
+        unused.discard(name)
+        if name not in differs:
+            wrong.append(f"{name}: {sentence}")
+
     for family, expected in record["losses"].items():
-        here = losses(folder / family, folder / "rows")
+        here = batches(folder / family, folder / "rows")
+        model = models.load(folder / family).eval()
         if here.keys() != expected.keys():
-            wrong.append(f"{family}: takes {', '.join(here)} here, {', '.join(expected)} there")
-        for what in here.keys() & expected.keys():
-            reason = next((name for name in (family, f"{family} {what}") if name in differs), None)
-            if here[what] != expected[what] and reason is None:
-                a, b = float.fromhex(expected[what]), float.fromhex(here[what])
-                wrong.append(f"{family}, {what}: {b!r} here, {a!r} with transformers {record['transformers']}")
-            elif here[what] != expected[what]:
-                unused.discard(reason)
-    return wrong + [f"{name}: no loss differs, and DIFFERS says so ({differs[name]})" for name in sorted(unused)]
+            differ(family, f"takes {', '.join(here)} here, {', '.join(expected)} {there}")
+        for what in expected:
+            batch = load_file(folder / f"{family}.{what}.safetensors")
+            own = here.get(what, {})
+            if other := sorted(
+                name for name in own.keys() | batch.keys()
+                if name not in own or name not in batch or not torch.equal(own[name], batch[name])
+            ):  # fmt: skip
+                differ(f"{family} batches", f"{', '.join(other)} of {what} differ from those {there}")
+            if (of_batch := loss(model, batch)) != expected[what]:
+                a, b = float.fromhex(of_batch), float.fromhex(expected[what])
+                differ(f"{family} {what}", f"the loss is {a!r} here, {b!r} {there}")
+    return wrong + [f"{name}: nothing differs, and DIFFERS says so ({differs[name]})" for name in sorted(unused)]
 
 
 def main(words: list[str]) -> int:
