@@ -30,7 +30,7 @@ from octavo.data import Encoder, collate, read
 from octavo.models import tiny
 
 _OF_CLASS = (
-    "later versions take the family's tokenizer class whatever tokenizer_config.json names, and that class splits words "
+    "later versions take the family's tokenizer class whatever tokenizer_config.json names; that class splits words "
     "by its own rule, not by the one in the mini checkpoint's tokenizer.json"
 )
 DIFFERS: dict[str, str] = {"qwen3_5 batches": _OF_CLASS, "qwen3_5_moe batches": _OF_CLASS}
