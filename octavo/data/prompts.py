@@ -41,6 +41,7 @@ from octavo.data.conversations import (
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError
 from octavo.data.images import ImageFile, Picture
+from octavo.data.missing import is_missing
 from octavo.data.sample import Sample
 from octavo.data.sounds import PLACEHOLDER as SOUND
 from octavo.data.sounds import SOUND_KEYS, AudioRef, find_sounds
@@ -312,7 +313,7 @@ def _reference(answer: Any) -> str | list[str] | None:
 def _text(answer: Any) -> str:
     if isinstance(answer, str):
         return answer
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and not is_missing(answer):
         return repr(answer)
     raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,7 +197,9 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    return value if value is None or isinstance(value, str | int | float | bytes) else str(value)
+    if value is None or isinstance(value, str | int | float | bytes):
+        return value
+    return str(value) if value == value else math.nan  # NaT, whose text is a word
 
 
 @contextmanager
