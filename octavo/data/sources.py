@@ -15,6 +15,7 @@ from octavo.data.documents import is_document, parse_document
 from octavo.data.errors import BadSample, DataError, QuotingError, shown
 from octavo.data.fetched import open_fetched
 from octavo.data.files import open_rows
+from octavo.data.foreign import with_turns
 from octavo.data.inline import no_file
 from octavo.data.missing import of_cells, of_table
 from octavo.data.named import open_named, stream_named
@@ -82,11 +83,11 @@ class Source:
 
 def present(raw: Any) -> Any:
     """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. A file
-    with neither bytes nor path is null too."""
+    with neither bytes nor path is null too, and turns that are JSON text are those turns."""
     if not isinstance(raw, dict):
         return raw
-    return {key: value for key, value in raw.items()
-            if value is not None and not (key in MEDIA_KEYS and no_file(value))}  # fmt: skip
+    return with_turns({key: value for key, value in raw.items()
+                       if value is not None and not (key in MEDIA_KEYS and no_file(value))})  # fmt: skip
 
 
 class Renamed:
