@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
-from octavo.models.chat import FILES, deadline, give, written
+from octavo.models.chat import FILES, checked, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.nvila.three import add_media, template_of
@@ -51,12 +51,13 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template with the variables `template_args`, under a deadline."""
+        """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
+        what no tokenizer takes (`chat.checked`)."""
         with deadline():
             text = written(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
-            if text is not None:
-                return text
-            return self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            if text is None:
+                text = self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            return checked(text, conversation, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
