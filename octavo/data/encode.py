@@ -231,6 +231,9 @@ class Encoder:
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)
+        if len(text) > self.seq_length * self.longest and self.on_long != "cut":  # so long whatever its tokens are
+            long = f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit}"
+            self._refuse_long(conversation, long)
         check_system(text, turns, render, given is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, rendered(turns, self._render, given is None))
