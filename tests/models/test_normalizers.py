@@ -71,7 +71,7 @@ def _row(tmp_path, text="q"):
 def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
     """A template writes much around few words: no token is made of it, unless the row is to be cut."""
     where = folder()
-    template = "{% for m in messages %}{{ m.content }}{{ 'pad ' * 9000 }}</s>{% endfor %}"
+    template = "{% for m in messages %}{{ m.content }}{{ 'pad ' * 20000 }}</s>{% endfor %}"
     (where / "chat_template.jinja").write_text(template)
     encoder = Encoder(models.load_processor(where), 16)
     tokenizer, encoder.tokenizer = encoder.tokenizer, None
@@ -80,7 +80,7 @@ def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
         LongSample, match=r"row 0: is over 16 tokens long \(\d+ characters with its template\), seq_leng"
     ):
         encoder.encode(_row(tmp_path))
-    assert len(tokenizer("pad " * 9000)["input_ids"]) > 16
+    assert len(tokenizer("pad " * 20000)["input_ids"]) > 16
 
 
 def test_a_panic_of_the_tokenizer_is_of_its_row(folder, tmp_path):
