@@ -13,6 +13,7 @@ therefore taken unless it holds what else the row may have there (:data:`_ALLOWE
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -25,34 +26,41 @@ Places = Mapping[str, Any] | list[Any] | bool
 """Where JSON texts are: True for one, fields of a struct by name, [places of an entry] of a list."""
 
 _EXTENSION = "arrow.json"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
 
-def _parts(value: Any) -> bool:
+def _parts(value: Any, text: str) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "type" in one for one in value)
 
 
-def _turns(value: Any) -> bool:
+def _turns(value: Any, text: str) -> bool:
     turns = value if isinstance(value, list) else [value]
     return bool(turns) and all(isinstance(one, dict) and any(keys <= one.keys() for keys in _TURN_KEYS)
                                for one in turns)  # fmt: skip
 
 
-def _never(value: Any) -> bool:
+def _answers(value: Any, text: str) -> bool:
+    """Several right answers; a list with spaces between its entries was a text, for `datasets` writes none."""
+    several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
+    return several and not any(map(str.isspace, _STRING.sub("", text)))
+
+
+def _never(value: Any, text: str) -> bool:
     return False
 
 
-_ALLOWED: dict[str, Callable[[Any], bool]] = {
+_ALLOWED: dict[str, Callable[[Any, str], bool]] = {
     "content": _parts,
     **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _turns),
-    "answer": lambda value: isinstance(value, list),
+    "answer": _answers,
     **dict.fromkeys(
         ("value", "text", "texts", "instruction", "input", "output", "system", "reasoning_content", "reasoning",
          "thinking"),
         _never,
     ),
 }  # fmt: skip
-"""Keys under which rows have a text -> whether a value is one of the other things that they may have there."""
+"""Keys under which rows have a text -> whether a value, stored as a text, is what else they may have there."""
 
 
 @lru_cache(maxsize=256)
@@ -115,6 +123,6 @@ def _value(text: str, where: str, key: str) -> Any:
     if value is None or isinstance(value, str):
         return value
     if key in _ALLOWED:
-        return value if _ALLOWED[key](value) else text
+        return value if _ALLOWED[key](value, text) else text
     # Under another key, which `columns` may rename: 1.50 was a text, for the number is written 1.5.
     return text if isinstance(value, float) and repr(value) != text else value

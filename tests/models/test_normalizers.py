@@ -71,7 +71,8 @@ def _row(tmp_path, text="q"):
 def test_what_is_too_long_in_any_case_is_not_tokenized(folder, tmp_path):
     """A template writes much around few words: no token is made of it, unless the row is to be cut."""
     where = folder()
-    template = "{% for m in messages %}{{ m.content }}{% if messages|length == 2 %}{{ 'pad ' * 20000 }}{% endif %}</s>{% endfor %}"
+    much = "{% if messages|length == 2 %}{{ 'pad ' * 20000 }}{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}" + much + "</s>{% endfor %}"
     (where / "chat_template.jinja").write_text(template)
     encoder = Encoder(models.load_processor(where), 16)
     tokenizer, encoder.tokenizer = encoder.tokenizer, None
