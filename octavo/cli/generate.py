@@ -139,8 +139,9 @@ def run(args: argparse.Namespace) -> int:
     for prompt in args.prompt:
         if not prompt.strip():
             raise UsageError("--prompt is empty; ask something")
-        if not prompt.isascii() and prompt.encode(errors="replace").decode() != prompt:
-            raise UsageError("--prompt holds bytes that are no UTF-8; write it as UTF-8")
+    for option, texts in (("--prompt", args.prompt), ("--stop", args.stop)):
+        if any(text.encode(errors="replace").decode() != text for text in texts):
+            raise UsageError(f"{option} holds bytes that are no UTF-8; write it as UTF-8")
     if args.samples > 1 and not args.temperature:
         raise UsageError(
             f"--samples {args.samples} without --temperature would be one answer {args.samples} times; give one"

@@ -145,7 +145,10 @@ class Calls:
         try:
             with one_thread():
                 outputs = self._call(rows)
-        except Exception as cause:  # a stranger's program, as the template is; whatever it meets is this row's
+        except BaseException as cause:  # a stranger's program, as the template is; whatever it meets is this row's
+            # A panic of the tokenizers library, which is written in Rust, is no Exception.
+            if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
+                raise
             if len(rows) == 1:
                 found[rows[0].number] = refused(cause)
             else:
@@ -254,7 +257,7 @@ def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int]
                 row[name] = np.asarray(outputs[name])[part[per]].copy()
 
 
-def refused(cause: Exception) -> Mismatch:
+def refused(cause: BaseException) -> Mismatch:
     return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.data import foreign
 from octavo.data.clips import VIDEO, VideoFile, VideoRef, find_videos, video_part
 from octavo.data.errors import BadSample, RowProblem, shown
 from octavo.data.images import ImageFile, ImageProblem, Picture, locate
@@ -108,6 +109,7 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     Raises `BadSample`.
     """
     with naming(raw, file, row) as identity:
+        foreign.check_row(raw)
         turns, names = read_turns(raw, format)
         check_turns(turns)
         sounds = find_sounds(turns, images)
@@ -198,13 +200,15 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
         _check_keys(turn, number, ("tool_calls", "function_call"), "a turn of function_call of their own")
         role = _role(turn["from"], format, number)
+        foreign.check_turn(turn, number, role)
+        foreign.check_part_text(turn["value"], f"the value of turn {number}")
         reasoning = reasoning_of(turn, role, number)
         if turn["from"] == "function_call" and format == "sharegpt":
             calls = calls_of(turn["value"], f"turn {number}")
-            turns.append(Turn(role, (), calls, reasoning=reasoning, learned=_learned(turn, number)))
+            turns.append(Turn(role, (), calls, reasoning=reasoning, learned=is_learned(turn, number)))
             continue
         seen += turn["value"].count(PLACEHOLDER)
-        learned = _learned(turn, number)
+        learned = is_learned(turn, number)
         turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning, learned=learned))
     match_count(seen, len(names))
     return turns, names
@@ -225,15 +229,17 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
         _check_keys(turn, number, ("function_call",), "tool_calls")
         role, content = _role(turn["role"], "messages", number), turn.get("content")
+        foreign.check_turn(turn, number, role)
         name, call = turn.get("name"), turn.get("tool_call_id")
         if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
             raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and names and ids are text")
         if content is None and calls:
             content = []
         if isinstance(content, str):
+            foreign.check_part_text(content, f"the content of turn {number}")
             content = [{"type": "text", "text": content}]
         parts: list[Any] = []
-        for part in _list(content, f"content of turn {number}"):
+        for part in _list(content, f"content of turn {number}", "text or a list of parts"):
             if (found := SOUND.part(part, number) or video_part(part, number)) is not None:
                 parts.append(found)
                 continue
@@ -253,7 +259,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
                 names.append(image)
         reasoning = reasoning_of(turn, role, number)
         name, call = (name, call) if role == "tool" else (None, None)
-        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, _learned(turn, number)))
+        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, is_learned(turn, number)))
     if listed is not None or seen:
         match_count(seen, len(listed or ()))
     if not names and any(PLACEHOLDER in turn.text for turn in turns):
@@ -273,7 +279,7 @@ def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead
         raise RowProblem(f"turn {number} has {found}; list files in the row, or write the content as parts")
 
 
-def _learned(turn: dict[str, Any], number: int) -> bool:
+def is_learned(turn: dict[str, Any], number: int) -> bool:
     """Whether an assistant's turn is learned: 1 or true, 0 or false, which makes it context. Raises `RowProblem`."""
     given = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
     for key, value in given.items():
@@ -382,6 +388,7 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
             raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
+    foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
 
 
 def half_character(text: str) -> bool:
@@ -395,7 +402,7 @@ def object_of(raw: Any) -> dict[str, Any]:
     return raw
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _list(value: Any, name: str, expected: str = "a list") -> list[Any]:
     if not isinstance(value, list):
-        raise RowProblem(f"{name} is {shown(value)}; expected a list")
+        raise RowProblem(f"{name} is {shown(value)}; expected {expected}")
     return value

@@ -26,6 +26,7 @@ from octavo.data.sounds import UNNAMED, AudioRef
 from octavo.data.template import TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.thinking import Thinking
 
+COUNTED = 1 << 16  # characters of a text up to which its tokens are counted to say by how much it is too long
 NOTHING_LEFT = "nothing to learn is left after the cut"
 LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
 MARKS = (
@@ -231,6 +232,10 @@ class Encoder:
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)
+        if len(text) > max(self.seq_length * self.longest, COUNTED) and self.on_long != "cut":
+            # Too long whatever its tokens are, and to count them would take seconds or more.
+            long = f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit}"
+            self._refuse_long(conversation, long)
         check_system(text, turns, render, given is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, rendered(turns, self._render, given is None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class RowProblem(ValueError):
 
 def shown(value: Any) -> str:
     """The beginning of a value, for an error."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN, a missing value" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

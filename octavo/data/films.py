@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.data.clips import Clip, Frames, VideoFile
+from octavo.data.display import matrix_of, upright
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageProblem
@@ -61,7 +62,8 @@ class FileLimits:
 @dataclass(frozen=True)
 class Film:
     """A video, and what is taken of it: `indices` of its `total` frames at `fps` a second, each resized to `size`
-    (height, width), which will be `tokens`; `when`: the time stamps of a file's frames, `keys` those of key frames."""
+    (height, width), which will be `tokens`; `when`: the time stamps of a file's frames, `keys` those of key frames;
+    `shape` (height, width) of its first frame, and so of all."""
 
     file: VideoFile
     total: int
@@ -73,6 +75,7 @@ class Film:
     keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), repr=False, compare=False)
     tick: float = 0.0
     megapixels: float = 100.0
+    shape: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,17 @@ def _film(
         size, tokens = takes.size(len(indices), height, width), takes.tokens(len(indices), height, width)
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
-    return Film(file, total, fps, tuple(indices), size, tokens, **more)
+    return Film(file, total, fps, tuple(indices), size, tokens, shape=(height, width), **more)
 
 
 def load(film: Film, limits: FileLimits = FileLimits()) -> Shot:
     """The frames of a video that are taken. Raises as `look` does."""
     if isinstance(film.file, Frames):
         names = _frames_of(film.file, limits)
-        found = {number: _resized(_image(names[number], limits.megapixels), film.size) for number in film.indices}
+        found = {
+            number: _resized(_of_shape(_image(names[number], limits.megapixels), film, names[number].name), film.size)
+            for number in film.indices
+        }
     else:
         with _opened(film.file, limits) as (container, stream):
             found = _taken(film, container, stream)
@@ -169,7 +175,8 @@ def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
         at = frame.pts
         if frame.width * frame.height > film.megapixels * 1e6:
             raise _too_large(film.file, frame.width, frame.height, film.megapixels)
-        pixels = _resized(_upright(frame, film.file), film.size)
+        pixels = _of_shape(_upright(frame, film.file), film, f"frame {numbers[0]}")
+        pixels = _resized(pixels, film.size)
         found |= dict.fromkeys(numbers, pixels)
     return found
 
@@ -187,13 +194,27 @@ def _shown(frames: Iterator[Any], stamp: int) -> Any:
 
 
 def _upright(frame: Any, file: VideoFile) -> np.ndarray:
-    """The pixels [H, W, 3] of a frame as it is to be shown: phones write how they were held."""
+    """The pixels [H, W, 3] of a frame as it is to be shown: phones write how they were held, and whether it is a
+    mirror's image."""
     if frame is None:
         raise Mismatch(f"video {file} holds no frame that can be decoded")
     if getattr(frame, "is_corrupt", False):
         raise Mismatch(f"video {file} is broken: a frame of it is damaged")
-    turns = round(getattr(frame, "rotation", 0) / 90) % 4
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+    try:
+        return upright(frame.to_ndarray(format="rgb24"), matrix_of(frame))
+    except ValueError as cause:
+        raise Mismatch(f"video {file} {cause}") from cause
+
+
+def _of_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
+    """The pixels of a frame that is as large as the first one: to fit another into its place would stretch it."""
+    height, width = pixels.shape[:2]
+    if (height, width) != film.shape:
+        raise Mismatch(
+            f"video {film.file} has frames of two sizes: the first has {film.shape[1]} x {film.shape[0]} pixels, and "
+            f"{name} {width} x {height}; write all in one size"
+        )
+    return pixels
 
 
 def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:

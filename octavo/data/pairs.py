@@ -42,6 +42,7 @@ from octavo.data.conversations import (
 )
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.foreign import check_row
 from octavo.data.images import ImageFile
 from octavo.data.inputs import answered
 from octavo.data.loader import micro_batches
@@ -189,6 +190,7 @@ def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Pat
     with naming(raw, file, row) as identity:
         if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
             raise RowProblem(f"has {_keys(raw)}; {EXPECTED}")
+        check_row(raw)
         whole = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
         if not all(map(_begins_whole, whole.values())):
             prompt = _prompt(raw)
@@ -208,6 +210,7 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         if not isinstance(label, bool):
             found = f"the label {shown(label)}" if label is not None else _keys(raw)
             raise RowProblem(f"has {found}; expected 'label', true or false, beside 'prompt' and 'completion' or turns")
+        check_row(raw)
         answer = "output" if "instruction" in raw and "completion" not in raw else "completion"
         said = as_messages(raw[answer], "assistant") if answer in raw else []
         turns, names = asked(raw, said if _begins_whole(said) else _prompt(raw) + said)

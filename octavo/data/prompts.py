@@ -32,6 +32,7 @@ from octavo.data.conversations import (
     Turn,
     check_turns,
     find_images,
+    is_learned,
     naming,
     parse,
     read_turns,
@@ -40,7 +41,9 @@ from octavo.data.conversations import (
 )
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError
+from octavo.data.foreign import check_row, check_turn, check_turn_text
 from octavo.data.images import ImageFile, Picture
+from octavo.data.missing import is_missing
 from octavo.data.sample import Sample
 from octavo.data.sounds import PLACEHOLDER as SOUND
 from octavo.data.sounds import SOUND_KEYS, AudioRef, find_sounds
@@ -197,6 +200,11 @@ def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images:
         return parse(raw, format, file=file, row=row, images=images)
     found = parse_prompt(raw, format, file=file, row=row, images=images)
     with naming(raw, file, row):
+        check_row(raw)
+        turn = raw.get("completion")
+        turn = turn[-1] if isinstance(turn, list) and turn else turn
+        if isinstance(turn, dict) and raw.get("answer") is None and not is_learned(turn, 1):
+            raise RowProblem("has a completion that is context (weight 0), so there is nothing to learn from it")
         answer = _answer(found.answer, found.reasoning)
     return replace(found.conversation, turns=(*found.conversation.turns, answer))
 
@@ -232,8 +240,10 @@ def reward_columns(samples: Sequence[PromptSample], group: int = 1) -> dict[str,
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
-    """A text that `role` says, one turn or a list of turns, with role/content or from/value, as role/content."""
+    """A text that `role` says, one turn or a list of turns, with role/content or from/value, as role/content. Raises
+    `RowProblem` for a list of turns that is a text."""
     if isinstance(value, str):
+        check_turn_text(value)
         return [{"role": role, "content": value}]
     turns = value if isinstance(value, list) else [value]
     return [_with_role(turn) if isinstance(turn, dict) and {"from", "value"} <= turn.keys() else turn for turn in turns]
@@ -299,6 +309,7 @@ def _said(completion: Any) -> tuple[Any, str | None]:
     """The words of a completion, and its reasoning: a text, or the one turn of the assistant that it is."""
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
+        check_turn(turns[0], 1, "assistant")
         return turns[0].get("content"), reasoning_of(turns[0], "assistant", 1)
     return completion, None
 
@@ -312,7 +323,7 @@ def _reference(answer: Any) -> str | list[str] | None:
 def _text(answer: Any) -> str:
     if isinstance(answer, str):
         return answer
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and not is_missing(answer):
         return repr(answer)
     raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
 

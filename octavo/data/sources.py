@@ -10,12 +10,14 @@ import numpy as np
 
 from octavo.config.texts import is_url
 from octavo.data.cache import Say, default_folder, quiet
-from octavo.data.conversations import ROLES
+from octavo.data.conversations import ROLES, naming
 from octavo.data.documents import is_document, parse_document
 from octavo.data.errors import BadSample, DataError, QuotingError, shown
 from octavo.data.fetched import open_fetched
 from octavo.data.files import open_rows
+from octavo.data.foreign import with_turns
 from octavo.data.inline import no_file
+from octavo.data.missing import of_cells, of_table
 from octavo.data.named import open_named, stream_named
 from octavo.data.pairs import parse_labelled, parse_pair, told_by
 from octavo.data.prompts import MEDIA_KEYS, further, parse_answered, parse_prompt
@@ -46,6 +48,7 @@ class Source:
     ) -> None:  # fmt: skip
         self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
+        self._cells = of_cells(rows)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
     def __len__(self) -> int:
@@ -54,7 +57,11 @@ class Source:
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
-        return KINDS[self.kind](self.raw(row), self.format, file=self.rows.path, row=row, images=self.images)
+        raw = self.raw(row)
+        if self._cells:
+            with naming(raw, self.rows.path, row):
+                raw = of_table(raw, self.format)
+        return KINDS[self.kind](raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
         """A row as its file has it, without keys that are null."""
@@ -76,11 +83,11 @@ class Source:
 
 def present(raw: Any) -> Any:
     """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. A file
-    with neither bytes nor path is null too."""
+    with neither bytes nor path is null too, and turns that are JSON text are those turns."""
     if not isinstance(raw, dict):
         return raw
-    return {key: value for key, value in raw.items()
-            if value is not None and not (key in MEDIA_KEYS and no_file(value))}  # fmt: skip
+    return with_turns({key: value for key, value in raw.items()
+                       if value is not None and not (key in MEDIA_KEYS and no_file(value))})  # fmt: skip
 
 
 class Renamed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from octavo.atomic import write_bytes
+from octavo.data import json_columns
 from octavo.data.errors import BadSample, DataError
 from octavo.reading import Unreadable, parse_json
 
@@ -157,11 +159,22 @@ class ColumnRows(Mapped):
 def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     """The one row of a table, `plain`. A time that Python cannot hold (of the year 10,000, of a zone that nobody knows)
     is the text that Arrow writes for it. Raises `BadSample`, which names the column, for other values that cannot be
-    read, such as bytes that are no UTF-8."""
+    read, such as bytes that are no UTF-8, or JSON columns whose text is no JSON."""
     try:
-        return plain(table.to_pylist()[0])
+        found = plain(table.to_pylist()[0])
     except UNREADABLE:  # which column it is, only then is it asked
-        return plain({name: _value(path, row, name, table.column(name)) for name in table.column_names})
+        found = plain({name: _value(path, row, name, table.column(name)) for name in table.column_names})
+    for name, places in json_columns.places_in(table.schema).items():
+        if name in found:
+            found[name] = _from_json(path, row, name, found[name], places)
+    return found
+
+
+def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
+    try:
+        return json_columns.parsed(value, places, f"its JSON column {name!r}", name)
+    except Unreadable as cause:
+        raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
 
 
 def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
@@ -184,7 +197,9 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    return value if value is None or isinstance(value, str | int | float | bytes) else str(value)
+    if value is None or isinstance(value, str | int | float | bytes):
+        return value
+    return str(value) if value == value else math.nan  # NaT, whose text is a word
 
 
 @contextmanager

@@ -176,6 +176,11 @@ class Shards:
         """How many rows each file has."""
         return [end - start for start, end in pairwise([0, *self._ends])]
 
+    @property
+    def suffix(self) -> str:
+        """What the names of its files end with; "" where they are no files."""
+        return str(getattr(self._files[0], "suffix", "")) if self._files else ""
+
     def keys(self) -> set[str]:
         return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
 

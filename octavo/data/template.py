@@ -167,6 +167,8 @@ def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
         return render(messages, prompt)
     # Templates are programs of strangers: jinja's TemplateError (raise_exception), and Python errors out of jinja.
     except Exception as cause:
+        if str(cause).startswith("the chat template "):  # its bounds: a sentence already
+            raise TemplateProblem(str(cause)) from cause
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateProblem(
             f"the chat template refuses the roles {roles} ({type(cause).__name__}: {cause})"

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.data.errors import RowProblem, shown
+from octavo.data.missing import check_numbers
 from octavo.reading import Unreadable, parse_json
 
 Call = dict[str, Any]
@@ -31,6 +32,7 @@ def tools_of(raw: Any) -> tuple[dict[str, Any], ...]:
     found = _json(given, "'tools'")
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise RowProblem(f"'tools' is {shown(given)}; expected a list of objects, one for each tool")
+    check_numbers(found, "'tools'")
     return tuple(found)
 
 
@@ -48,6 +50,7 @@ def _call(given: Any, where: str) -> Call:
     arguments = _json(inner.get("arguments", {}), f"arguments of {where}") if isinstance(inner, dict) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise RowProblem(f"{where} has the call {shown(given)}; expected a function's name and its arguments")
+    check_numbers(arguments, f"a call of {where}")
     identity = given.get("id")
     if not isinstance(identity, str | None):
         raise RowProblem(f"{where} has a call with the id {shown(identity)}; expected text")

@@ -3,7 +3,8 @@
 jinja's sandbox keeps a template from files and attributes, not from loops within loops, `"a" * 10**11` or
 `10 ** 10**10`. So a template is tried when its processor is loaded, on short conversations in a child process whose
 time and memory are limited: Python alone cannot interrupt a power or cap a string. A row may still lead it elsewhere,
-so every rendering has a deadline too; that one costs a few microseconds, and stops what Python itself runs.
+so every rendering has a deadline too; that one costs a few microseconds, and stops what Python itself runs. And each is
+held against a bound of its length before a tokenizer gets it: of 100 MB these need minutes and gigabytes, and panic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,6 +38,8 @@ PATIENCE = 120
 MEMORY = 1 << 30
 #: characters that a template may write for a few words, and of the template itself
 LENGTH = 1 << 20
+#: characters that a template may write for each one of a conversation beyond that: escapes and indents of JSON
+GROWTH = 8
 #: where a folder keeps its template, the file that wins first
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
@@ -87,7 +90,7 @@ def _trial(processor: Any) -> str | None:
     if memory := [error for error in errors if error.startswith("MemoryError")]:
         return f"needs more than {MEMORY >> 20} MiB of memory for a few words ({memory[0]})"
     if max(lengths, default=0) > LENGTH:
-        return f"writes {max(lengths):,} characters for a few words"
+        return f"writes {max(lengths):,} characters or more for a few words"
     return None if lengths else f"refuses every conversation that was tried ({errors[0]})"
 
 
@@ -104,6 +107,8 @@ def _render_and_exit(processor: Any, writer: int) -> NoReturn:
         for turns in _CONVERSATIONS:
             try:
                 lengths.append(len(_rendered(processor, turns)))
+            except LongRendering as long:
+                lengths.append(long.length)
             except BaseException as error:
                 errors.append(f"{type(error).__name__}: {' '.join(str(error)[:300].split())}")
         os.write(writer, json.dumps([lengths, errors]).encode())
@@ -127,9 +132,10 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
     """A conversation's text by the template of a processor or tokenizer. Raises ModelError in the template's words."""
     try:
         with deadline():
-            return processor.apply_chat_template(
+            text = processor.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
+            return checked(text, messages)
     except ModelError:
         raise
     except Exception as cause:  # a stranger's program: jinja's errors, and Python's out of jinja
@@ -185,7 +191,70 @@ def written(
     template = _compile_jinja_template(owner.chat_template)
     asked = options.get("add_generation_prompt", False)
     named = {**tokenizer.special_tokens_map, **more}
-    return template.render(messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **named)
+    pieces = template.generate(messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **named)
+    return _joined(pieces, _most(conversation))
+
+
+def _most(*given: Any) -> int:
+    """Characters that a rendering of these values may have."""
+    count, level = 0, list(given)
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                count += len(value)
+            elif isinstance(value, Mapping):
+                below += value
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+        level = below
+    return LENGTH + GROWTH * count
+
+
+def _joined(pieces: Iterable[str], most: int) -> str:
+    """A rendering by its pieces, which ends when they are too many. Raises ModelError."""
+    parts, length = [], 0
+    for piece in pieces:
+        parts.append(piece)
+        length += len(piece)
+        if length > most:
+            raise _too_long(length, most)
+    return "".join(parts)
+
+
+class LongRendering(ModelError):
+    """A rendering of at least `length` characters, which are too many."""
+
+    length = 0
+
+
+def _too_long(length: int, most: int) -> LongRendering:
+    error = LongRendering(
+        f"the chat template writes {length:,} characters or more for a conversation that gives it "
+        f"{(most - LENGTH) // GROWTH:,}, and {most:,} are the most; take the template of the original model"
+    )
+    error.length = length
+    return error
+
+
+def checked(rendering: Any, *given: Any) -> Any:
+    """What a template wrote, if it is a text (or several) that tokenizers take; what is no text goes through. `given`:
+    what it was written for, the conversation and its tools. Raises ModelError for one that is far longer than these,
+    and for half a character (a lone surrogate)."""
+    for text in rendering if isinstance(rendering, list) else [rendering]:
+        if not isinstance(text, str):
+            return rendering
+        if len(text) > LENGTH and len(text) > (most := _most(*given)):
+            raise _too_long(len(text), most)
+        try:
+            text.encode()
+        except UnicodeEncodeError as cause:
+            raise ModelError(
+                f"the chat template writes half a character (the lone surrogate \\u{ord(text[cause.start]):04x}), "
+                "which no tokenizer takes; mend the template, or the text that it is given"
+            ) from cause
+    return rendering
 
 
 def _plain(part: Any) -> bool:
@@ -196,8 +265,8 @@ def _plain(part: Any) -> bool:
 
 
 class WithDeadline:
-    """Mixed into processors: their `apply_chat_template` under a deadline. `template_args`: variables of the template
-    that every rendering is given."""
+    """Mixed into processors: their `apply_chat_template` under a deadline, and `checked`. `template_args`: variables of
+    the template that every rendering is given."""
 
     template_args: Mapping[str, Any] = MappingProxyType({})
 
@@ -205,9 +274,9 @@ class WithDeadline:
         more = self.template_args
         with deadline():
             text = None if args else written(self, self.tokenizer, conversation, kwargs, more)  # type: ignore[attr-defined]
-            if text is not None:
-                return text
-            return super().apply_chat_template(conversation, *args, **{**more, **kwargs})  # type: ignore[misc]
+            if text is None:
+                text = super().apply_chat_template(conversation, *args, **{**more, **kwargs})  # type: ignore[misc]
+            return checked(text, conversation, kwargs)
 
 
 def variables(template: str) -> set[str]:

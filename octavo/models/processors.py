@@ -15,9 +15,10 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
-from octavo.models.chat import FILES, deadline, give, written
+from octavo.models.chat import FILES, checked, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
+from octavo.models.normalizers import check_growth
 from octavo.models.nvila.three import add_media, template_of
 from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
@@ -51,12 +52,13 @@ class TextProcessor:
         return BatchFeature(dict(encoded))
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """The tokenizer's chat template with the variables `template_args`, under a deadline."""
+        """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
+        what no tokenizer takes (`chat.checked`)."""
         with deadline():
             text = written(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
-            if text is not None:
-                return text
-            return self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            if text is None:
+                text = self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            return checked(text, conversation, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         """The tokenizer's decode."""
@@ -73,7 +75,7 @@ class TextProcessor:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
-    its files cannot be read."""
+    its files cannot be read, and for one that multiplies texts (`check_growth`)."""
     whole = Path(path)
     check_companions(whole)
     folder = at(whole, "tokenizer_config.json").parent
@@ -90,6 +92,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         with readable(folder) as plain:
             tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False, **instead)
         tokenizer.name_or_path = str(folder)
+    check_growth(tokenizer, folder)
     if parts_of(whole):
         add_media(tokenizer)
     if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import shutil
 from fractions import Fraction
@@ -254,22 +255,98 @@ def test_frames_of_a_folder_are_resized_without_a_warning(folder):
     assert films.load(films.look(Frames(folder / "frames", 8.0), takes)).frames.shape == (2, 32, 32, 3)
 
 
-def test_a_video_is_upright(tmp_path):
-    """A phone writes how it was held into the matrix of the track: here a quarter turn to the right."""
+def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
+    """Writes a video of one frame whose track is shown by (a b; c d), and returns the frame."""
     image = np.zeros((16, 32, 3), np.uint8)
-    image[:8, :8] = 255
-    with av.open(str(tmp_path / "t.mp4"), "w") as container:
+    image[:8, :8], image[:4, 16:] = 255, 90
+    with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=RATE)
         stream.width, stream.height, stream.pix_fmt, stream.options = 32, 16, "yuv444p", {"qp": "0"}
         container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
-    data = bytearray((tmp_path / "t.mp4").read_bytes())
+    data = bytearray(path.read_bytes())
     at = data.find(b"tkhd") + 4 + 40
-    data[at : at + 36] = np.array([0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000], ">i4").tobytes()
-    (tmp_path / "t.mp4").write_bytes(data)
+    a, b, c, d = (round(65536 * value) for value in matrix)
+    data[at : at + 36] = np.array([a, b, 0, c, d, 0, 0, 0, 0x40000000], ">i4").tobytes()
+    path.write_bytes(data)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shown"),
+    [
+        ((1, 0, 0, 1), lambda image: image),
+        ((0, 1, -1, 0), lambda image: np.rot90(image, -1)),
+        ((0, -1, 1, 0), lambda image: np.rot90(image)),
+        ((-1, 0, 0, -1), lambda image: np.rot90(image, 2)),
+        ((-1, 0, 0, 1), lambda image: image[:, ::-1]),
+        ((1, 0, 0, -1), lambda image: image[::-1]),
+        ((0, 1, 1, 0), lambda image: image.transpose(1, 0, 2)),
+        ((0, -1, -1, 0), lambda image: np.rot90(image.transpose(1, 0, 2), 2)),
+        ((0, 0, 0, 0), lambda image: image),  # says nothing
+        ((0.5, 0.004, -0.004, 0.5), lambda image: image),  # half a degree, and half as large
+    ],
+)
+def test_a_video_is_upright(tmp_path, matrix, shown):
+    """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
+    image = shown(_turned(tmp_path / "t.mp4", matrix))
     found = films.look(tmp_path / "t.mp4", Every())
     [frame] = films.load(found).frames
-    assert found.size == (32, 16) and np.abs(frame.astype(int) - np.rot90(image, -1)).max() <= 2
+    assert found.size == image.shape[:2] and np.abs(frame.astype(int) - image).max() <= 2
+
+
+@pytest.mark.parametrize("matrix", ((0.7, 0.7, -0.7, 0.7), (1, 0.5, 0, 1), (1, 0, 1, 0), (1, 0, 0, 0)))
+def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
+    _turned(tmp_path / "t.mp4", matrix)
+    with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
+        films.look(tmp_path / "t.mp4", Every())
+
+
+def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
+    """In a folder, also by what EXIF turns, and in a file that changes its size on the way."""
+    sizes = {"wide": (32, 16), "turned": (16, 16), "high": (16, 24)}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            image = Image.new("RGB", size if number == 2 else (16, 16), (9, 9, 9))
+            image.save(tmp_path / name / f"{number}.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for number in range(4):
+        Image.new("RGB", (32, 16)).save(tmp_path / "turned" / f"{number}.png", exif=exif if number == 3 else b"")
+    for name, said in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
+                       ("turned", "32 x 16 pixels, and 3.png 16 x 32")):  # fmt: skip
+        with pytest.raises(Mismatch, match=rf"{name} has frames of two sizes: the first has {said}; write all in one"):
+            films.load(films.look(Frames(tmp_path / name, 8.0), Every()))
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "fps": 2}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"videos": ["wide"]}))
+    source = read(Dataset(path=str(tmp_path / "rows.jsonl")))
+    with pytest.raises(BadSample, match="row 0: video .* has frames of two sizes"):
+        Encoder(processors["qwen3_vl"], 512).encode(source[0])
+    grown = Clip(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
+    with pytest.raises(Mismatch, match=r"grown\.mkv .* the first has 16 x 16 pixels, and frame 3 32 x 16"):
+        films.load(films.look(grown, Every()))
+
+
+def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
+    """A stream of VP9 whose frames have one size after another, three of each."""
+    packets = []
+    for width, height in sizes:
+        stream = av.CodecContext.create("libvpx-vp9", "w")
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.time_base, stream.framerate, stream.options = Fraction(1, RATE), RATE, {"lossless": "1"}
+        for number in range(3):
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), 40 * number, np.uint8), format="rgb24")
+            frame.pts = number
+            packets += stream.encode(frame)
+        packets += stream.encode()
+    with av.open(str(folder / "joined.mkv"), "w") as container:
+        out = container.add_stream("libvpx-vp9", rate=RATE)
+        out.width, out.height, out.pix_fmt = *sizes[0], "yuv420p"
+        for number, packet in enumerate(packets):
+            packet.stream, packet.pts, packet.dts, packet.time_base = out, number, number, Fraction(1, RATE)
+            container.mux(packet)
+    return (folder / "joined.mkv").read_bytes()
 
 
 def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):

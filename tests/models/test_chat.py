@@ -40,7 +40,7 @@ def folder(checkpoint, tmp_path, monkeypatch):
         ("{{ 'a' * 10**11 }}", "needs more than 64 MiB of memory for a few words"),
         ("{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "64 MiB"),
         ("{{ '%99999999999d' % 1 }}", "64 MiB"),
-        ("{% for i in range(50000) %}{{ 'a' * 50 }}{% endfor %}", "writes 2,500,000 characters for a few words"),
+        ("{% for i in range(50000) %}{{ 'a' * 50 }}{% endfor %}", "characters or more for a few words"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "refuses every conversation that was tried (Recursion"),
         ("{% for %}", "(TemplateSyntaxError: Expected an expression"),
         ("{{ raise_exception('n\x1bo') }}", r"(TemplateError: n\x1bo)"),
@@ -93,6 +93,58 @@ def test_a_template_that_loops_later_meets_a_deadline_and_other_timers_go_on(fol
     aside = threading.Thread(target=processor.apply_chat_template, args=(messages,), kwargs={"tokenize": False})
     aside.start()
     aside.join()
+
+
+FEW = "{% if messages|length == 3 %}%s{% endif %}" + PLAIN  # which the trial does not have
+LONG = (
+    "{{ 'ab ' * 400000 }}",
+    "{% for i in range(60000) %}{{ 'a' * 20 }}{% endfor %}",
+    "{{ messages[1].content * 400 }}",
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+@pytest.mark.parametrize("later", LONG)
+def test_every_rendering_has_a_bound_in_length(checkpoint, tmp_path, family, later):
+    """Of a template that writes much for some rows only, with tools and without, and of a question that is asked."""
+    shutil.copytree(checkpoint(family), tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(FEW.replace("%s", later))
+    processor = models.load_processor(tmp_path / "m")
+    content = "x" * 3000
+    content = [{"type": "text", "text": content}] if processor.image_processor is not None else content
+    turns = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+    said = "the chat template writes [0-9,]+ characters or more for a conversation that gives it"
+    for options in ({}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": True}):
+        with pytest.raises(models.ModelError, match=said):
+            processor.apply_chat_template(turns, tokenize=False, **options)
+    with pytest.raises(models.ModelError, match=said):
+        chat.render(processor, turns)
+    assert processor.apply_chat_template(turns[:1], tokenize=False)
+
+
+def test_a_long_conversation_is_written_whole(folder):
+    """The bound grows with what is said: text, and tools with their indents."""
+    indented = "{% if tools %}{{ tools | tojson(indent=4) }}{% endif %}" + PLAIN
+    processor = models.load_processor(folder(indented))
+    turns = [{"role": "user", "content": "é" * 3_000_000}]
+    assert len(processor.apply_chat_template(turns, tokenize=False)) > 3_000_000
+    tools = [{"name": f"f{number}", "parameters": {"a": [number] * 9}} for number in range(20_000)]
+    assert len(processor.apply_chat_template(turns, tokenize=False, tools=tools)) > 3_000_000
+
+
+@pytest.mark.parametrize("half", (r"{{ '\ud800' }}", r"{{ '\udfff' if tools else '' }}", "{{ messages[0].content }}"))
+def test_half_a_character_is_a_sentence(folder, half):
+    """Whether the template writes it, where the trial does not see it, or what it is given."""
+    where = folder("{% if messages|length == 5 or tools %}" + half + "{% endif %}" + PLAIN)
+    processor = models.load_processor(where)
+    turns = [{"role": "user", "content": "a\ud83d"}] * 5
+    for options in ({}, {"tools": [{"name": "f"}]}):
+        with pytest.raises(models.ModelError, match=r"half a character \(the lone surrogate .u(d800|dfff|d83d)\)"):
+            processor.apply_chat_template(turns, tokenize=False, **options)
+    with pytest.raises(models.ModelError, match="half a character"):
+        models.generate(models.load(where), processor, turns)
+    with pytest.raises(models.ModelError, match="refuses every conversation that was tried .ModelError: .*half a char"):
+        models.load_processor(folder(r"{{ '\ud800' }}" + PLAIN))
 
 
 def test_a_prompt_that_the_template_refuses(folder):

@@ -1,0 +1,128 @@
+"""Columns of JSON text in Arrow tables: what `datasets` writes for values of several types, and parquet's own JSON.
+
+`datasets` from version 4 on gives a column, or a field of it, the type `Json()` where rows disagree, such as a
+`content` that is a text in one row and a list of parts in another. Arrow has it as the extension type `arrow.json`, and
+the schema's metadata has the features. Each value there is parsed, so that rows are what they were as JSON.
+
+Writing is not reversible in one respect: `datasets` stores a text that is itself valid JSON as it is. The answers 5,
+true and {"a": 1} come back as a number, a flag and an object. Where a row's text is expected, the stored text is
+therefore taken unless it holds what else the row may have there (:data:`_ALLOWED`). What remains ambiguous is read as
+`datasets` reads it: the stored text "x" with its quotation marks is x, and null is null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from octavo.reading import Unreadable, parse_json
+
+Places = Mapping[str, Any] | list[Any] | bool
+"""Where JSON texts are: True for one, fields of a struct by name, [places of an entry] of a list."""
+
+_EXTENSION = "arrow.json"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TURN_KEYS = ({"role", "content"}, {"from", "value"})
+
+
+def _parts(value: Any, text: str) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "type" in one for one in value)
+
+
+def _turns(value: Any, text: str) -> bool:
+    turns = value if isinstance(value, list) else [value]
+    return bool(turns) and all(isinstance(one, dict) and any(keys <= one.keys() for keys in _TURN_KEYS)
+                               for one in turns)  # fmt: skip
+
+
+def _answers(value: Any, text: str) -> bool:
+    """Several right answers; a list with spaces between its entries was a text, for `datasets` writes none."""
+    several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
+    return several and not any(map(str.isspace, _STRING.sub("", text)))
+
+
+def _never(value: Any, text: str) -> bool:
+    return False
+
+
+_ALLOWED: dict[str, Callable[[Any, str], bool]] = {
+    "content": _parts,
+    **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _turns),
+    "answer": _answers,
+    **dict.fromkeys(
+        ("value", "text", "texts", "instruction", "input", "output", "system", "reasoning_content", "reasoning",
+         "thinking"),
+        _never,
+    ),
+}  # fmt: skip
+"""Keys under which rows have a text -> whether a value, stored as a text, is what else they may have there."""
+
+
+@lru_cache(maxsize=256)
+def places_in(schema: pa.Schema) -> dict[str, Places]:
+    """Column -> where it holds JSON texts; columns without any are left out."""
+    features = _features(schema)
+    places = {field.name: _of_field(field, features.get(field.name)) for field in schema}
+    return {name: place for name, place in places.items() if place}
+
+
+def _features(schema: pa.Schema) -> dict[str, Any]:
+    """The features that `datasets` noted; none where they are missing or damaged, for the types say the same."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _of_field(field: pa.Field, feature: Any) -> Places:
+    if (field.metadata or {}).get(b"ARROW:extension:name") == _EXTENSION.encode():
+        return True  # a pyarrow that does not know the type leaves its name here
+    return _of_type(field.type, feature)
+
+
+def _of_type(kind: pa.DataType, feature: Any) -> Places:
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.extension_name == _EXTENSION
+    if pa.types.is_dictionary(kind):
+        return _of_type(kind.value_type, feature)
+    if pa.types.is_struct(kind):
+        inner = feature if isinstance(feature, dict) else {}
+        places = {field.name: _of_field(field, inner.get(field.name)) for field in kind}
+        return {name: place for name, place in places.items() if place}
+    if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        if isinstance(feature, dict):  # List(...) and the like; older versions wrote a list of one
+            feature = feature.get("feature")
+        elif isinstance(feature, list):
+            feature = feature[0] if feature else None
+        place = _of_field(kind.value_field, feature)
+        return [place] if place else False
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return text and isinstance(feature, dict) and feature.get("_type") == "Json"
+
+
+def parsed(value: Any, places: Places, where: str, key: str) -> Any:
+    """A value in which JSON texts are what they say; `key`: under which the row has it. Raises `Unreadable`."""
+    if places is True:
+        return _value(value, where, key) if isinstance(value, str) else value
+    if isinstance(places, list) and isinstance(value, list):
+        return [parsed(entry, places[0], where, key) for entry in value]
+    if isinstance(places, Mapping) and isinstance(value, dict):
+        fields = ((name, parsed(entry, places.get(name, False), where, name)) for name, entry in value.items())
+        return {name: entry for name, entry in fields if entry is not None}
+    return value
+
+
+def _value(text: str, where: str, key: str) -> Any:
+    value = parse_json(text, where, Unreadable, None)
+    if value is None or isinstance(value, str):
+        return value
+    if key in _ALLOWED:
+        return value if _ALLOWED[key](value, text) else text
+    # Under another key, which `columns` may rename: 1.50 was a text, for the number is written 1.5.
+    return text if isinstance(value, float) and repr(value) != text else value

@@ -1,0 +1,105 @@
+"""Keys, placeholders and JSON texts of other frameworks are refused by name where they would change what is learned."""
+
+import json
+
+import pytest
+
+from octavo.data import BadSample
+
+USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+PART = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss_mask", 0), ("loss_mask", [0, 1]), ("loss_scale", 0.0), ("loss_scale", 0.5), ("loss_weight", 2),
+     ("training", False), ("train_detail", PART), ("mask", True), ("mask", 0), ("masked", True)],
+)  # fmt: skip
+def test_what_says_that_a_turn_is_not_learned(folder, key, value):
+    said = rf"row 0: turn 2, of the assistant, has the {key} .*, which is not read: .*\"weight\": 0"
+    gpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: value}]
+    for row, kind, format in (
+        ({"messages": [USER, {**SAID, key: value}]}, "conversations", "messages"),
+        ({"conversations": gpt}, "conversations", "sharegpt"),
+        ({"prompt": "q", "chosen": [{**SAID, key: value}], "rejected": "b"}, "pairs", "auto"),
+        ({"messages": [USER, {**SAID, key: value}], "label": True}, "labelled", "auto"),
+    ):
+        with pytest.raises(BadSample, match=said):
+            folder.read([row], "rows.jsonl", kind, format=format)[0]
+    with pytest.raises(BadSample, match=rf"has the {key} "):
+        folder.read([{"prompt": "q", "completion": [{**SAID, key: value}]}], "rows.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("asks", "answers"),
+    [({"loss_mask": 0}, {"loss_mask": 1}), ({"training": False}, {"training": True}), ({}, {"loss_scale": 1.0}),
+     ({"masked": True}, {"masked": False}), ({"train_detail": []}, {"train_detail": None}), ({"train": False}, {})],
+)  # fmt: skip
+def test_what_holds_here_anyway_is_no_fault(folder, asks, answers):
+    found = folder.read([{"messages": [USER | asks, SAID | answers], "mask": "User"}], "rows.jsonl")[0]
+    assert [turn.learned for turn in found.turns if turn.role == "assistant"] == [True]
+
+
+@pytest.mark.parametrize("extra", ({"loss_mask": 1}, {"training": True}, {"masked": False}, {"train": True}))
+def test_turns_of_others_are_not_learned(folder, extra):
+    with pytest.raises(BadSample, match=rf"turn 1, of the user, has the {next(iter(extra))} .*only turns of an assist"):
+        folder.read([{"messages": [USER | extra, SAID]}], "rows.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"loss_mask": [0, 1]}, "has the loss_mask"), ({"mask": "Assistant"}, "has the mask 'Assistant'"),
+     ({"mask": [1, 0]}, "has the mask"), ({"objects": {"ref": ["a"], "bbox": [[1, 2]]}}, "has objects .ref, bbox")],
+)  # fmt: skip
+def test_keys_of_a_row(folder, more, said):
+    alpaca = {"instruction": "q", "output": "a"}
+    for row in ({"messages": [USER, SAID]}, {"prompt": "q", "answer": "a"}, alpaca):
+        with pytest.raises(BadSample, match=rf"row 0: {said}"):
+            folder.read([row | more], "rows.jsonl")[0]
+    with pytest.raises(BadSample, match=rf"row 0: {said}"):
+        folder.read([{"prompt": "q", "chosen": "a", "rejected": "b"} | more], "rows.jsonl", "pairs")[0]
+    found = folder.read([{"prompt": "q", "answer": "a"} | more], "rows.jsonl", "prompts")[0]  # a reward may want them
+    assert more.items() <= found.columns.items()
+
+
+def test_names_of_masks_and_other_objects_are_no_matter(folder):
+    row = {"messages": [USER, SAID], "mask": "masks/7.png", "objects": ["a car"], "loss_scale": None}
+    assert folder.read([row], "rows.jsonl")[0].turns[-1].text == "a"
+
+
+@pytest.mark.parametrize("text", ("Find <ref-object>", "<bbox><bbox>", "click(start_box='<bbox>')"))
+def test_placeholders_that_nothing_replaces(folder, text):
+    for row, kind in (
+        ({"messages": [USER, {**SAID, "content": text}]}, "conversations"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": text}]}, SAID]}, "prompts"),
+        ({"prompt": text, "chosen": "a", "rejected": "b"}, "pairs"),
+    ):
+        with pytest.raises(BadSample, match="writes <(bbox|ref-object)> in its text, a placeholder that is not repla"):
+            folder.read([row], "rows.jsonl", kind)[0]
+    tagged = {"messages": [USER, {**SAID, "content": "<bbox>1, 2</bbox>"}]}
+    assert folder.read([tagged], "rows.jsonl")[0].turns[-1].text == "<bbox>1, 2</bbox>"
+
+
+def test_parts_and_turns_that_are_json_text(folder):
+    parts, turns = json.dumps([{"type": "text", "text": "q"}]), json.dumps([SAID])
+    for row, said in (
+        ({"messages": [{**USER, "content": parts}, SAID]}, "the content of turn 1 is a list of parts written as JSON"),
+        ({"conversations": [{"from": "human", "value": parts}, {"from": "gpt", "value": "a"}]}, "the value of turn 1"),
+        ({"prompt": parts, "answer": "a"}, "the content of turn 1 is a list of parts"),
+        ({"prompt": turns, "answer": "a"}, "has turns written as JSON text"),
+    ):
+        with pytest.raises(BadSample, match=said):
+            folder.read([row], "rows.jsonl")[0]
+    with pytest.raises(BadSample, match="has turns written as JSON text"):
+        folder.read([{"prompt": "q", "chosen": turns, "rejected": "b"}], "rows.jsonl", "pairs")[0]
+    meant = {**SAID, "content": [{"type": "text", "text": parts}]}
+    assert folder.read([{"messages": [USER, meant]}], "rows.jsonl")[0].turns[-1].text == parts
+    for text in ('[{"name": "Ada"}]', "[1, 2]", '[{"type": "cat"}', "[{}]", turns):
+        assert folder.read([{"messages": [USER, {**SAID, "content": text}]}], "rows.jsonl")[0].turns[-1].text == text
+
+
+def test_a_completion_that_is_context_teaches_nothing(folder):
+    row = {"prompt": "q", "completion": [{**SAID, "weight": 0}]}
+    with pytest.raises(BadSample, match=r"has a completion that is context \(weight 0\)"):
+        folder.read([row], "rows.jsonl")[0]
+    assert folder.read([row], "rows.jsonl", "prompts")[0].answer == "a"

@@ -1,0 +1,110 @@
+"""Columns of JSON text, as `datasets` and parquet have them, read the same as the JSON that they were made of."""
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.data import BadSample, cache
+from octavo.data.files import open_rows
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": [1, None]}}}
+TALKS = [
+    {"messages": [{"role": "user", "content": "Colour?"}, {"role": "assistant", "content": "green"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]},
+                  {"role": "assistant", "content": "red"}]},
+    # texts that are JSON themselves, which datasets stores as they are
+    {"messages": [{"role": "user", "content": '{"a":  1}'}, {"role": "assistant", "content": "5"}]},
+    {"messages": [{"role": "user", "content": "[]"}, {"role": "assistant", "content": "1e400"}]},
+    {"messages": [{"role": "user", "content": '[{"name": "f"}]'}, {"role": "assistant", "content": "true"}]},
+]  # fmt: skip
+CALLS = [
+    {"tools": [{"type": "function", "function": {"name": "look", "parameters": {"x": default}}}],
+     "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [
+         {**CALL, "function": {"name": "look", "arguments": {"x": default}}}]}]}
+    for default in ([1, None], {"y": 2.5}, "z")
+]  # fmt: skip
+ANSWERS = [{"prompt": "?", "answer": answer, "level": level} for answer, level in
+           (("five", 1), (["5", 7], {"a": [1]}), ("5.0", "x"), ('{"a": 1}', [2]))]  # fmt: skip
+PAIRS = [{"prompt": "p", "chosen": chosen, "rejected": "no"} for chosen in
+         ("yes", [{"role": "assistant", "content": "sure"}], "[1, 2]", "17")]  # fmt: skip
+
+
+def stored(folder, rows, kind: str):
+    """The rows as `datasets` reads them and writes them again; "bare": without the metadata that it writes."""
+    path = folder.json(rows, "from.jsonl")
+    table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder.path / "hf"))
+    assert "Json" in str(table.features)
+    target = folder.path / f"rows.{kind}"
+    if kind == "saved":
+        table.save_to_disk(target)
+    elif kind == "parquet":
+        table.to_parquet(target)
+    else:  # the same by the metadata only, or by the types only
+        whole = table.with_format("arrow")[:]
+        if kind == "metadata.parquet":
+            plain = pa.Table.from_pylist(whole.to_pylist())
+            whole = plain.replace_schema_metadata(whole.schema.metadata)
+            parquet.write_table(whole, target)
+        else:
+            parquet.write_table(whole.replace_schema_metadata({}), target, store_schema=False)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+KINDS = ("saved", "parquet", "metadata.parquet", "types.parquet")
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "of"),
+    [*((TALKS, kind, "conversations") for kind in KINDS), (CALLS, "saved", "conversations"),
+     (CALLS, "parquet", "conversations"), (ANSWERS, "parquet", "prompts"), (PAIRS, "saved", "pairs")],
+)  # fmt: skip
+def test_rows_are_those_of_the_json_they_come_from(folder, monkeypatch, rows, kind, of):
+    folder.image()
+    expected = folder.read(rows, "rows.jsonl", of)
+    path = stored(folder, rows, kind)
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
+    for small, stream in ((cache.SMALL, False), (0, False), *([(0, True)] if kind != "saved" else [])):
+        monkeypatch.setattr(cache, "SMALL", small)
+        source = folder.read(path, kind=of, images=str(folder.path), stream=stream)
+        for row in range(len(rows)):
+            told = repr(source[row]).replace(str(path), expected.name)
+            assert told == repr(expected[row])
+
+
+def test_turns_that_are_one_column_of_json(folder):
+    """As a type, in a CSV cell, and as a text of JSON in any file."""
+    expected = folder.read(TALKS[:1], "rows.jsonl")[0].turns
+    text = json.dumps(TALKS[0]["messages"])
+    whole = pa.table({"messages": pa.array([text], pa.json_())})
+    parquet.write_table(whole, folder.path / "typed.parquet")
+    parquet.write_table(pa.table({"messages": [text]}), folder.path / "text.parquet")
+    quoted = text.replace('"', '""')
+    (folder.path / "rows.csv").write_text(f'messages,n\n"{quoted}",1\n')
+    for name in ("typed.parquet", "text.parquet", "rows.csv"):
+        assert folder.read(folder.path / name)[0].turns == expected
+
+
+def test_a_value_that_is_no_json_is_wrong_with_its_row_alone(folder):
+    rows = pa.table({"prompt": pa.array(['"a"', '{"b', '"c"'], pa.json_()), "answer": ["1", "2", "3"]})
+    parquet.write_table(rows, folder.path / "rows.parquet")
+    source = folder.read(folder.path / "rows.parquet")
+    assert [source[row].turns[0].text for row in (0, 2)] == ["a", "c"]
+    with pytest.raises(BadSample, match=r"rows\.parquet, row 1: its JSON column 'prompt' is not JSON"):
+        source[1]
+
+
+def test_metadata_that_is_damaged_says_nothing(folder):
+    for damaged in (b"", b"[]", b'{"info": 3}', b'{"info": {"features": {"text": []}}}', b"[" * 100_000):
+        rows = pa.table({"text": ["[1]"]}).replace_schema_metadata({b"huggingface": damaged})
+        parquet.write_table(rows, folder.path / "rows.parquet")
+        assert open_rows(folder.path / "rows.parquet")[0] == {"text": "[1]"}
