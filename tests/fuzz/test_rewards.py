@@ -47,7 +47,7 @@ def change(completions, columns, program):
             target[rng.randrange(len(target))] = None
 
 def f(completions, program, **columns):
-    right, plan = [float(len(text)) for text in completions], program[0]
+    right, plan = [float(len(text)) for text in completions], {**program[0]}
     change(completions, {**columns, "program": program}, plan)
     how = plan["returns"]
     if how == "raise":
