@@ -137,7 +137,7 @@ def _begin(
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
     world.at("the start, assembling the run")
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
-    rundir.settle(start, world)
+    rundir.settle(start, world, display.say)
     first = job.progress.step + 1
     job.stepper.doing = display.doing
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
