@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from octavo.models.errors import ModelError
 
-_NAMES = re.compile(r"dropout|drop_?path|drop_prob|drop_rate|pdrop|emb_drop|layer_?drop|jitter")
+_NAMES = re.compile("drop|jitter|stochastic_depth")  # of a number above 0 and up to 1
 
 # The routers of Phi-3.5-MoE draw an expert for each token whenever they train, and take `router_jitter_noise` as a
 # threshold that evaluation uses too: 0 would be another model.
@@ -70,11 +70,11 @@ def switched_off(model: nn.Module) -> tuple[str, ...]:
 
 
 def _probabilities(attributes: dict[str, Any]) -> list[tuple[str, float]]:
-    """Numbers among attributes that are called as dropout is, and are not 0."""
+    """Probabilities among attributes that are called as dropout is, and are not 0."""
     return [
-        (name, float(value))
+        (name, value)
         for name, value in attributes.items()
-        if type(value) in (int, float) and value > 0 and _NAMES.search(name)
+        if isinstance(value, float) and 0 < value <= 1 and _NAMES.search(name)
     ]
 
 

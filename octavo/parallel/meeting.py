@@ -26,7 +26,7 @@ import torch.distributed as dist
 from octavo.parallel.errors import WorldError
 
 LOOK = 0.02  # seconds between two looks of rank 0
-WAIT = 2.0  # seconds that another rank waits at a time for an answer of rank 0
+LIVE = 3.0  # seconds between two looks of a rank without an answer at the pulse of a run that has begun
 LINGER = 10.0  # seconds that rank 0 stays, once it knows why the run cannot be, so that others can read the reason
 NAMED = 8  # ranks, and values, that a message names
 
@@ -86,23 +86,21 @@ def _answer(store: dist.Store, size: int, timeout: float) -> str:
 def _answered(store: dist.Store, key: str, rank: int, size: int, timeout: float) -> str:
     """Rank 0's answer. Raises WorldError where rank 0 is in a run already that has no place for this rank, and
     RuntimeError where there is no answer in time."""
-    until, beat = time.monotonic() + timeout, b""
-    while True:
-        began, left = time.monotonic(), until - time.monotonic()
-        try:
-            store.wait([key], timedelta(seconds=max(0.01, min(WAIT, left))))
-            return str(store.get(key).decode())
-        except RuntimeError:
-            if left <= WAIT or time.monotonic() - began < min(WAIT, left) / 2:  # the last wait, or no wait at all
-                raise
-        # Only a run whose rank 0 still beats counts: what former starts wrote stays in the store.
-        start = json.loads(store.get("start")) if store.check(["start"]) else {"size": size}
-        now = b""
-        if start["size"] <= rank and store.check([pulse := f"{start['name']}/pulse_0"]):
-            now = store.get(pulse)
-            if beat and now != beat:
+    began = time.monotonic()
+    beat, seen = b"", began
+    # Asked again and again: a wait of the store's own that ends without an answer writes warnings.
+    while not store.check([key]):
+        if (now := time.monotonic()) - began > timeout:
+            raise RuntimeError(f"rank 0 has not answered within {timeout:g} s")
+        if now - seen > LIVE and store.check(["start"]):
+            # Only a run whose rank 0 still beats counts: what former starts wrote stays in the store.
+            start = json.loads(store.get("start"))
+            pulse = f"{start['name']}/pulse_0"
+            last, beat, seen = beat, store.get(pulse) if store.check([pulse]) else b"", now
+            if start["size"] <= rank and last and beat != last:
                 raise WorldError(_sizes({0: start["size"], rank: size}))
-        beat = now
+        time.sleep(min(0.5, LOOK + (now - began) / 20))
+    return str(store.get(key).decode())
 
 
 def agree(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], timeout: float) -> Differences:
