@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo import atomic, reading, rl, train
+from octavo import atomic, checkpoint, reading, rl, train
 from octavo.config import Config
 from octavo.fp8 import ProofError
 from octavo.report.reuse import comparable
@@ -140,8 +140,11 @@ def fork_step(cfg: Config) -> int:
     """The step of the checkpoint that a configuration goes on from; 0 where it begins."""
     if cfg.run.fork is None:
         return 0
-    last = Path(cfg.run.fork).name.rpartition("_")[2]
-    if not last.isdecimal():
+    path = Path(cfg.run.fork)
+    if (path / "state.json").is_file():  # a copy may have any name
+        return int(checkpoint.read_state(path)["step"])
+    last = path.name.rpartition("_")[2]
+    if not (last.isascii() and last.isdecimal()):
         raise BisectError(f"{cfg.run.fork} is no checkpoint of a run: those are called step_N")
     return int(last)
 

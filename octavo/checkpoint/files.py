@@ -6,10 +6,15 @@
     checkpoints/.step_200.gone/      being deleted
 
 Only names are decided here; what is inside is `state.py`'s matter, except state.json, the list of contents.
+
+Folders hold what users put there too: copies (`step_003`, `step_4 (copy)`), links to another disk, files. A checkpoint
+is a directory, no link, whose name is written as Octavo writes it and whose state.json says the same step. Everything
+else is left alone: no deletion follows a link, and what is in the way of a save is renamed (:func:`publish`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,8 +29,10 @@ from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
 FORMAT = "octavo-run-state-1"
-_WHOLE = re.compile(r"step_(\d+)")
-_ASIDE = re.compile(r"\.step_(\d+)\.(tmp|old|gone)")
+_NUMBER = "(0|[1-9][0-9]*)"  # as Octavo writes it: no zeros before it, no digits of other scripts
+_WHOLE = re.compile(f"step_{_NUMBER}")
+_ASIDE = re.compile(rf"\.step_{_NUMBER}\.(tmp|old|gone)")
+OTHER = ".other"  # appended to the name of what was in the way of a save
 
 
 def place(directory: Path, step: int) -> Path:
@@ -37,18 +44,55 @@ def aside(directory: Path, step: int, why: str) -> Path:
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of the checkpoints that were renamed into place, ascending; their contents are not looked at."""
+    """The steps of the checkpoints that were renamed into place, ascending, by their names: contents are not looked at,
+    and links are not followed."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = (_WHOLE.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir())
+    found = (_WHOLE.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink())
     return sorted(int(match[1]) for match in found if match)
+
+
+def others(directory: str | os.PathLike[str]) -> list[str]:
+    """What is called as checkpoints are and is none that was written here, each with the reason: of another spelling, a
+    link, a file, or a copy of another step's checkpoint."""
+    directory, named = Path(directory), []
+    for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if entry.name.startswith("step_") and (why := _why_other(entry)):
+            named.append(f"{entry.name} ({why})")
+    return named
+
+
+def _why_other(entry: Path) -> str:
+    if entry.is_symlink():
+        return "a link"
+    if not entry.is_dir():
+        return "no folder"
+    name = _WHOLE.fullmatch(entry.name)
+    if name is None:
+        return "no name that a run gives"
+    if not (entry / STATE).is_file():
+        return f"without {STATE}"
+    try:
+        found = read_state(entry)["step"]
+    except CheckpointError:
+        return ""  # of the run, and damaged: or encrypted, with another key
+    return "" if found == int(name[1]) else f"of step {found}"
+
+
+def copied(path: Path, document: Mapping[str, Any]) -> str | None:
+    """Why a checkpoint is not the one that its name says, in a sentence; None: it is."""
+    name = _WHOLE.fullmatch(path.name)
+    if path.is_symlink() or name is None or document["step"] == int(name[1]):
+        return None
+    return f"{path} holds step {document['step']}: it was copied or renamed"
 
 
 def recover(directory: Path) -> None:
     """Undo a replacement that was interrupted between its two renames: the former checkpoint returns."""
     for step in _left(directory, "old"):
-        atomic.restore(aside(directory, step, "old"), place(directory, step))
+        if not aside(directory, step, "old").is_symlink() and not os.path.lexists(place(directory, step)):
+            atomic.restore(aside(directory, step, "old"), place(directory, step))
 
 
 def sweep(directory: str | os.PathLike[str]) -> None:
@@ -59,7 +103,17 @@ def sweep(directory: str | os.PathLike[str]) -> None:
     recover(directory)
     for why in ("tmp", "old", "gone"):
         for step in _left(directory, why):
-            shutil.rmtree(aside(directory, step, why))
+            _remove(aside(directory, step, why))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link or file itself. What cannot be removed stays for the next sweep: a save that needs the
+    name fails by itself, and any other goes on."""
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _left(directory: Path, why: str) -> list[int]:
@@ -68,29 +122,48 @@ def _left(directory: Path, why: str) -> list[int]:
 
 
 def publish(directory: Path, step: int) -> Path:
-    """Make `.step_N.tmp` the checkpoint step_N. A kill at any point leaves the new one or the former one whole."""
+    """Make `.step_N.tmp` the checkpoint step_N. A kill at any point leaves the new one or the former one whole.
+
+    What is there and is no checkpoint of this step that a run wrote (a file, a link, a copy of another one) is renamed
+    to `step_N.other` and stays."""
     made, final, former = aside(directory, step, "tmp"), place(directory, step), aside(directory, step, "old")
     atomic.sync(made)
+    if os.path.lexists(final) and _why_other(final):
+        os.rename(final, _free(final.with_name(final.name + OTHER)))
     atomic.swap(made, final, former)
     if former.exists():
-        shutil.rmtree(former)
+        _remove(former)
     return final
 
 
-def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[int]:
-    """Delete all but `newest` and the `keep` - 1 checkpoints before it; returns the steps deleted.
+def _free(path: Path) -> Path:
+    """A path that nothing has, by a number after it."""
+    number = 1
+    while os.path.lexists(found := path if number == 1 else path.with_name(f"{path.name}-{number}")):
+        number += 1
+    return found
+
+
+def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[str]:
+    """Delete all but `newest` and the `keep` - 1 checkpoints before it; returns a sentence for each that could not be
+    deleted, which is no reason to end a run.
 
     Later ones go too: they belong to a history that the run left when it went back to an earlier checkpoint, and
-    `latest` would lead back into it.
+    `latest` would lead back into it. What the run did not write is neither counted nor touched.
     """
     directory = Path(directory)
-    kept = [step for step in steps(directory) if step <= newest][-max(keep, 1) :]
-    gone = [step for step in steps(directory) if step not in kept]
-    for step in gone:
-        # Renamed first: a deletion cut short must not leave half a checkpoint under a whole one's name.
-        os.rename(place(directory, step), aside(directory, step, "gone"))
-        shutil.rmtree(aside(directory, step, "gone"))
-    return gone
+    own = [step for step in steps(directory) if not _why_other(place(directory, step))]
+    kept = [step for step in own if step <= newest][-max(keep, 1) :]
+    problems = []
+    for step in (step for step in own if step not in kept):
+        path, gone = place(directory, step), aside(directory, step, "gone")
+        try:
+            # Renamed first: a deletion cut short must not leave half a checkpoint under a whole one's name.
+            os.rename(path, gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            problems.append(f"{path} could not be deleted (run.keep): {error.strerror} ({error.filename})")
+    return problems
 
 
 def fingerprint(path: Path) -> dict[str, int]:

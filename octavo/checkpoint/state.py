@@ -74,12 +74,15 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
         there = files.steps(directory)
     except OSError as error:
         return {"step": None, "problems": [f"{directory} cannot be read: {error.strerror}"]}
+    if not there:  # of links alone, or other spellings: starting over in silence would be wrong
+        problems += [f"{name} is none that a run wrote" for name in files.others(directory)]
     for step in reversed(there):
         path = files.place(directory, step)
         try:
             document = files.read_state(path)
             problems_of = (files.problem(path, name, entry) for name, entry in document["files"].items())
-            bad = next((found for found in problems_of if found), None) or not_finite(path, document)
+            bad = files.copied(path, document) or next((found for found in problems_of if found), None)
+            bad = bad or not_finite(path, document)
         except CheckpointError as error:
             bad = str(error)
         if bad is None:

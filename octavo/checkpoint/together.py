@@ -45,6 +45,8 @@ def dcp_errors(verb: str, path: Path):
         yield
     except CheckpointException as caught:
         _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
+        if not isinstance(error, Exception):  # a second Ctrl-C: DCP wraps that too
+            raise error from None
         raise CheckpointError(_words(verb, path, error)) from error
     except RuntimeError as caught:  # DCP's own collectives: a peer is gone
         raise CheckpointError(_words(verb, path, caught)) from caught

@@ -11,6 +11,7 @@ import argparse
 import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)
         return stop.code if isinstance(stop.code, int) else WRONG
     except KeyboardInterrupt:
+        if argv is None:  # the process ends: one more Ctrl-C ends it at once, and not in a traceback of what it closes
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("octavo: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -187,6 +187,8 @@ def _sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
     if kind in limits:
         name, word = limits[kind]
         return f"must be {word} {_limit(context[name])}, found {named(value)}", ""
+    if kind in ("too_short", "string_too_short") and isinstance(path[-1], int):  # an item of a list of texts
+        return "must not be empty", "give a text there, or leave the entry out"
     if kind in ("too_short", "string_too_short"):
         return "must not be empty", f"give the {path[-1]} ({_field_help(path).rstrip('.')})"
     if kind in ("too_long", "missing"):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.texts import FilePath, Text
+from octavo.config.texts import FilePath, Letters, Text
 from octavo.config.words import FROM_LIST, Frozen, Section
 
 #: phases that learn from what the model is compared with or rewarded for, not from given answers alone
@@ -82,7 +82,7 @@ class RlSection(Section):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Sample among tokens at least this share as likely as the likeliest."
     )
-    stop: Annotated[tuple[Text, ...], FROM_LIST] = Field(
+    stop: Annotated[tuple[Letters, ...], FROM_LIST] = Field(
         default=(), description="Texts that end a completion, beside the tokens that do."
     )
     rewards: Annotated[tuple[Annotated[RewardSection, _OR_NAME], ...], FROM_LIST] = Field(

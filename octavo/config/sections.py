@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from octavo.config.collecting import Gc
-from octavo.config.texts import FilePath, Text
+from octavo.config.texts import FilePath, Letters, Text
 from octavo.config.video import VideoSection
 from octavo.config.words import FROM_LIST, Section
 
@@ -31,13 +31,13 @@ class LoraSection(Section):
         default=False,
         description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
     )
-    targets: Annotated[tuple[Text, ...], FROM_LIST] = Field(
+    targets: Annotated[tuple[Letters, ...], FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
         description="What gets adapters: foundation, image_encoder, image_projector, audio_encoder, audio_projector "
         '(all their linear layers and experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
-    exclude: Annotated[tuple[Text, ...], FROM_LIST] = Field(
+    exclude: Annotated[tuple[Letters, ...], FROM_LIST] = Field(
         default=(), description="Components or globs over module names that get none, though a target names them."
     )
     dtype: Literal["fp32", "bf16"] = Field(

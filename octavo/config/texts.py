@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
@@ -50,4 +50,6 @@ def _a_path(value: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole)]
+Letters = Annotated[Text, Field(min_length=1)]
+"""A text of at least a character."""
 FilePath = Annotated[Text, AfterValidator(_a_path)]

@@ -3,6 +3,7 @@
 from octavo.models.assembly import frozen_names
 from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.deferred import Deferred, defer
+from octavo.models.dropout import switch_off_dropout, switched_off
 from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
@@ -81,6 +82,8 @@ __all__ = [
     "split",
     "stays",
     "stream",
+    "switch_off_dropout",
+    "switched_off",
     "tiny_config",
     "to_config",
     "use_attention",

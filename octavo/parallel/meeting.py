@@ -1,50 +1,169 @@
-"""How the ranks of a run find each other in a store that may be older than they are.
+"""How the ranks of a run find each other in a store that may be older than they are, and that they started alike.
 
 torchrun's agents keep one store while they start the processes anew (`--max-restarts`, another number of nodes), and
 what the former ranks wrote is still in it: addresses of processes that are gone. No variable that torchrun sets tells
-one start from the next on all nodes, so the ranks agree on a name themselves. Each knocks with a word that nobody has
+one start from the next on all nodes, so the ranks agree on a name themselves. Each knocks with a word that no rank has
 used before; rank 0 answers to every word with the name that it has just made up, until each rank has come by that name.
-What is left of former starts is answered too, and nobody listens.
+What is left of former starts is answered too, and no process reads it.
+
+The answer holds the number of ranks that rank 0 was given. A rank that was given another one says so under the new name
+and ends, and rank 0 ends with it (:func:`meet`). Ranks that met compare what they start with (:func:`agree`) before
+anything is sent between them: ranks with different settings would wait for collectives that others never enter, or
+train a mixture of both settings in silence.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
 
+from octavo.parallel.errors import WorldError
+
 LOOK = 0.02  # seconds between two looks of rank 0
-NAMED = 8  # ranks that a message names
+LIVE = 3.0  # seconds between two looks of a rank without an answer at the pulse of a run that has begun
+LINGER = 10.0  # seconds that rank 0 stays, once it knows why the run cannot be, so that others can read the reason
+NAMED = 8  # ranks, and values, that a message names
+
+Differences = Sequence[tuple[str, Mapping[str, Sequence[int]]]]
+"""(key, value -> the ranks that have it), of each key in which ranks differ."""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
     """The part of `store` that is of this start alone. All ranks call it.
 
-    Raises RuntimeError where ranks do not come within `timeout` seconds; on rank 0 it names them.
+    Raises RuntimeError where ranks do not come within `timeout` seconds; on rank 0 it names them. Raises WorldError on
+    every rank that has come where one was given another number of ranks.
     """
     if rank == 0:
         return dist.PrefixStore(_answer(store, size, timeout), store)
     word = uuid4().hex
     store.set(f"knock/{rank}", word)
-    name = store.get(f"answer/{word}").decode()
-    store.set(f"{name}/came/{rank}", "")
+    answer = json.loads(_answered(store, f"answer/{word}", rank, size, timeout))
+    name = answer["name"]
+    store.set(f"{name}/size/{rank}", str(size))
+    if answer["size"] != size:
+        raise WorldError(_sizes({0: answer["size"], rank: size}))
     return dist.PrefixStore(name, store)
 
 
 def _answer(store: dist.Store, size: int, timeout: float) -> str:
     """Rank 0's part; the name that it gave."""
     name, until = uuid4().hex, time.monotonic() + timeout
-    heard: dict[int, bytes] = {}
-    missing = list(range(1, size))
-    while missing := [rank for rank in missing if not store.check([f"{name}/came/{rank}"])]:
-        if time.monotonic() > until:
-            more = ", ..." if len(missing) > NAMED else ""
-            raise RuntimeError(f"after {timeout:g} s these ranks had not come: {str(missing[:NAMED])[1:-1]}{more}")
+    answer = json.dumps({"name": name, "size": size})
+    store.set("start", answer)
+    words: dict[int, bytes] = {}
+    sizes, missing, differ = {0: size}, list(range(1, size)), False
+    while missing:
+        for rank in [rank for rank in missing if store.check([f"{name}/size/{rank}"])]:
+            sizes[rank] = int(store.get(f"{name}/size/{rank}"))
+            missing.remove(rank)
+        if not differ and set(sizes.values()) != {size}:
+            # Ranks that only the other number has come too, and read why they end.
+            missing = [rank for rank in range(1, max(sizes.values())) if rank not in sizes]
+            differ, until = True, min(until, time.monotonic() + LINGER)
+        if missing and time.monotonic() > until:
+            if differ:
+                break
+            raise RuntimeError(f"after {timeout:g} s these ranks had not come: {_listed(missing)}")
         for rank in (rank for rank in missing if store.check([f"knock/{rank}"])):
             word = store.get(f"knock/{rank}")
-            if heard.get(rank) != word:
-                heard[rank] = word
-                store.set(f"answer/{word.decode()}", name)
-        time.sleep(LOOK)
+            if words.get(rank) != word:
+                words[rank] = word
+                store.set(f"answer/{word.decode()}", answer)
+        if missing:
+            time.sleep(LOOK)
+    if differ:
+        raise WorldError(_sizes(sizes))
     return name
+
+
+def _answered(store: dist.Store, key: str, rank: int, size: int, timeout: float) -> str:
+    """Rank 0's answer. Raises WorldError where rank 0 is in a run already that has no place for this rank, and
+    RuntimeError where there is no answer in time."""
+    began = time.monotonic()
+    beat, seen = b"", began
+    # Asked again and again: a wait of the store's own that ends without an answer writes warnings.
+    while not store.check([key]):
+        if (now := time.monotonic()) - began > timeout:
+            raise RuntimeError(f"rank 0 has not answered within {timeout:g} s")
+        if now - seen > LIVE and store.check(["start"]):
+            # Only a run whose rank 0 still beats counts: what former starts wrote stays in the store.
+            start = json.loads(store.get("start"))
+            pulse = f"{start['name']}/pulse_0"
+            last, beat, seen = beat, store.get(pulse) if store.check([pulse]) else b"", now
+            if start["size"] <= rank and last and beat != last:
+                raise WorldError(_sizes({0: start["size"], rank: size}))
+        time.sleep(min(0.5, LOOK + (now - began) / 20))
+    return str(store.get(key).decode())
+
+
+def agree(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], timeout: float) -> Differences:
+    """In what the facts of the ranks differ, on every rank; nothing where they are equal. All ranks call it, with the
+    store that they met in. Each sends a digest of its facts; rank 0 reads the facts of those whose digest differs."""
+    mine = json.dumps(facts, sort_keys=True)
+    digest = hashlib.sha256(mine.encode()).hexdigest()
+    wait = timedelta(seconds=timeout)
+    if rank:
+        store.set(f"facts/{rank}", mine)
+        store.set(f"digest/{rank}", digest)
+        store.wait(["differences"], wait)
+        differences: Differences = json.loads(store.get("differences"))
+        store.set(f"read/{rank}", "")
+        return differences
+    others = range(1, size)
+    store.wait([f"digest/{other}" for other in others], wait)
+    odd = [other for other in others if store.get(f"digest/{other}").decode() != digest]
+    every = {other: json.loads(store.get(f"facts/{other}")) if other in odd else facts for other in range(size)}
+    differences = _differences(every)
+    store.set("differences", json.dumps(differences))
+    if differences:  # the store ends with this process
+        until = time.monotonic() + LINGER
+        while time.monotonic() < until and not store.check([f"read/{other}" for other in others]):
+            time.sleep(LOOK)
+    return differences
+
+
+def _differences(every: Mapping[int, Mapping[str, str]]) -> Differences:
+    keys = dict.fromkeys(key for facts in every.values() for key in facts)
+    different: list[tuple[str, Mapping[str, Sequence[int]]]] = []
+    for key in keys:
+        values: dict[str, list[int]] = {}
+        for rank, facts in every.items():
+            values.setdefault(facts.get(key, "absent"), []).append(rank)
+        if len(values) > 1:
+            different.append((key, values))
+    return different
+
+
+def in_words(differences: Differences, keys: int = 4) -> str:
+    """The first differences: "train.lr is 0.001 on rank 0 and 0.002 on rank 1; ..."."""
+    clauses = []
+    for key, values in differences[:keys]:
+        parts = [f"{value} on {_ranks(ranks)}" for value, ranks in [*values.items()][:NAMED]]
+        clauses.append(f"{key} is {', '.join(parts[:-1])} and {parts[-1]}")
+    more = len(differences) - keys
+    return "; ".join(clauses) + (f"; and {more} more" if more > 0 else "")
+
+
+def _sizes(sizes: Mapping[int, int]) -> str:
+    values: dict[str, list[int]] = {}
+    for rank, size in sorted(sizes.items()):
+        values.setdefault(str(size), []).append(rank)
+    return (
+        f"the ranks were started for different numbers of ranks: {in_words([('WORLD_SIZE', values)])}. Start all of "
+        "them with the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node)"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:NAMED])) + (", ..." if len(ranks) > NAMED else "")

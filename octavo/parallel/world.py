@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +28,12 @@ from octavo import accelerator
 from octavo.parallel import flight
 from octavo.parallel.errors import WorldError
 from octavo.parallel.layout import Layout
-from octavo.parallel.meeting import meet
+from octavo.parallel.meeting import agree, in_words, meet
 from octavo.parallel.pulse import Marks, Pulse, missing_words
 from octavo.reading import first_line
 
 TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
+SOON = 20.0  # seconds until a rank that waits for others at the start says so
 WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank that did not come is found and named
 
 
@@ -181,8 +185,9 @@ class World:
 
 
 def setup(
-    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None, **asked: int | str
-) -> World:
+    threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None,
+    facts: Callable[[], Mapping[str, str]] | None = None, **asked: int | str,
+) -> World:  # fmt: skip
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
@@ -190,11 +195,14 @@ def setup(
     an accelerator takes what torch registers for it: CUDA NCCL.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
-    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `asked`: the axes, as
-    :meth:`Layout.of` takes them.
+    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `facts`: what all ranks must
+    start with alike, key -> value, asked where there are several. `asked`: the axes, as :meth:`Layout.of` takes them.
+
+    A rank that has waited `SOON` seconds for others says so on stderr, and goes on waiting.
 
     Raises WorldError where the environment contradicts itself, the axes do not multiply to the number of ranks, a rank
-    has no GPU of its own, or peers do not appear.
+    has no GPU of its own, peers do not appear, or ranks were started for another number of ranks or with other facts:
+    then on every rank that has come.
     """
     if threads is not None:
         if threads < 1:
@@ -208,16 +216,27 @@ def setup(
     backend = _wire(device)
     if accelerator.traces_collectives(device) and traces is not None:
         flight.record(traces)
+    own = None if facts is None else facts()
     try:
-        wait = timedelta(seconds=WAITS * timeout)
-        store = meet(next(dist.rendezvous("env://", rank, size, timeout=wait))[0], rank, size, WAITS * timeout)
+        with _patience(rank, size, timeout):
+            wait = timedelta(seconds=WAITS * timeout)
+            # "1 rank": the store of rank 0 would wait for as many as it was given, and no rank could tell it of another
+            # number; whom to wait for is the meeting's business.
+            store = next(dist.rendezvous("env://", rank, 1, timeout=wait))[0]
+            store = meet(store, rank, size, WAITS * timeout)
+        if own is not None and (differences := agree(store, rank, size, own, WAITS * timeout)):
+            raise WorldError(
+                f"the ranks of this run did not start alike: {in_words(differences)}. Start all of them with the same "
+                "files, versions and command line"
+            )
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, rank=rank, world_size=size, store=group, timeout=wait)
+    except WorldError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise WorldError(
-            f"rank {rank} of {size} could not meet the others at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}: {first_line(error)}. Start all ranks with torchrun, e.g. "
-            "torchrun --nproc-per-node 2 -m octavo train FILE"
+            f"rank {rank} of {size} could not meet the others at {_place()}: {first_line(error)}. Start all ranks with "
+            "torchrun, e.g. torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh, experts = (
         init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
@@ -226,6 +245,31 @@ def setup(
     marks = Marks()
     pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
     return World(rank, size, local_rank, device, mesh, timeout, pulse, marks, None, layout, experts)
+
+
+def _place() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+@contextmanager
+def _patience(rank: int, size: int, timeout: float) -> Iterator[None]:
+    """Say on stderr, after `SOON` seconds, that this rank still waits for others."""
+    others = f"one of its {size - 1} other ranks" if rank == 0 else "rank 0"
+
+    def say() -> None:
+        print(
+            f"octavo: rank {rank} of {size} has waited {SOON:g} s for {others} at {_place()}, and waits up to "
+            f"{WAITS * timeout:g} s (run.timeout). Do all ranks run, with WORLD_SIZE={size} and the same MASTER_ADDR "
+            "and MASTER_PORT?", file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    timer = threading.Timer(SOON, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
@@ -245,7 +289,7 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
             ) from None
 
     size = number("WORLD_SIZE", 1)
-    if size == 1:
+    if size == 1 and ("WORLD_SIZE" not in env or env.get("RANK", "0") == "0"):
         return 0, 1, 0
     rank = number("RANK", None)
     if size < 1 or not 0 <= rank < size:

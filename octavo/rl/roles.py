@@ -87,6 +87,7 @@ class Copy:
         if cfg.run.start_from is not None:
             checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
         model.requires_grad_(False).eval()
+        base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
         base.into_codes(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))

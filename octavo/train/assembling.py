@@ -44,6 +44,7 @@ def assemble_model(
     else:
         model = unread.model
     base.freeze(model, family, cfg)
+    base.switch_off_dropout(model, cfg)
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
         _all_bf16(model, say)
     fp8.apply(model, plan, others)
@@ -54,6 +55,7 @@ def assemble_model(
         adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed, device=device)
     if critic.wanted(cfg):
         critic.attach(model, cfg, device)
+    base.switch_off_dropout(model, cfg)
     return model, lows, unread
 
 

@@ -25,6 +25,7 @@ from octavo import data, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config, override
 from octavo.config.model import FITTING
+from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.weights import full, master_of, plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World
@@ -97,6 +98,27 @@ def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
         model.requires_grad_(False)
 
 
+def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
+    """Switch dropout off where a phase compares log-probabilities (policy with reference, trainer with rollout, a
+    critic's values with returns): with it, a policy that equals its reference would differ from it by chance.
+
+    Called before FP8 is applied, since a fused block has no dropout, and again once adapters are attached. Raises
+    ModelError for a model that draws random numbers which nothing switches off.
+    """
+    if cfg.train.phase in BEYOND_SFT:
+        models.switch_off_dropout(model)
+
+
+def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
+    """What :func:`switch_off_dropout` switched off, in a sentence; ``model`` may be without its adapters."""
+    off = [*models.switched_off(model)]
+    if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
+        off.append(f"lora.dropout {cfg.lora.dropout:g}")
+    if not off:
+        return []
+    return [f"dropout is off, since train.phase: {cfg.train.phase} compares log-probabilities: {', '.join(off)}"]
+
+
 def drawn(cfg: Config) -> tuple[int, float | None] | None:
     """(seed, standard deviation or None) of the weights that a run begins with, where they are random."""
     return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None
@@ -104,8 +126,10 @@ def drawn(cfg: Config) -> tuple[int, float | None] | None:
 
 def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
     """Make a model on the meta device what the run will load: frozen as it freezes, with frozen FP8 weights (without
-    values as everything else) where it loads codes. ``folder``: the checkpoint's; None: a published shape, in BF16."""
+    values as everything else) where it loads codes, and without dropout where the run has none. ``folder``: the
+    checkpoint's; None: a published shape, in BF16."""
     freeze(model, family, cfg)
+    switch_off_dropout(model, cfg)
     for name, spec in frozen_names(model, family, cfg, folder).items():
         path, _, parameter = name.rpartition(".")
         module = model.get_submodule(path)
@@ -197,6 +221,7 @@ def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Mo
         adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
     if critic.wanted(cfg):
         critic.attach(dressed, cfg)
+    switch_off_dropout(dressed, cfg)
     return dressed
 
 
@@ -212,6 +237,7 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
             adapters.attach(small, family, own)
     if critic.wanted(cfg):
         critic.attach(small, cfg)
+    switch_off_dropout(small, cfg)
 
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:

@@ -84,12 +84,8 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     processor = base.processor_of(cfg)
     pixels = models.pixels_by(processor)
-    if world.is_main:
-        taken = {} if (of := hub.origin(cfg.model.path)) is None else {"model": of}
-        about = {**environment.describe(), "ranks": world.size, "pixels": pixels, **taken}
-        if (videos := getattr(processor, "videos", None)) is not None:
-            about["video"] = models.videos_described(videos)
-        rundir.write_json(directory / "environment.json", about)
+    if start.checkpoint is None:
+        _record_machine(directory, cfg, world, processor)  # at once: it helps where the rest fails
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     asked = base.data_settings(cfg)
@@ -164,11 +160,26 @@ def build(
     progress = resume(stepper, start, say, beside)
     found = beside if beside.whole else None
     phase.begin(stepper, processor, directory, progress.step, say)
+    if start.checkpoint is not None:  # a resume that is refused leaves what the run was recorded on
+        _record_machine(directory, cfg, world, processor)
     background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg, world, directory, processor, loader, evalset, plan, notes, stepper, progress, start.files, phase,
         course, found, attention.kept_of(kernels), start.first, background,
     )  # fmt: skip
+
+
+def _record_machine(directory: Path, cfg: Config, world: parallel.World, processor: Any) -> None:
+    """Write environment.json, on the main rank."""
+    if not world.is_main:
+        return
+    origin = hub.origin(cfg.model.path)
+    about = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    if origin is not None:
+        about["model"] = origin
+    if (videos := getattr(processor, "videos", None)) is not None:
+        about["video"] = models.videos_described(videos)
+    rundir.write_json(directory / "environment.json", about)
 
 
 def _refuse(why: str | None) -> None:

@@ -41,10 +41,14 @@ def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
+    return {name: _fingerprint(folder / name) for name in files_of_model(folder)}
+
+
+def files_of_model(folder: Path) -> list[str]:
+    """The files of a model folder that decide a run's numbers, weights aside, by their names in it."""
     homes = (folder, *(folder / part for part in parts_of(folder)))
     every = (file for home in homes for pattern in _MODEL for file in home.glob(pattern))
-    found = {file for file in every if file.is_file() and file.name != _NO_MATTER}
-    return {str(file.relative_to(folder)): _fingerprint(file) for file in sorted(found)}
+    return sorted({str(file.relative_to(folder)) for file in every if file.is_file() and file.name != _NO_MATTER})
 
 
 def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:

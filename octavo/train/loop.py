@@ -31,6 +31,7 @@ from octavo.train.metrics import MetricsLog
 from octavo.train.observing import Evaluation, Figures, Proof, due
 from octavo.train.phase import SFT, Phase
 from octavo.train.progress import Display
+from octavo.train.rank_facts import rank_facts
 from octavo.train.result import RunResult
 from octavo.train.saving import Saving, deliver
 from octavo.train.schedule import lr_at
@@ -81,23 +82,27 @@ def run(
     secrecy.check(cfg)
     try:
         with secrecy.withholding(cfg):
-            return _run(base.counted(cfg, display.say), display, users, phase, tell, watchers)
+            counted = base.counted(cfg, display.say)
+            return _run(counted, cfg.train.epochs, display, users, phase, tell, watchers)
     finally:
         phase.close()
 
 
 def _run(
-    cfg: Config, display: Display, users: Sequence[Callback], phase: Phase, tell: Tell, watchers: Sequence[Callback]
-) -> RunResult:
-    world = parallel.setup(cfg.run.threads, cfg.run.timeout, Path(cfg.run.dir), **cfg.parallel.axes)
-    if len({*(counts := world.gather_objects(cfg.train.steps))}) > 1:
-        raise TrainError(
-            f"the ranks count {', '.join(map(str, counts))} steps in train.epochs: their data, or the token counts in "
-            "their data caches, differ. Empty data.cache on every machine and start again, or give train.steps"
-        )
+    cfg: Config, epochs: float | None, display: Display, users: Sequence[Callback], phase: Phase, tell: Tell,
+    watchers: Sequence[Callback],
+) -> RunResult:  # fmt: skip
+    prints = phase.prints(cfg)
+    world = parallel.setup(
+        cfg.run.threads,
+        cfg.run.timeout,
+        Path(cfg.run.dir),
+        lambda: rank_facts(cfg, prints, epochs),
+        **cfg.parallel.axes,
+    )
     _refuse_early(cfg)
     with RunLock() as lock:
-        start = rundir.enter(cfg, world, display.say, lock, phase.prints(cfg))
+        start = rundir.enter(cfg, world, display.say, lock, prints)
         if start.result is not None:
             display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
@@ -132,7 +137,7 @@ def _begin(
     """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
     world.at("the start, assembling the run")
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
-    rundir.settle(start, world)
+    rundir.settle(start, world, display.say)
     first = job.progress.step + 1
     job.stepper.doing = display.doing
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None

@@ -300,4 +300,4 @@ def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, 
         notes.append(f"train.gather: bf16 on {ranks} rank(s): {many if ranks > 1 else one}")
     if cfg.train.exchange == "fp8" and not (cfg.parallel.context > 1 or cfg.parallel.expert > 1):
         notes.append("train.exchange: fp8 changes nothing: no ranks share rows or experts (parallel)")
-    return (*notes, *base.notes(cfg, model, family))
+    return (*notes, *base.dropout_note(model, cfg), *base.notes(cfg, model, family))

@@ -199,8 +199,9 @@ def enter(
     return Start(directory, chosen, forked=forked, **found)
 
 
-def settle(start: Start, world: World) -> None:
-    """Remove what the run left behind by beginning where it does: its result, later checkpoints, later metrics.
+def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
+    """Remove what the run left behind by beginning where it does: its result, later checkpoints, later metrics. What it
+    did not write among its checkpoints stays, and `say` gets the names.
 
     Called once the checkpoint is loaded, so that one which cannot be read costs nothing. Checkpoints go before their
     rows: a kill in between must not let `auto` continue from one that has lost its rows. A collective.
@@ -215,7 +216,15 @@ def settle(start: Start, world: World) -> None:
         folder = start.directory / CHECKPOINTS
         # A damaged checkpoint that `auto` passed over is later too.
         if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
-            checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
+            problems = checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
+            if problems and any(step > start.step for step in checkpoint.steps(folder)):
+                raise TrainError(f"{problems[0]}: run.resume=auto would go on from it. Delete it, and start again")
+        for place in (folder, start.directory / MILESTONES):
+            if others := checkpoint.others(place):
+                say(
+                    f"note: the run did not write these of {place}, and neither reads nor deletes them: "
+                    f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
+                )
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 

@@ -27,6 +27,7 @@ class Saving(Callback):
     """
 
     def begin(self, run: Run) -> None:
+        self.told: set[str] = set()
         self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
 
     def end_step(self, run: Run, step: Step) -> None:
@@ -53,7 +54,10 @@ class Saving(Callback):
         if self.newest:
             folder, newest, keep = run.directory / rundir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
-            run.world.from_main(lambda: checkpoints.prune(folder, newest, keep))
+            for problem in run.world.from_main(lambda: checkpoints.prune(folder, newest, keep)):
+                if problem not in self.told:
+                    run.say(f"note: {problem}")
+                self.told.add(problem)
 
 
 def interval(cfg: Config) -> int:

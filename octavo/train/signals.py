@@ -11,11 +11,13 @@ import traceback
 from types import FrameType
 from typing import Any
 
+AGAIN = 0.05  # seconds until an interrupt that was dropped is raised again
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequest:
-    """A context in which the first of `SIGNALS` is remembered (`signal`) and a second SIGINT interrupts at once. A
+    """A context in which the first of `SIGNALS` is remembered (`signal`) and a second SIGINT interrupts at once, also
+    where Python drops exceptions (a `__del__`, a callback of the collector): there it is raised once that returns. A
     process that has not left the context `timeout` seconds after the first one hangs: it says where and ends. A SIGHUP
     that is ignored (nohup) stays so. Outside the main thread signals cannot be caught; then it remembers nothing."""
 
@@ -26,6 +28,7 @@ class StopRequest:
         self._before: dict[int, Any] = {}
         self._left = threading.Event()
         self._terminals: list[int] = []
+        self._hook = sys.unraisablehook
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -37,6 +40,7 @@ class StopRequest:
             self._bell, self._rope = socket.socketpair()
             self._rope.setblocking(False)
             self._bell_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._dropped
             threading.Thread(target=self._limit, args=(threading.get_ident(),), name="stop", daemon=True).start()
         return self
 
@@ -45,6 +49,7 @@ class StopRequest:
         if self._before:
             signal.set_wakeup_fd(self._bell_before)
             self._rope.close()
+            sys.unraisablehook = self._hook
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,17 +60,27 @@ class StopRequest:
         for fd in [fd for fd in self._terminals if not os.isatty(fd)]:  # closed: what is said from here on goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
+    def _dropped(self, dropped: Any) -> None:
+        """An exception that no caller gets: of an interrupt nothing is printed, and it is raised again."""
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            main = threading.main_thread().ident
+            again = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))  # here it would be dropped too
+            again.daemon = True
+            again.start()
+        else:
+            self._hook(dropped)
+
     def _limit(self, main: int) -> None:
         """In a thread: wait for a signal, then for the end of the context."""
         number = 0
-        with self._bell:
+        with self._bell:  # open to the end: the interpreter complains of a signal that it cannot write
             while number not in self._before:
                 heard = self._bell.recv(1)
                 if not heard:
                     return
                 number = heard[0]
-        if self._left.wait(self.timeout):
-            return
+            if self._left.wait(self.timeout):
+                return
         frame = sys._current_frames().get(main)
         where = "".join(traceback.format_stack(frame)[-3:]) if frame else ""
         name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")

@@ -85,12 +85,21 @@ def refuse_without_states(path: Path) -> None:
     if read_state(path).get("states", True):
         return
     earlier = [path.parent / f"step_{step}" for step in reversed(checkpoint.steps(path.parent))]
-    whole = next((other for other in earlier if read_state(other).get("states", True)), None)
+    whole = next((other for other in earlier if _has_states(other)), None)
     raise TrainError(
         f"{path} {checkpoint.WITHOUT_STATES}: without optimizer and random states no run continues from it. Begin a "
         f"new one with its weights, in another run.dir: run.start_from={path}"
         + ("" if whole is None else f"; or continue from {whole}, which has them: run.resume={whole}")
     )
+
+
+def _has_states(path: Path) -> bool:
+    """Whether a checkpoint can be continued, as far as its state.json says; of a damaged one not."""
+    try:
+        document = read_state(path)
+    except checkpoint.CheckpointError:
+        return False
+    return bool(document.get("states", True)) and not checkpoint.copied(path, document)
 
 
 def fill(stepper: Stepper, path: Path, beside: base.Base | None, say: Callable[[str], None]) -> None:

@@ -127,8 +127,8 @@ def new_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def without_key() -> dict[str, str]:
-    """The environment for a process that runs others' code."""
-    return {name: value for name, value in os.environ.items() if name not in (FILE, VALUE)}
+    """The environment for a process that runs others' code: without any variable whose name begins with OCTAVO_KEY."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(VALUE)}
 
 
 def _decoded(raw: bytes, where: str) -> bytes:

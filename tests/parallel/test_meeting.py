@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from octavo.parallel import flight
-from octavo.parallel.meeting import meet
+from octavo.parallel import WorldError, flight
+from octavo.parallel import meeting as meetings
+from octavo.parallel.meeting import agree, in_words, meet
 
 
 def _all_meet(store: dist.Store, size: int) -> list[str]:
@@ -43,6 +47,87 @@ def test_ranks_that_are_started_again_do_not_meet_their_forerunners() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"after 0.1 s these ranks had not come: 1, 2"):
         meet(dist.HashStore(), 0, 3, 0.1)
+
+
+def _in_threads(ranks: dict[int, Callable[[], object]]) -> dict[int, object]:
+    """What each rank returned or raised."""
+    ends: dict[int, object] = {}
+
+    def run(rank: int, work: Callable[[], object]) -> None:
+        try:
+            ends[rank] = work()
+        except Exception as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in ranks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({0: 2, 1: 3}, id="a rank for more, and the others never come"),
+        pytest.param({0: 3, 1: 2}, id="a rank for fewer"),
+        pytest.param({0: 2, 1: 3, 2: 3}, id="one that rank 0 does not know"),
+        pytest.param({0: 4, 1: 4, 2: 3, 3: 4}, id="one of four"),
+    ],
+)
+def test_ranks_for_another_number_of_ranks_end_them_all(sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "LINGER", 0.5)
+    store = dist.HashStore()
+    store.set("knock/1", "of a former start")
+    ends = _in_threads({rank: partial(meet, store, rank, size, 60) for rank, size in sizes.items()})
+    (other,) = {size for size in sizes.values() if size != sizes[0]}
+    wrong = [rank for rank, size in sizes.items() if size == other]
+    for rank in {0, *wrong}:
+        assert isinstance(ends[rank], WorldError), ends[rank]
+        assert f"WORLD_SIZE is {sizes[0]} on rank" in str(ends[rank]) and f" {other} on rank" in str(ends[rank])
+
+
+def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has two ranks and has begun; a third is started for three. A run that no longer beats is no reason."""
+    monkeypatch.setattr(meetings, "LIVE", 0.05)
+    store = dist.HashStore()
+    store.set("start", json.dumps({"name": "former", "size": 2}))
+    store.set("former/pulse_0", "the last beat")
+    with pytest.raises(RuntimeError, match="rank 0 has not answered within 0.3 s"):
+        meet(store, 2, 3, 0.3)
+    ended = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not ended.wait(0.01):
+            store.set("former/pulse_0", str(number := number + 1))
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(WorldError, match="WORLD_SIZE is 2 on rank 0 and 3 on rank 2"):
+            meet(store, 2, 3, 60)
+    finally:
+        ended.set()
+        beating.join()
+
+
+def test_ranks_agree_or_every_one_of_them_gets_the_key_and_both_values() -> None:
+    facts = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1", "b": "2", "c": "4"}}
+    store = dist.HashStore()
+    ends = _in_threads({rank: partial(agree, store, rank, 3, own, 60) for rank, own in facts.items()})
+    words = {in_words(found) for found in ends.values()}
+    assert words == {"b is 2 on ranks 0, 2 and 3 on rank 1; c is absent on ranks 0, 1 and 4 on rank 2"}
+    again = _in_threads({rank: partial(agree, dist.PrefixStore("b", store), rank, 3, facts[0], 60) for rank in facts})
+    assert all(not found for found in again.values())
+
+
+def test_many_differences_are_counted_and_many_ranks_are_cut() -> None:
+    ten = {"1": range(20), "2": [20]}
+    words = in_words([(f"key {number}", ten) for number in range(9)])
+    assert words.startswith("key 0 is 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... and 2 on rank 20; key 1")
+    assert words.endswith("; and 5 more")
 
 
 def test_the_flight_recorder_is_told_by_both_sets_of_names_and_writes_a_file(tmp_path: Path, monkeypatch) -> None:

@@ -289,6 +289,52 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
     assert f"{says}; {told} torchvision to have the former" in console.export_text()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.parametrize("why", ["checkpoint", "settings", "base", "phase"])
+def test_a_resume_that_is_refused_changes_nothing_in_the_run(make, place: Path, tmp_path: Path, monkeypatch, why: str):
+    """By its checkpoint, its settings, the weights of another base, and at the very end of assembly."""
+    shutil.copytree(place / "text", tmp_path / "text")
+    over = (f"model.path={tmp_path / 'text'}", f"data.train=[{{path: {place / 'talk' / 'train.json'}}}]",
+            "data.eval=[]", "train.steps=3", "lora={rank: 2}")  # fmt: skip
+    first = train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
+    if why == "checkpoint":
+        next((first.dir / "checkpoints" / "step_2").glob("*.distcp")).write_bytes(b"")
+    elif why == "base":
+        file = tmp_path / "text" / "model.safetensors"
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-64] + bytes(64))
+    elif why == "phase":
+        monkeypatch.setattr(train.phase.Phase, "begin", lambda *_: (_ for _ in ()).throw(train.TrainError("not so")))
+    monkeypatch.setattr("octavo.environment.describe", lambda: {"another": "machine"})
+    before = contents(first.dir)
+    with pytest.raises((train.TrainError, checkpoint.CheckpointError)):
+        train.run(make(*over, "run.resume=auto", *(["train.lr=0.5"] if why == "settings" else [])))
+    assert contents(first.dir) == before
+
+
+def test_copies_and_links_among_checkpoints_are_named_and_the_run_goes_on(make, tmp_path: Path):
+    cfg = make("data.eval=[]", "run.save_every=1", "run.keep=1")
+    first = train.run(cfg, callbacks=[at(1, signal.SIGTERM)])
+    folder = first.dir / "checkpoints"
+    for name in ("step_003", "step_2 (copy)", "step_5"):
+        shutil.copytree(folder / "step_2", folder / name)
+    (folder / "step_4").write_text("a file")
+    shutil.copytree(folder / "step_2", tmp_path / "disk")
+    (folder / "step_98").symlink_to(tmp_path / "disk")
+    console = Console(record=True, width=400)
+    assert train.run(override(cfg, ["run.resume=auto"]), console=console).status == "finished"
+    said = console.export_text()
+    assert "continuing after step 2" in said and said.count("the run did not write these") == 1
+    for name in ("step_003 (", "step_2 (copy) (", "step_5 (of step 2)", "step_4 (no folder)", "step_98 (a link)"):
+        assert name in said
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"step_003", "step_2 (copy)", "step_5.other", "step_4.other", "step_98", f"step_{STEPS}"}
+    assert (tmp_path / "disk" / "state.json").is_file()
+
+
 def test_a_named_checkpoint_continues_in_place_or_elsewhere(make, tmp_path: Path):
     over = ("run.save_every=2", "run.keep=9")
     whole = train.run(make(*over))

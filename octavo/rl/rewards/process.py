@@ -18,6 +18,8 @@ from octavo.vault import without_key
 
 #: seconds in which a file of functions must be read and run: it may import libraries and load tables
 STARTING = 300.0
+#: bytes of an answer: of the worker's own words, and of each completion's number or of what was said in its place
+_ANSWER, _EACH = 1 << 22, 1 << 12
 _SCRIPT = Path(__file__).with_name("worker.py")
 
 
@@ -40,7 +42,7 @@ class Worker:
         self.beside: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._rest = b""
+        self._rest, self._turn = bytearray(), 0
 
     def start(self) -> None:
         """Start the process, where there is none, and run the file in it. Raises `Fault`."""
@@ -57,7 +59,7 @@ class Worker:
                 start_new_session=True,
                 env=without_key(),  # of what is encrypted: it runs a stranger's file
             )
-        self._socket, self._rest = ours, b""
+        self._socket, self._rest = ours, bytearray()
         try:
             asked = {"path": str(self.path), "source": self.source, "functions": self.functions}
             found = self._ask(asked, STARTING)
@@ -81,10 +83,10 @@ class Worker:
         self.start()
         asked = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
         try:
-            return self._ask(asked, timeout)["values"]
+            return self._values(asked, timeout)
         except Raised as cause:
             try:
-                alone = self._ask({**asked, "apart": True}, timeout)["values"]
+                alone = self._values({**asked, "apart": True}, timeout)
             except Fault:
                 raise cause from None
             if not any(isinstance(value, str) for value in alone):
@@ -102,14 +104,29 @@ class Worker:
         self._process.wait()
         self._process = self._socket = None
 
+    def _values(self, asked: dict[str, Any], timeout: float) -> list[Any]:
+        """A number or a text for each completion that was asked about."""
+        values, count = self._ask(asked, timeout).get("values"), len(asked["completions"])
+        if type(values) is not list or len(values) != count or any(type(one) not in (float, str) for one in values):
+            raise self._strange(f"no list of {count} values")
+        return values
+
     def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._socket is not None
         until = time.monotonic() + timeout
+        longest = _ANSWER + _EACH * len(message.get("completions", ()))
+        self._turn += 1
         try:
             self._socket.settimeout(timeout)
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-            while b"\n" not in self._rest:
-                self._socket.settimeout(max(1e-3, until - time.monotonic()))
+            self._socket.sendall(json.dumps({"turn": self._turn, **message}).encode() + b"\n")
+            seen = 0
+            while (end := self._rest.find(b"\n", seen)) < 0:
+                seen = len(self._rest)
+                if seen > longest:
+                    raise self._strange(f"{seen} bytes without an end")
+                if (left := until - time.monotonic()) <= 0:  # one that writes without end is never waited for
+                    raise TimeoutError
+                self._socket.settimeout(left)
                 piece = self._socket.recv(1 << 20)
                 if not piece:
                     raise ConnectionResetError
@@ -119,13 +136,24 @@ class Worker:
             raise Fault(f"gave no answer within {timeout:g} s, and was ended") from None
         except OSError as cause:
             raise Fault(f"ended its process ({self._fate()})") from cause
-        line, _, self._rest = self._rest.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or answer.get("turn") != self._turn:
+            raise self._strange(ascii(line[:60].decode(errors="replace")))
         if "raised" in answer:
-            raise Raised(answer["raised"])
+            raise Raised(str(answer["raised"]))
         if "error" in answer:
-            raise Fault(answer["error"])
+            raise Fault(str(answer["error"]))
         return answer
+
+    def _strange(self, what: str) -> Fault:
+        """End a process whose answer is none: what it writes from here on belongs to no question."""
+        self.close()
+        return Fault(f"wrote {what} where its process answers the trainer, and was ended. Print to stdout or a file")
 
     def _fate(self) -> str:
         """How the process ended; the one that watches it tells within a second."""

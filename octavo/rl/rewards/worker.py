@@ -13,10 +13,13 @@ long as it searches). The second reads lines of JSON and answers each with one:
     {"function", "completions", "columns", "arguments"}
         -> {"values": [number or text that says what it is]} | {"error"} | {"raised"}
     {"function", ..., "apart": true} -> the same, of each row alone: what a trainer asks where a batch raised
+
+A line and its answer have the same "turn", so that what a function writes to the socket is not taken for an answer.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
@@ -31,6 +34,7 @@ import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
+from itertools import islice
 from typing import Any, NoReturn
 
 LOOK = 0.5  # seconds between looks at the trainer
@@ -80,7 +84,7 @@ def _serve(trainer: socket.socket) -> None:
             answer = {"raised": _told(cause, path)}
         if os.getpid() != asked_of:  # a fork that came back: who was asked answers
             os._exit(0)
-        trainer.sendall(json.dumps(answer).encode() + b"\n")
+        trainer.sendall(json.dumps({"turn": asked["turn"], **answer}).encode() + b"\n")
 
 
 class _Wrong(Exception):
@@ -155,12 +159,17 @@ def _needed(function: Callable[..., Any]) -> set[str]:
 
 
 def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
-    made = function(completions=completions, **arguments)
-    if isinstance(made, str | bytes | dict | set | frozenset) or not hasattr(made, "__iter__"):
-        raise _Wrong(f"returned {_short(made)} where a list of {len(completions)} numbers belongs")
-    values = [_number(one) for one in made]
-    if len(values) != len(completions):
-        raise _Wrong(f"returned {len(values)} values for {len(completions)} completions")
+    """The values of a call. The function gets copies, and what it returns is counted against the completions that it
+    was asked about: one that empties or sorts its list would be counted against what it left of it."""
+    count = len(completions)
+    returned = function(completions=[*completions], **copy.deepcopy(arguments))
+    if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__iter__"):
+        raise _Wrong(f"returned {_short(returned)} where a list of {count} numbers belongs")
+    values = [_number(one) for one in islice(returned, count + 1)]  # a generator may never end
+    if len(values) != count:
+        number = len(returned) if hasattr(returned, "__len__") else len(values)
+        many = f"more than {count}" if number == count + 1 and not hasattr(returned, "__len__") else str(number)
+        raise _Wrong(f"returned {many} values for {count} completions")
     return values
 
 
@@ -180,12 +189,22 @@ def _short(value: Any) -> str:
 
 
 def _told(cause: BaseException, path: str) -> str:
-    """What a function raised, and the last line of its file that it came through; a `plain` sentence as it is."""
-    if getattr(cause, "plain", False):
-        return str(cause)
-    text = " ".join(f"{type(cause).__name__}: {cause}".split())[:SHOWN]
-    lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == path]
-    line = getattr(cause, "lineno", None) if isinstance(cause, SyntaxError) else lines[-1] if lines else None
+    """What a function raised, and the last line of its file that it came through; a `plain` sentence as it is.
+
+    The error is the user's too: its text may raise, never fit, or be no text, and all of that is said."""
+    kind = type.__dict__["__name__"].__get__(type(cause))  # a metaclass may have another idea of the name
+    try:
+        text = str.__getitem__(str(cause), slice(8 * SHOWN))  # of a subclass of str plain text
+        if getattr(cause, "plain", False):
+            return text[:SHOWN]
+        text = " ".join(f"{kind}: {text}".split())[:SHOWN]
+    except BaseException as second:
+        another = type.__dict__["__name__"].__get__(type(second))
+        text = f"{kind}, whose text cannot be read: it raises {another}"
+    frames = traceback.walk_tb(BaseException.__dict__["__traceback__"].__get__(cause))
+    lines = [number for frame, number in frames if frame.f_code.co_filename == path]
+    line = SyntaxError.__dict__["lineno"].__get__(cause) if isinstance(cause, SyntaxError) else None
+    line = line if isinstance(line, int) else lines[-1] if lines else None
     return f"raised {text} (line {line})" if line else f"raised {text}"
 
 

@@ -271,17 +271,18 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
     folder = directory / rundir.CHECKPOINTS
     steps = checkpoint.steps(folder)
+    asked = folder / f"step_{step}"
+    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
+        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+            raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
+        return asked
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
         found = checkpoint.latest(folder, world, say)
         assert found is not None
         return found
-    if step not in steps:
-        raise TrainError(
-            f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
-        )
-    return folder / f"step_{step}"
+    raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
 def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:

@@ -1,0 +1,91 @@
+"""Dropout in every form that a model may hold, switched off in place.
+
+Log-probabilities of two models, or of one model at two times, can be compared only where neither draws random numbers.
+`model.eval()` would do that too, and would switch off what training needs with it (amax histories, recomputation), so
+the probabilities themselves become 0. They are kept in three places:
+
+    nn.Dropout and its kind   `p` of each module: embeddings, residuals, PEFT's `lora_dropout`
+    modules' own numbers      `attention_dropout`, which stock attention hands to a function; `drop_prob` of stochastic
+                              depth; `jitter_noise` of routers
+    configurations            `layerdrop`, which some models read in each forward
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedConfig
+
+from octavo.models.errors import ModelError
+
+_NAMES = re.compile("drop|jitter|stochastic_depth")  # of a number above 0 and up to 1
+
+# The routers of Phi-3.5-MoE draw an expert for each token whenever they train, and take `router_jitter_noise` as a
+# threshold that evaluation uses too: 0 would be another model.
+_DRAWS = ("PhimoeTopKRouter",)
+
+
+def switch_off_dropout(model: nn.Module) -> tuple[str, ...]:
+    """Set every dropout probability of a model to 0, those of adapters included.
+
+    Returns what was not 0 now and in earlier calls for the same model, e.g. ``attention_dropout 0.5 (28 modules)``. The
+    model's own configuration objects are changed; what is saved from a model's folder keeps its values.
+
+    Raises ModelError for routers that draw experts at random in training, which no setting stops.
+    """
+    counts: Counter[tuple[str, float]] = Counter(getattr(model, _RECORD, {}))
+    configs: dict[int, PreTrainedConfig] = {}
+    for path, module in model.named_modules():
+        if type(module).__name__ in _DRAWS:
+            raise ModelError(
+                f"{path} ({type(module).__name__}) draws the expert of each token at random in training, and no "
+                "setting stops it: log-probabilities of two such models cannot be compared. Use train.phase: sft"
+            )
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            counts[_name_of(path), float(module.p)] += 1
+            module.p = 0.0
+        for name, value in _probabilities(vars(module)):
+            counts[name, value] += 1
+            setattr(module, name, 0.0)
+        if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+            configs[id(config)] = config
+    for config in configs.values():
+        _switch_off_config(config)
+    if counts:
+        setattr(model, _RECORD, dict(counts))
+    return switched_off(model)
+
+
+_RECORD = "_octavo_dropout_off"
+
+
+def switched_off(model: nn.Module) -> tuple[str, ...]:
+    """What :func:`switch_off_dropout` found in this model, in words; nothing where it had none."""
+    counts: dict[tuple[str, float], int] = getattr(model, _RECORD, {})
+    return tuple(f"{name} {p:g} ({n} module{'s' * (n > 1)})" for (name, p), n in counts.items())
+
+
+def _probabilities(attributes: dict[str, Any]) -> list[tuple[str, float]]:
+    """Probabilities among attributes that are called as dropout is, and are not 0."""
+    return [
+        (name, value)
+        for name, value in attributes.items()
+        if isinstance(value, float) and 0 < value <= 1 and _NAMES.search(name)
+    ]
+
+
+def _name_of(path: str) -> str:
+    """The part of a module's path that says which dropout it is: of `q_proj.lora_dropout.default` the middle one."""
+    parts = path.split(".")
+    return next((part for part in reversed(parts) if _NAMES.search(part)), parts[-1] or "dropout")
+
+
+def _switch_off_config(config: PreTrainedConfig) -> None:
+    for name, _ in _probabilities(vars(config)):
+        setattr(config, name, 0.0)
+    for inner in [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]:
+        _switch_off_config(inner)

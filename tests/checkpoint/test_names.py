@@ -1,0 +1,125 @@
+"""Which names among a run's checkpoints are its own, what becomes of all others, and what a deletion may touch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from octavo import checkpoint
+from octavo.checkpoint import CheckpointError, files
+from tests.fuzz.test_run_folders import One, save
+
+NAMES = (
+    "step_003",
+    "step_4 (copy)",
+    "step_+4",
+    "step_４",
+    "step_٤",
+    "step_4.bak",
+    "step_-4",
+    "step_ 4",
+    "step_4\n",
+    "step_",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """checkpoints/ of steps 3 and 4."""
+    for step in (3, 4):
+        save(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_run_writes_is_no_checkpoint_and_stays(folder: Path, name: str):
+    shutil.copytree(folder / "step_4", folder / name)
+    assert checkpoint.steps(folder) == [3, 4] and checkpoint.latest(folder, One()) == folder / "step_4"
+    assert [named.partition(" (no name")[0] for named in checkpoint.others(folder)] == [name]
+    save(folder, 5)
+    assert checkpoint.prune(folder, 5, keep=1) == [] and checkpoint.steps(folder) == [5]
+    assert (folder / name / "state.json").is_file()
+
+
+def test_a_copy_under_a_good_name_is_told_by_the_step_that_it_holds(folder: Path):
+    shutil.copytree(folder / "step_4", folder / "step_9")
+    said: list[str] = []
+    assert checkpoint.latest(folder, One(), said.append) == folder / "step_4"
+    assert said == [f"checkpoint step_9 is passed over: {folder / 'step_9'} holds step 4: it was copied or renamed"]
+    assert checkpoint.others(folder) == ["step_9 (of step 4)"]
+    assert checkpoint.prune(folder, 4, keep=1) == [] and checkpoint.steps(folder) == [4, 9]
+
+
+@pytest.mark.parametrize("step", [2, 4, 98])
+def test_a_link_is_neither_followed_nor_deleted(folder: Path, tmp_path: Path, step: int):
+    """step_4 was moved to another disk; step_2 and 98 are of another run there."""
+    save(tmp_path / "disk", step)
+    if step == 4:
+        shutil.rmtree(folder / "step_4")
+    (folder / f"step_{step}").symlink_to(tmp_path / "disk" / f"step_{step}")
+    assert checkpoint.others(folder) == [f"step_{step} (a link)"]
+    assert checkpoint.latest(folder, One()) == folder / ("step_3" if step == 4 else "step_4")
+    assert checkpoint.prune(folder, 3, keep=1) == []
+    assert (folder / f"step_{step}").is_symlink() and (tmp_path / "disk" / f"step_{step}" / "mark").is_file()
+
+
+def test_checkpoints_that_are_all_links_do_not_begin_a_run_anew(folder: Path, tmp_path: Path):
+    folder.rename(tmp_path / "disk")
+    folder.mkdir()
+    (folder / "step_4").symlink_to(tmp_path / "disk" / "step_4")
+    with pytest.raises(CheckpointError, match=r"step_4 \(a link\) is none that a run wrote"):
+        checkpoint.latest(folder, One())
+
+
+@pytest.mark.parametrize("what", ["file", "link", "broken link", "folder", "copy"])
+def test_what_is_in_the_way_of_a_save_is_renamed(folder: Path, tmp_path: Path, what: str):
+    (tmp_path / "disk").mkdir()
+    way = folder / "step_6"
+    if what == "file":
+        way.write_text("mine")
+    elif what == "folder":
+        way.mkdir()
+    elif what == "copy":
+        shutil.copytree(folder / "step_4", way)
+    else:
+        way.symlink_to(tmp_path / ("disk" if what == "link" else "nowhere"))
+    (folder / "step_6.other").write_text("an earlier one")
+    save(folder, 6)
+    assert checkpoint.latest(folder, One()) == folder / "step_6" and not (folder / "step_6").is_symlink()
+    assert os.path.lexists(folder / "step_6.other-2") and (folder / "step_6.other").read_text() == "an earlier one"
+    assert (tmp_path / "disk").is_dir()
+
+
+@pytest.mark.parametrize("name", [".step_5.tmp", ".step_5.old", ".step_5.gone", ".step_7.old"])
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_what_stands_under_a_name_aside_fails_no_save(folder: Path, tmp_path: Path, name: str, what: str):
+    save(tmp_path / "disk", 5)
+    if what == "file":
+        (folder / name).write_text("")
+    else:
+        (folder / name).symlink_to(tmp_path / "disk" / "step_5")
+    save(folder, 5)
+    assert checkpoint.latest(folder, One()) == folder / "step_5" and checkpoint.steps(folder) == [3, 4, 5]
+    assert (tmp_path / "disk" / "step_5" / "mark").is_file() and not os.path.lexists(folder / name)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_named_and_fails_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    (problem,) = checkpoint.prune(folder, 4, keep=1)
+    assert "step_3 could not be deleted (run.keep): Permission denied" in problem and checkpoint.steps(folder) == [4]
+
+
+def test_a_damaged_checkpoint_of_the_run_is_deleted_in_its_turn(folder: Path):
+    (folder / "step_3" / files.STATE).write_text("{")
+    assert checkpoint.others(folder) == [] and checkpoint.prune(folder, 4, keep=1) == []
+    assert not (folder / "step_3").exists()
+    (folder / "step_4" / files.STATE).unlink()
+    assert checkpoint.others(folder) == [f"step_4 (without {files.STATE})"], "nothing shows that a run wrote it"
+    assert json.dumps(checkpoint.steps(folder)) == "[4]"
