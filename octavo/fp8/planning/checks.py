@@ -13,7 +13,9 @@ from octavo.fp8.planning.frozen import frozen_notes
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.planning.table import padded
 from octavo.fp8.policy.decisions import OUTSIDE, applies
+from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
+from octavo.fp8.policy.stays import last_layer
 
 
 def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
@@ -44,7 +46,7 @@ def notes_of(
     """What a reader should know of a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
     used = {r.recipe.name for r in fp8 if r.recipe is not None}
-    notes = []
+    notes = _output_note(rows)
     if used & {"tensorwise", "delayed"}:
         more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
         notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
@@ -70,6 +72,22 @@ def notes_of(
             "layer runs its own now, on one cast of their input"
         )
     return tuple(notes)
+
+
+def _output_note(rows: Sequence[PlanRow]) -> list[str]:
+    """A sentence on the last layer of a network without a known head that runs in FP8, unless a layer like it is before
+    it, as in a stack of blocks."""
+    last = last_layer([row.row for row in rows])
+    if last is None or not any(row.fp8 for row in rows if row.row is last):
+        return []
+    alike = [r for r in rows if (template(r.name), r.shape) == (template(last.name), last.shape)]
+    if len(alike) > 1 or last.shape[0] == last.shape[1]:
+        return []
+    outputs, inputs = last.shape
+    return [
+        f"{last.name} ({outputs} x {inputs}) is the last layer and runs in FP8; if it is the output head, "
+        f"Rule({last.name!r}, recipe='off') keeps it in high precision"
+    ]
 
 
 def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
