@@ -166,7 +166,7 @@ class Experts(CachesWeights):
         if "parametrizations" in self._modules:
             raise RuntimeError(
                 "FP8 experts cannot multiply by a weight that is computed anew in each forward, as PEFT's "
-                "target_parameters do. Call fp8.plan after get_peft_model, which keeps these experts in high precision, "
+                "target_parameters do. Call fp8.plan after get_peft_model, which keeps such experts as they are, "
                 "or train adapters of experts with octavo train (lora.targets)."
             )
         saves = MARK in self.__dict__
