@@ -69,7 +69,7 @@ from octavo.fp8.weights.frozen import (
 )
 from octavo.fp8.weights.shards import is_whole
 from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
-from octavo.fp8.weights.sums import changed_weights, weight_sums
+from octavo.fp8.weights.sums import changed_weights, stale_codes, stale_sentence, weight_sums
 
 __all__ = [
     "FROZEN",
@@ -165,6 +165,8 @@ __all__ = [
     "shared_scales",
     "set_low",
     "sqnr",
+    "stale_codes",
+    "stale_sentence",
     "synchronize_per_layer",
     "thaw",
     "to_torch",
