@@ -27,6 +27,7 @@ from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.invariance import attention as invariant_attention
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.kernels.registry import names as backends
+from octavo.fp8.kernels.self_check import SelfCheckError
 from octavo.fp8.measuring.cases import MeasureError, Measurements
 from octavo.fp8.measuring.invariant import compiled, invariant, not_invariant, shared_scales
 from octavo.fp8.measuring.machine import Machine
@@ -106,6 +107,7 @@ __all__ = [
     "Rule",
     "Schedule",
     "Selection",
+    "SelfCheckError",
     "Span",
     "apply",
     "backends",
