@@ -263,14 +263,14 @@ def wgrad(
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:
     """The backend of each GEMM that the recipe runs in FP8. Raises BackendError where one asked for cannot serve, and
     for a kernel that computes otherwise than the reference in a version that was not tested."""
-    found = {
+    selections = {
         gemm: select(gemm, recipe_or_spec=chosen, device=device, requested=requested)
         for gemm in GEMMS
         if chosen.gemm(gemm) is not None
     }
-    for gemm, selection in found.items():
+    for gemm, selection in selections.items():
         ensure(kernel_checks(chosen, gemm, selection.backend.name, device), device)
-    return found
+    return selections
 
 
 def backends_for(

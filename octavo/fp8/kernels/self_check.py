@@ -79,10 +79,10 @@ Check = Callable[[], "Fault | None"]
 @lru_cache(maxsize=1)
 def installed() -> dict[str, str]:
     """The versions of the packages of :data:`TESTED` that are installed."""
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # without it no kernel of Triton's can run
-        found["triton"] = importlib.metadata.version("triton")
-    return found
+        versions["triton"] = importlib.metadata.version("triton")
+    return versions
 
 
 def newer() -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
             marks += [(where, _differs(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
     home = marks[0][1].device if marks else None
     differ = torch.stack([mark.to(home) for _, mark in marks]).tolist() if marks else ()
-    return list(dict.fromkeys(name for (name, _), found in zip(marks, differ, strict=True) if found))
+    return list(dict.fromkeys(name for (name, _), is_stale in zip(marks, differ, strict=True) if is_stale))
 
 
 def stale_sentence(names: Sequence[str]) -> str:

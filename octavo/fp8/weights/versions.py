@@ -89,6 +89,8 @@ def writer() -> str:
                 "PEFT's merge adds the adapter to the base: save_pretrained the adapter, and `octavo merge` adds it to "
                 "the stock checkpoint. "
             )
+        if name == "prepare_model_for_kbit_training":
+            return "PEFT's preparation for bitsandbytes casts weights to fp32: leave it out over a base in FP8. "
         if type(frame.f_locals.get("self")).__name__ == "ModulesToSaveWrapper":
             return "PEFT's modules_to_save trains a copy of this layer: leave the layer out of it. "
     if of_peft:

@@ -93,6 +93,8 @@ def test_other_writes_of_peft_name_what_writes() -> None:
         shira(torch.randn(3, 64, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="modules_to_save trains a copy.*leave the layer out"):
         peft.get_peft_model(base(), lora(modules_to_save=["o_proj"]))
+    with pytest.raises(RuntimeError, match="preparation for bitsandbytes casts weights to fp32: leave it out"):
+        peft.prepare_model_for_kbit_training(base(), use_gradient_checkpointing=False)
 
 
 def test_weighted_adapters_are_added_to_each_other() -> None:
