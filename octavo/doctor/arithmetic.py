@@ -27,6 +27,47 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 
+def versions_tested(device: str | None = None) -> Check:
+    """What torch and Triton were tested; where they are newer, all kernels that are chosen on a device (None: where
+    training runs) are held against the reference (:mod:`octavo.fp8.kernels`, ``self_check``), as far as that was not
+    done before."""
+    from octavo import accelerator
+    from octavo.fp8 import kernels
+
+    device = device or str(accelerator.here())
+
+    here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
+    most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
+    if not (phrases := kernels.newer()):
+        return Check("fp8", "versions", OK, f"{here}: tested (up to {most}), so that no kernel has to be checked here")
+    try:
+        count = _check_kernels(device)
+    except Exception as error:  # whatever a kernel raises is this version's answer and is shown
+        means = "training in FP8 on these kernels is refused"
+        fix = f"fp8.backend: reference (slow), or tested versions: {most}"
+        return Check("fp8", "versions", FAIL, first_line(error), means, fix)
+    found = f"{count} checks of kernels and of a compiled layer agree with the reference on {device}"
+    if not count:
+        found = f"the reference is chosen for all GEMMs on {device}, so that no kernel has to be checked"
+    return Check("fp8", "versions", OK, f"{' and '.join(phrases)}: {found}")
+
+
+def _check_kernels(device: str) -> int:
+    """Run, or find done, the checks of every recipe on the backends that are chosen for it; how many there are."""
+    import torch
+
+    from octavo import fp8
+    from octavo.fp8 import kernels, planning
+
+    on = torch.device(device)
+    layers = torch.nn.ModuleList([torch.nn.Linear(INPUTS, INPUTS, device=on)])
+    checks = planning.kernels_of([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
+    chosen = fp8.select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
+    checks |= kernels.adamw_checks(chosen, on)
+    kernels.ensure(checks, on, limit=float("inf"))
+    return len(checks)
+
+
 def _backend(name: str, device: str) -> list[Check]:
     import torch
 

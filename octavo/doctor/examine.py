@@ -25,6 +25,7 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
         else:
             say("trying FP8 backends")
             found += arithmetic.backends()
+            found.append(arithmetic.versions_tested())
             say("trying process groups")
             found += machine.process_groups()
         found += machine.storage()

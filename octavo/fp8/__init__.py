@@ -27,6 +27,7 @@ from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.invariance import attention as invariant_attention
 from octavo.fp8.kernels.registry import BackendError, Selection, quantize, select
 from octavo.fp8.kernels.registry import names as backends
+from octavo.fp8.kernels.self_check import SelfCheckError
 from octavo.fp8.measuring.cases import MeasureError, Measurements
 from octavo.fp8.measuring.invariant import compiled, invariant, not_invariant, shared_scales
 from octavo.fp8.measuring.machine import Machine
@@ -69,7 +70,7 @@ from octavo.fp8.weights.frozen import (
 )
 from octavo.fp8.weights.shards import is_whole
 from octavo.fp8.weights.state import fp8_state_dict, load_fp8_state_dict
-from octavo.fp8.weights.sums import changed_weights, weight_sums
+from octavo.fp8.weights.sums import changed_weights, stale_codes, stale_sentence, weight_sums
 
 __all__ = [
     "FROZEN",
@@ -106,6 +107,7 @@ __all__ = [
     "Rule",
     "Schedule",
     "Selection",
+    "SelfCheckError",
     "Span",
     "apply",
     "backends",
@@ -165,6 +167,8 @@ __all__ = [
     "shared_scales",
     "set_low",
     "sqnr",
+    "stale_codes",
+    "stale_sentence",
     "synchronize_per_layer",
     "thaw",
     "to_torch",

@@ -1,5 +1,9 @@
 """``run.check_every``: GEMMs of some steps computed again, so that a device that errs in silence is found and named.
 
+The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
+evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
+write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.stale_codes`).
+
 Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
 compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
 again, after a fault was found, has another line.
@@ -10,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from octavo import environment
+from octavo import environment, fp8
 from octavo.fp8.proof import Check, drawn, sites, size_of
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
@@ -31,6 +36,7 @@ class Checking(Callback):
 
     def begin(self, run: Run) -> None:
         self.clean = 0
+        self.exchanged = True  # weights may have been, since the last step
         every, count = run.cfg.run.check_every, len(sites(run.job.plan))
         size = size_of(count)
         run.say(
@@ -43,24 +49,39 @@ class Checking(Callback):
         if number % every == 0:
             chosen = drawn(sites(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
+        elif self.exchanged:
+            run.job.stepper.check = Check((), draw=number)
+        self.exchanged = False
+
+    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+        self.exchanged = True
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        self.exchanged = True
 
     def after_step(self, run: Run, step: Step) -> None:
         check, run.job.stepper.check = run.job.stepper.check, None
         if check is None:
             return
         run.world.at(f"step {step.number}, gathering what its check found")
-        mine = {"done": asdict(check.done), "faults": _told(run, check)}
+        mine = {"done": asdict(check.done), "faults": _told(run, check), "stale": check.stale}
         found = run.world.gather_objects(mine)
         done = {key: sum(one["done"][key] for one in found) for key in mine["done"]}
         faults = [fault for one in found for fault in one["faults"]]
-        step.row["checked"] = done["products"]
-        if run.world.is_main:
+        stale = list(dict.fromkeys(name for one in found for name in one["stale"]))
+        if check.sites:
+            step.row["checked"] = done["products"]
+        if run.world.is_main and (check.sites or stale):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             asked = [list(site) for site in check.sites]
-            _append(run, {"step": step.number, "time": now, "sites": asked, **done, "faults": faults})
+            line = {"step": step.number, "time": now, "sites": asked, **done, "faults": faults}
+            _append(run, line | ({"stale": stale} if stale else {}))
         if faults:
             raise TrainError(_sentence(step.number, faults, self.clean))
-        self.clean = step.number
+        if stale:
+            raise TrainError(f"step {step.number}: {fp8.stale_sentence(stale)} The step is not saved")
+        if check.sites:
+            self.clean = step.number
 
 
 def _told(run: Run, check: Check) -> list[dict[str, Any]]:

@@ -257,7 +257,8 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
         # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
-    if run.memory and (run.job.stepper.judge is not None or run.job.stepper.check is not None):  # who keep x too
+    check = run.job.stepper.check
+    if run.memory and (run.job.stepper.judge is not None or (check is not None and check.sites)):  # who keep x too
         observe = replace(observe, memory=False)
     return observe
 

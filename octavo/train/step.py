@@ -112,7 +112,7 @@ class Stepper:
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
             self.judge.attached() if self.judge else nullcontext(),
-            self.check.attached() if self.check else nullcontext(),
+            self.check.attached() if self.check and self.check.sites else nullcontext(),
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
@@ -125,6 +125,8 @@ class Stepper:
                     for loss in self.losses(batch, denominator, share, memory):
                         self.update.backward(loss)
                         del loss  # and what of its graph backward does not free
+                if self.check:
+                    self.check.look_at_codes(self.model)
                 done = self.update.step()  # norm, check that all is finite, clip, update
         if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
             fp8.load_scaling_state(self.model, histories)

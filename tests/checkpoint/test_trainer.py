@@ -154,3 +154,42 @@ def test_ranks_share_their_histories_after_each_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     Fp8Callback().on_step_end(None, None, None, model=model)
     assert shared == [model]
+
+
+class Averages(TrainerCallback):
+    """Puts an average in the place of the weights for an evaluation, and the weights back, through ``.data``."""
+
+    invalidates = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.before = [p.detach().clone() for p in model.parameters()]
+        torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
+        control.should_evaluate = state.global_step == 3
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for p, value in zip(model.parameters(), getattr(self, "before", ()), strict=False):
+            p.data.copy_(value)
+        if self.invalidates:
+            fp8.invalidate(model)
+
+
+class Invalidates(Averages):
+    invalidates = True
+
+
+class WritesBetweenMicroSteps(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model.model.layers[0].mlp.down_proj.weight.detach().numpy()[...] += 1e-2
+
+
+def test_codes_of_a_former_weight_end_the_training_with_the_layers_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "model_of", lambda make=model_of: make("blockwise"))
+    monkeypatch.setattr(Trainer, "get_eval_dataloader", lambda self, *_: self.get_train_dataloader())
+    with pytest.raises(RuntimeError, match=r"step 1: FP8 GEMMs of model.layers.0.mlp.down_proj multiply by codes"):
+        trained(tmp_path / "micro", Fp8Callback, WritesBetweenMicroSteps, save_strategy="no")
+    with pytest.raises(RuntimeError, match=r"step 3: FP8 GEMMs of .* and \d more .*fp8.invalidate\(model\)"):
+        trained(tmp_path / "average", Fp8Callback, Averages, save_strategy="no")
+    trained(tmp_path / "invalidated", Fp8Callback, Invalidates, save_strategy="no")

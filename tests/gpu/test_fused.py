@@ -9,8 +9,7 @@ pytest.importorskip("triton")
 
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels import layout
-from octavo.fp8.kernels import reference_fused as reference
+from octavo.fp8.kernels import layout, reference
 from octavo.fp8.kernels.triton_kernels import fused
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -79,6 +79,28 @@ def test_all_gemms_of_every_kind_of_run(make, uncounted, experts, monkeypatch, o
     assert len(first["sites"]) >= 48 and min(first["products"], second["products"]) >= least
 
 
+class Average(train.Callback):
+    """Writes another weight through ``.data`` before the evaluation of step 1 is over, as one that swaps averages."""
+
+    def evaluated(self, run: train.Run, figures: Any) -> None:
+        if run.step == 1:
+            weight = run.model.get_submodule(self.layer).weight
+            weight.data.mul_(1.01)
+
+    def begin(self, run: train.Run) -> None:
+        self.layer = next(row.name for row in run.job.plan.rows if row.fp8 and "layers.1.mlp" in row.name)
+
+
+def test_codes_of_a_former_weight_are_found_after_an_evaluation(make, uncounted) -> None:
+    """Not in a step that is checked otherwise: GEMMs come again in the third."""
+    over = ("train.steps=3", "train.warmup=0", "run.eval_every=1", "run.check_every=3")
+    cfg, average = make(*over), Average()
+    with pytest.raises(train.TrainError, match=r"step 2: FP8 GEMMs of .*layers\.1\.mlp\..*fp8.invalidate.*not saved"):
+        train.run(cfg, callbacks=(average,))
+    (line,) = rows(cfg.run.dir, "checks.jsonl")
+    assert line["stale"] == [average.layer] and line["sites"] == [] and line["faults"] == []
+
+
 class Plant(train.Callback):
     """Flips the lowest bit of one value of a forward GEMM at ``step``, on ``rank``: of one that is checked, or not."""
 

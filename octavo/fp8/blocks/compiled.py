@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense import compiled, sources
 from octavo.fp8.dense.compiled import gemms, operand_of, packed_fake, packed_pair
-from octavo.fp8.kernels.reference_fused import swiglu_backward
+from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.kernels.registry import Backend
 
 _lib = torch.library.Library("octavo", "FRAGMENT")

@@ -46,7 +46,7 @@ from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix, compu
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
 from octavo.fp8.invariance import active
-from octavo.fp8.kernels.reference_fused import swiglu_backward
+from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
 

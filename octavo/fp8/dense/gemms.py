@@ -27,6 +27,7 @@ from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
 from octavo.fp8.invariance import active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
+from octavo.fp8.kernels.self_check import ensure, kernel_checks
 from octavo.fp8.observe.recorder import HIGH, Result, Seen
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
@@ -260,12 +261,16 @@ def wgrad(
 
 
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:
-    """The backend of each GEMM that the recipe runs in FP8. Raises BackendError where one asked for cannot serve."""
-    return {
+    """The backend of each GEMM that the recipe runs in FP8. Raises BackendError where one asked for cannot serve, and
+    for a kernel that computes otherwise than the reference in a version that was not tested."""
+    selections = {
         gemm: select(gemm, recipe_or_spec=chosen, device=device, requested=requested)
         for gemm in GEMMS
         if chosen.gemm(gemm) is not None
     }
+    for gemm, selection in selections.items():
+        ensure(kernel_checks(chosen, gemm, selection.backend.name, device), device)
+    return selections
 
 
 def backends_for(

@@ -5,6 +5,7 @@ from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_w
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import ALIGN, PAGED_CHUNK, padded_sizes
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
+from octavo.fp8.kernels.self_check import TESTED, SelfCheckError, adamw_checks, ensure, installed, newer
 from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged, why_not_rows
 
 __all__ = [
@@ -18,8 +19,14 @@ __all__ = [
     "PAGED_CHUNK",
     "PagedKernels",
     "Selection",
+    "SelfCheckError",
+    "TESTED",
+    "adamw_checks",
+    "ensure",
     "get",
+    "installed",
     "names",
+    "newer",
     "padded_sizes",
     "paged",
     "select",

@@ -159,7 +159,16 @@ class Experts(CachesWeights):
         """hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H].
 
         ``torch.compile`` leaves it out in one piece, as it does the linear layers that look at caches and counters.
+
+        Raises RuntimeError where a parametrization was put on a weight after :func:`octavo.fp8.apply`, as PEFT does in
+        each forward for its ``target_parameters``: there would be new values, and so new codes, in each forward.
         """
+        if "parametrizations" in self._modules:
+            raise RuntimeError(
+                "FP8 experts cannot multiply by a weight that is computed anew in each forward, as PEFT's "
+                "target_parameters do. Call fp8.plan after get_peft_model, which keeps such experts as they are, "
+                "or train adapters of experts with octavo train (lora.targets)."
+            )
         saves = MARK in self.__dict__
         return mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
 

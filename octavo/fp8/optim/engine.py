@@ -12,16 +12,20 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.kernels.registry import select
+from octavo.fp8.kernels.self_check import adamw_checks, ensure
 from octavo.fp8.optim import cpu
 
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "Agree | None"], None]
 
 
 def engine(device: torch.device) -> Engine:
-    """What steps pieces on `device`: :func:`on_cpu`, a backend's kernel where there is one, else :func:`reference`."""
+    """What steps pieces on `device`: :func:`on_cpu`, a backend's kernel where there is one, else :func:`reference`.
+    Raises SelfCheckError for a kernel that computes otherwise than the reference in a version that was not tested."""
     if device.type == "cpu":
         return on_cpu
-    return select("adamw", recipe_or_spec=CastSpec(), device=device).backend.adamw
+    backend = select("adamw", recipe_or_spec=CastSpec(), device=device).backend
+    ensure(adamw_checks(backend.name, device), device)
+    return backend.adamw
 
 
 def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:

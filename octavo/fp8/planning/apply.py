@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
@@ -16,9 +17,11 @@ from octavo.fp8.blocks.probe import one_of_a_kind
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.swap import Swapped, unswap
+from octavo.fp8.kernels.self_check import ensure
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
+from octavo.fp8.planning.checks import kernels_of
 from octavo.fp8.planning.exchange import exchange, sites_of
 from octavo.fp8.planning.modules import ATTENTION, EXPERTS, MLP, NORM
 from octavo.fp8.planning.plan import Plan
@@ -35,13 +38,16 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
     ``others``: plans of the same model that it is to :func:`turn` to. Layers that one of them has in FP8 become FP8
-    layers too, which compute in high precision where this plan has them so.
+    layers too, which compute in high precision where this plan has them so. Where torch or Triton is newer than tested,
+    the kernels of the plans are held against the reference first (:mod:`octavo.fp8.kernels.self_check`).
 
     Raises:
         PlanError: a layer cannot turn as the others have it; the plan is another model's, FP8 was applied before, or
             experts turn out not to compute what the loop over experts computes (two random ones in place of those on
             the meta device).
+        SelfCheckError: a kernel computes otherwise than the reference, or does not run, in a version not tested.
     """
+    others = tuple(others)
     modules = dict(model.named_modules())
     done = [name for name, module in modules.items() if isinstance(module, CachesWeights)]
     if done:
@@ -58,6 +64,8 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
             raise PlanError(_cannot_turn(old, new, why))
     also = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, also)
+    device = torch.device(plan.device)
+    ensure(kernels_of((plan, *others), device), device)
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 or r.name in also for r in rows):

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.dense.compiled_check import compiled_layer
+from octavo.fp8.kernels.registry import select
+from octavo.fp8.kernels.self_check import Check, fused_checks, kernel_checks
 from octavo.fp8.measuring.cases import Measurements
 from octavo.fp8.moe.grouped import why_not_grouped
 from octavo.fp8.planning.frozen import frozen_notes
+from octavo.fp8.planning.modules import MLP, NORM
+from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.planning.table import padded
 from octavo.fp8.policy.decisions import OUTSIDE, applies
+from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
+from octavo.fp8.policy.stays import last_layer
+
+_FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks run besides their linear layers
 
 
 def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
@@ -44,7 +55,7 @@ def notes_of(
     """What a reader should know of a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
     used = {r.recipe.name for r in fp8 if r.recipe is not None}
-    notes = []
+    notes = _output_note(rows)
     if used & {"tensorwise", "delayed"}:
         more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
         notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
@@ -72,6 +83,22 @@ def notes_of(
     return tuple(notes)
 
 
+def _output_note(rows: Sequence[PlanRow]) -> list[str]:
+    """A sentence on the last layer of a network without a known head that runs in FP8, unless a layer like it is before
+    it, as in a stack of blocks."""
+    last = last_layer([row.row for row in rows])
+    if last is None or not any(row.fp8 for row in rows if row.row is last):
+        return []
+    alike = [r for r in rows if (template(r.name), r.shape) == (template(last.name), last.shape)]
+    if len(alike) > 1 or last.shape[0] == last.shape[1]:
+        return []
+    outputs, inputs = last.shape
+    return [
+        f"{last.name} ({outputs} x {inputs}) is the last layer and runs in FP8; if it is the output head, "
+        f"Rule({last.name!r}, recipe='off') keeps it in high precision"
+    ]
+
+
 def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
     """Whether times decided, and what was not measured."""
     if found is None or found.machine.emulated:
@@ -82,3 +109,30 @@ def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[Pl
     unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
     more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
     return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)
+
+
+def kernels_of(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
+    """The kernels that plans let run on a device, each with what holds it against the reference; one compiled layer
+    last. For :func:`octavo.fp8.kernels.self_check.ensure`, which runs them where a version was not tested."""
+    checks: dict[str, Check] = {}
+    compiled: dict[str, Check] = {}
+    fused = {op for plan in plans for b in plan.blocks if b.fused or b.saves for op in _FUSED.get(b.kind, ())}
+    rows = [row for plan in plans for row in plan.rows]
+    recipes: dict[Recipe, None] = {}
+    for row in rows:
+        if (recipe := row.recipe) is None:
+            continue
+        recipes[recipe] = None
+        grouped = row.kind == "experts" and why_not_grouped(recipe, row.selections, device) is None
+        for gemm, chosen in row.selections.items():
+            if not (gemm == "wgrad" and row.row.frozen):
+                checks |= kernel_checks(recipe, gemm, chosen.backend.name, device, grouped)
+        ours = {chosen.backend.name for chosen in row.selections.values()} - {"reference"}
+        if ours and not grouped and not compiled:
+            name = f"a compiled layer of {recipe.short()} on {', '.join(sorted(ours))}"
+            compiled[name] = partial(compiled_layer, recipe, row.selections, device)
+    for recipe in recipes:
+        for op in sorted(fused):
+            chosen = select(op, recipe_or_spec=recipe, device=device)
+            checks |= fused_checks(recipe, op, chosen.backend.name, device)
+    return checks | compiled

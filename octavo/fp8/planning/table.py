@@ -143,4 +143,6 @@ def _as(shape: tuple[int, int], more: Padding, cut: Sequence[str]) -> str:
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:.2g} %" if part >= 1e-5 else "under 0.001 %"
+    if part < 1e-5:
+        return "under 0.001 %"
+    return f"{100 * part:.0f} %" if part >= 0.1 else f"{100 * part:.2g} %"

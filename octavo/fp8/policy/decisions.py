@@ -14,6 +14,7 @@ from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.policy.globs import matches, nearest
 from octavo.fp8.policy.policy import HEAD, Decision, PlanError, Policy, Rule, decide
+from octavo.fp8.policy.stays import stays
 from octavo.fp8.policy.topology import Row, topology
 from octavo.fp8.weights.shards import is_whole
 
@@ -35,12 +36,15 @@ def decisions(
     check_names(policy, rows, tokens, components or ())
     policy = policy.at(step)
     modules = dict(model.named_modules())
+    reasons = stays(rows, modules, policy)
     verdicts: dict[tuple[Any, ...], str | None] = {}
     return [
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _gates(row, modules, policy) or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
+            _gates(row, modules, policy)
+            or reasons.get(row.name)
+            or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
         )
         for row in rows
     ]

@@ -49,6 +49,8 @@ _PATCH = (
     *("patch_projection", "video_patch_projection"),  # Kosmos 2.5's and Nemotron's, which are linear layers
 )
 _ROUTERS = ("gate", "router", "shared_expert_gate", "wg")
+WRAPPED = ("base_layer", "original_module")
+"""Under which names PEFT's wrappers hold the layer that they were put around."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,16 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
     return tuple(rows)
 
 
+def unwrapped(name: str) -> str:
+    """The name that a layer had before PEFT put a wrapper around it: ``gate.base_layer`` was ``gate``."""
+    while name.rpartition(".")[2] in WRAPPED:
+        name = name.rpartition(".")[0]
+    return name
+
+
 def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
-    last, kind_name = name.rpartition(".")[2], type(module).__name__
+    stock = unwrapped(name)
+    last, kind_name = stock.rpartition(".")[2], type(module).__name__
     of_patches = any(s in _PATCH for s in name.split("."))
     if is_experts(module):
         yield from _expert_rows(name, module, modules)
@@ -119,7 +129,7 @@ def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], hea
             kind = "lm_head"
         elif of_patches:
             kind = "patch_embed"
-        elif _routes(name, modules):
+        elif _routes(stock, modules):
             kind = "router"
         else:
             kind = "linear" if type(module) is nn.Linear or isinstance(module, Linear) else "subclass"
@@ -128,7 +138,7 @@ def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], hea
         if of_patches or module.kernel_size == module.stride != (1,) * len(module.stride):
             n, k = module.weight.shape[0], module.weight[0].numel()
             yield _row(name, "patch_embed", module, (n, k), kind_name)
-    elif _routes(name, modules):
+    elif _routes(stock, modules):
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2:
             yield _row(name, "router", module, tuple(weight.shape), kind_name)
@@ -157,7 +167,7 @@ def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module])
 
 def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
     """How many experts work on a token: from the block, its router or the configuration."""
-    parent = modules.get(name.rpartition(".")[0]) if name else None
+    parent = modules.get(unwrapped(name).rpartition(".")[0]) if name else None
     places: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
     places += [c for c in (getattr(module, "config", None), getattr(parent, "config", None)) if c is not None]
     for place in places:
@@ -183,6 +193,11 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
         head = get()
     except (NotImplementedError, AttributeError):  # models without a head say so in either way
         return None
+    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):  # a wrapper of PEFT's
+        inner = next((head._modules[name] for name in WRAPPED if name in head._modules), None)
+        if inner is None:
+            break
+        head = inner
     return head if isinstance(head, nn.Module) else None
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.fp8.arithmetic.recipe import GEMMS
@@ -22,6 +23,7 @@ from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import Result
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.proof.comparing import Compared, Difference, compare
+from octavo.fp8.weights.sums import stale_codes
 
 ROUND = 32  # checks in which all GEMMs come round, where there are enough of them
 LEAST = 4  # GEMMs of a check
@@ -79,14 +81,16 @@ def drawn(there: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
 
 
 class Check:
-    """Of one step. ``draw`` decides which tile of a product is looked at, and which expert. ``faults`` are what
-    differed, in the order of the step, ``done`` how much was compared."""
+    """Of one step. ``draw`` decides which tile of a product is looked at, which expert, and which rows of weights.
+    ``faults`` are what differed, in the order of the step, ``done`` how much was compared, ``stale`` the layers whose
+    codes are those of a former weight."""
 
     def __init__(self, asked: Iterable[Site], draw: int = 0) -> None:
         self.sites = tuple(asked)
         self.faults: list[Fault] = []
         self.done = Compared()
-        self._random = random.Random(draw)
+        self.stale: list[str] = []
+        self._draw, self._random = draw, random.Random(draw)
         self._gemms: dict[str, set[str]] = {}
         for site in self.sites:
             self._gemms.setdefault(site.layer, set()).add(site.gemm)
@@ -96,6 +100,10 @@ class Check:
         """Check what runs inside, a forward and its backward."""
         with recorder.attached(checker=self):
             yield self
+
+    def look_at_codes(self, model: nn.Module) -> None:
+        """Hold the codes that the step multiplied by against the weights, before an optimizer step makes both old."""
+        self.stale += stale_codes(model, self._draw)
 
     # What the recorder calls: see `recorder.Checker`.
 

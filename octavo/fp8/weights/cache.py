@@ -14,6 +14,7 @@ backward an alias of it.) The weight version rises
 In-place writes through ``.data`` cannot be seen: they move neither version nor address. That is what a hand-written
 ``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer do. Call
 :func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
+:func:`octavo.fp8.stale_codes` finds such codes, by casting a sample of each weight again.
 """
 
 from __future__ import annotations
@@ -217,8 +218,13 @@ class WeightCache:
 
     def _holds(self, parameter: Tensor, part: WeightSlice, spec: CastSpec) -> bool:
         """Whether there are valid codes."""
-        known = not parameter.is_inference() and (part, spec) in self._codes
-        return known and self._stamp == self._stamp_of(parameter)
+        return (part, spec) in self._codes and self.valid(parameter)
+
+    def valid(self, parameter: Tensor) -> bool:
+        """Whether there are codes that :meth:`get` would give for the parameter as it is, as far as it can see."""
+        if not self._codes or not is_whole(parameter) or parameter.is_inference():
+            return False
+        return self._stamp == self._stamp_of(parameter)
 
     def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
         """What changes with the values of a weight: what holds them, its version and address, the weight version."""

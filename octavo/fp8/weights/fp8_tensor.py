@@ -11,8 +11,8 @@ An :class:`Fp8Weight` is in one of three states:
   scales of the whole weight, and no values;
 - **frozen codes** (``stored.frozen``), for good: see :mod:`octavo.fp8.weights.frozen`. They move as one:
   ``.to(device)``, copies and pickles carry the very codes, and FSDP2 shards, pads and gathers them with their scales.
-  A conversion to another dtype would put values in their place, so it is refused, of the tensor and of every module
-  that holds it.
+  A module's conversion to another dtype would put values in their place, so it is refused; code that reads the weight
+  in another dtype (``weight.float()``, as DoRA does) gets values for the moment.
 
 ``param: true`` makes weights with a master of those that FP8 GEMMs multiply by
 (:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; since forward and dgrad read codes
@@ -47,6 +47,7 @@ from octavo.fp8.weights import fp8_rows
 from octavo.fp8.weights.fp8_codes import Codes, Held, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.shards import local_of
+from octavo.fp8.weights.versions import called_by_conversion, writer
 
 
 class Fp8Weight(Tensor):
@@ -269,7 +270,7 @@ class Fp8Weight(Tensor):
     def _refusal(self, what: str) -> str:
         if self.frozen:
             return (
-                f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. Call "
+                f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. {writer()}Call "
                 "fp8.thaw(model) for weights in high precision that may be written, or fp8.load_fp8_state_dict to "
                 "exchange codes for others."
             )
@@ -290,12 +291,13 @@ class Fp8Weight(Tensor):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To another device or dtype. RuntimeError for another dtype of a frozen weight, as ``module.to(dtype)`` and
-        ``model.half()`` ask it; autocast, which asks otherwise, gets values."""
-        for given in (*args, *kwargs.values()):
-            dtype = given if isinstance(given, torch.dtype) else given.dtype if isinstance(given, Tensor) else None
-            if dtype is not None:
-                self.refuse_dtype(dtype)
+        """To another device or dtype; of a frozen weight in another dtype its values. RuntimeError where a module asks
+        so in order to put them in its place (``module.to(dtype)``, ``model.half()``)."""
+        if self.frozen and called_by_conversion():
+            for given in (*args, *kwargs.values()):
+                dtype = given if isinstance(given, torch.dtype) else given.dtype if isinstance(given, Tensor) else None
+                if dtype is not None:
+                    self.refuse_dtype(dtype)
         return super().to(*args, **kwargs)
 
     half = partialmethod(to, torch.float16)
@@ -305,7 +307,7 @@ class Fp8Weight(Tensor):
 
     def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Its type's name; as :meth:`to` for a dtype."""
-        if dtype is not None:
+        if dtype is not None and self.frozen and called_by_conversion():
             self.refuse_dtype(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
         return super().type(dtype, *args, **kwargs)
 

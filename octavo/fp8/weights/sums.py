@@ -5,15 +5,20 @@ layer's cache, or casts of what lies in its parameter: as long as neither change
 
 The sum of a tensor is that of its words w_i times 2 i + 1, modulo 2^64: it changes with any one word and with words
 that change places, and stays by chance alone. It is no defence against somebody who wants it to stay.
+
+Codes are held against the weight that they stand for by :func:`stale_codes`: a write through ``.data`` moves neither a
+version nor an address, and the layer goes on with the codes of the former weight (:mod:`octavo.fp8.weights.cache`). A
+sample of rows is cast again under the scales that are there; an equal weight gives equal codes, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize_with_scale
 from octavo.fp8.weights.cache import CachesWeights, masters
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import local_of, reshard
@@ -22,6 +27,9 @@ _WORDS, _WORDS_ON_CPU = 1 << 22, 1 << 16
 """Words of 8 bytes that are added up at once: few kernels on a GPU, what stays in the cache of a CPU."""
 _BASE = 6364136223846793005
 """An odd number (Knuth's for LCGs), by powers of which the sums of such pieces are multiplied."""
+
+_SAMPLE = 1 << 15
+"""Elements of a weight that are cast again to find stale codes; 4 rows at least."""
 
 WeightSums = Mapping[str, int]
 
@@ -70,6 +78,59 @@ def _cached(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
         for kind, tensors in ({} if held.rows is None else held.rows._asdict()).items():
             for cast, tensor in enumerate(tensors):
                 yield f"{name} ({kind} of the rows of its FP8 weight {number}, cast {cast})", tensor
+
+
+@torch.no_grad()
+def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
+    """The names of the FP8 layers whose codes, as the next GEMM would take them, are not those of their weight now.
+
+    Codes that an optimizer step, a version or an address shows to be old are cast again at the next use and are not
+    stale. ``draw``: another number takes other rows. Waits for the device once. What a rank holds of an FP8 weight
+    between steps (``param=True`` under FSDP2) is not looked at: writes to it are seen, also through ``.data``.
+
+    Call :func:`octavo.fp8.invalidate` after a write that is found so.
+    """
+    marks: list[tuple[str, Tensor]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, CachesWeights):
+            continue
+        for own, cache in module._weight_codes().items():
+            weight = module._parameters.get(own)
+            if weight is None or not cache.valid(weight):
+                continue
+            where = f"{name}.{own}" if own != "weight" else name or own
+            marks += [(where, _differs(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
+    home = marks[0][1].device if marks else None
+    differ = torch.stack([mark.to(home) for _, mark in marks]).tolist() if marks else ()
+    return list(dict.fromkeys(name for (name, _), is_stale in zip(marks, differ, strict=True) if is_stale))
+
+
+def stale_sentence(names: Sequence[str]) -> str:
+    """What :func:`stale_codes` found, as an error says it, with the fix."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"FP8 GEMMs of {names[0]}{more} multiply by codes of a former weight: it was written through .data (an "
+        "average, a merge, NumPy) and no optimizer step followed. Call octavo.fp8.invalidate(model) after such writes, "
+        "or write to the parameter itself under torch.no_grad()."
+    )
+
+
+def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
+    """Whether a sample of rows of ``matrix`` [N, K] or [E, N, K] has other codes than ``q``; a 0-d bool on its device.
+    Blocks whose scale is NaN are left out: there a value that is no number decides on the codes of all others."""
+    *experts, n, k = matrix.shape
+    rows = n * (experts[0] if experts else 1)
+    count = min(rows, max(4, _SAMPLE // max(k, 1)))
+    index = (torch.arange(count, device=matrix.device) * rows // max(count, 1) + draw) % max(rows, 1)
+    at, high, wide = (index // n, index % n) if experts else (index,), *q.spec.block
+    block = torch.zeros_like(at[-1]) if high == -1 else at[-1] // high
+    scale = q.scale.float()[(*at[:-1], block)]
+    spec = CastSpec(q.spec.format, (1, wide), q.spec.scale)
+    fresh = quantize_with_scale(matrix[at], scale, spec).data.view(torch.uint8)
+    held = q.data.view(torch.uint8)[at]
+    bad = scale.isnan()
+    known = ~(bad if wide == -1 else bad.repeat_interleave(wide, dim=1)[:, :k])
+    return ((fresh != held) & known).any()
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -2,13 +2,19 @@
 
 ``now`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
 ``edits`` whenever somebody says that weights were written in a way that no step and no version counter shows.
+
+Who is about to write is read off the call stack, where an error needs it and nowhere else: torch gives a tensor no
+other way to know that a module converts it, and PEFT is not imported here.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 now = 0
@@ -51,3 +57,43 @@ def _stepped(*_: object) -> None:
     global now
     now += 1
     notify()
+
+
+def _callers(most: int = sys.maxsize) -> Iterator[FrameType]:
+    """The frames of the call stack, from the caller's caller outward, at most so many."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and most:
+        yield frame
+        frame, most = frame.f_back, most - 1
+
+
+def called_by_conversion() -> bool:
+    """Whether a weight is asked for another dtype by a module's ``_apply``, which keeps what it gets as its parameter:
+    ``module.to()``, ``half()``, ``float()``. Between the two are the tensor's method and the module's function."""
+    frames = _callers(most=8)
+    return any(f.f_code.co_name == "_apply" and isinstance(f.f_locals.get("self"), nn.Module) for f in frames)
+
+
+def writer() -> str:
+    """What to do instead where PEFT is what writes to a weight, a sentence and a space; "" for any other caller."""
+    of_peft = [frame for frame in _callers() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"]
+    for frame in of_peft:
+        name, adapter = frame.f_code.co_name, frame.f_locals.get("adapter_name")
+        if name.endswith("_init"):
+            return (
+                f"PEFT's start {name.removesuffix('_init')!r} of adapter {adapter!r} takes its part out of the base: "
+                "choose another init_lora_weights (True, 'gaussian', 'eva', 'orthogonal'). "
+            )
+        if "merge" in name:
+            return (
+                "PEFT's merge adds the adapter to the base: save_pretrained the adapter, and `octavo merge` adds it to "
+                "the stock checkpoint. "
+            )
+        if name == "prepare_model_for_kbit_training":
+            return "PEFT's preparation for bitsandbytes casts weights to fp32: leave it out over a base in FP8. "
+        if type(frame.f_locals.get("self")).__name__ == "ModulesToSaveWrapper":
+            return "PEFT's modules_to_save trains a copy of this layer: leave the layer out of it. "
+    if of_peft:
+        kind = of_peft[0].f_globals["__name__"]
+        return f"PEFT's {kind} writes to the base: choose an adapter that is added to its output, as LoRA and DoRA. "
+    return ""

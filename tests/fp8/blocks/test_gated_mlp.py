@@ -18,7 +18,7 @@ from octavo.fp8.arithmetic.cast import quantize
 from octavo.fp8.blocks import gated_mlp
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
-from octavo.fp8.kernels.reference_fused import swiglu_backward
+from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.weights import cache as weights
 from tests.fp8.remembered import held_bytes
 

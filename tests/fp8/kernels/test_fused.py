@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.kernels import layout, registry
-from octavo.fp8.kernels import reference_fused as reference
+from octavo.fp8.kernels import layout, reference, registry
 from octavo.fp8.kernels.triton_kernels import fused
 from octavo.fp8.kernels.triton_kernels.launch import launches
 

@@ -35,7 +35,7 @@ def built(kind: str, codes: bool = True, trained: bool = False) -> nn.Sequential
             module.weight = weight if codes else nn.Parameter(weight.dequantize(), requires_grad=False)
     if trained:
         model.insert(0, nn.Linear(128, 128).bfloat16())
-        model.append(nn.Linear(128, 8).bfloat16())
+        model.append(nn.Linear(128, 64).bfloat16())
     return model
 
 

@@ -105,7 +105,7 @@ CONVERSIONS = {
     "to a device, too": lambda m: m.to("cpu", torch.float16),
     "to fp8": lambda m: m.to(torch.float8_e4m3fn),
     "type": lambda m: m.type(torch.float32),
-    "like": lambda m: m.weight.to(torch.zeros(1)),
+    "like": lambda m: m._apply(lambda t: t.to(torch.zeros(1))),
 }
 
 
@@ -119,7 +119,7 @@ def test_another_dtype_is_refused(how: str, applied: bool) -> None:
     x = torch.randn(3, 200, dtype=torch.bfloat16)
     before, y = fp8.fingerprint(model), model(x)
     with pytest.raises(RuntimeError, match=r"shape \[300, 200\].*drop its codes and scales. Call fp8.thaw\(model\)"):
-        CONVERSIONS[how](model if how != "like" else model[0])
+        CONVERSIONS[how](model)
     assert fp8.fingerprint(model) == before and torch.equal(model(x), y)
     fp8.thaw(model).float()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -177,6 +177,31 @@ def test_reading_gives_values() -> None:
     assert torch.zeros_like(made).sum() == 0 and type(torch.zeros_like(made)) is torch.Tensor
     for part, own in zip(made.split(77), values.split(77), strict=True):
         assert fp8.is_frozen(part) and torch.equal(part.dequantize(), own)
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_reading_in_another_dtype_gives_values_and_changes_nothing(applied: bool) -> None:
+    model = nn.Sequential(layer("block"), nn.Linear(300, 300, dtype=torch.bfloat16))
+    if applied:
+        fp8.apply(model, fp8.plan(model))
+    weight, before = model[0].weight, fp8.fingerprint(model)
+    values = weight.dequantize().float()
+    reads = {
+        "to": weight.to(torch.float32),
+        "to like": weight.to(values),
+        "to a device": weight.to("cpu", torch.float32),
+        "float": weight.float(),
+        "type": weight.type(torch.float32),
+        "data": weight.data.float(),
+        "t": weight.t().float().t(),
+    }
+    for name, read in reads.items():
+        assert type(read) is torch.Tensor and torch.equal(read, values), name
+    assert torch.equal(weight.float().norm(dim=1), values.norm(dim=1)) and weight.norm().isfinite()
+    assert weight.half().dtype is torch.float16 and weight.double().dtype is torch.float64
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fp8.thaw\(model\)"):
+        weight.data = weight.data.to(torch.float32)  # what kbit preparation and mixed-precision casts do
+    assert fp8.fingerprint(model) == before and fp8.is_frozen(model[0].weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)

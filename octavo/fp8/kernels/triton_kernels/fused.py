@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU that emit FP8: what they compute is quantized while it is still in registers.
 
-The arithmetic is that of ``octavo/fp8/kernels/reference_fused.py``. What is quantized is the result rounded to the
+The arithmetic is that of ``octavo/fp8/kernels/reference.py``. What is quantized is the result rounded to the
 input's dtype, so that codes and scales are bit for bit the cast of the plain layer's output.
 
 Bytes an element of 16 bits, read + written, without scales; "unfused" is the plain layer written as one kernel and
@@ -41,7 +41,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_of, round_up
-from octavo.fp8.kernels.reference_fused import check_rmsnorm, check_swiglu
+from octavo.fp8.kernels.reference import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
 from octavo.fp8.kernels.triton_kernels.launch import launch

@@ -13,11 +13,11 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
 from octavo.fp8.kernels.groups import TILE, Groups, route
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.kernels.self_check import BOUND, excess, magnitudes, spread
 from octavo.fp8.kernels.triton_kernels import gluon_gemm as own
 
 TOKENS, OUTPUTS, INPUTS, EXPERTS = 600, 320, 456, 3
 PROGRAMS = 4
-BOUND = 2.0**-7  # of the sum of |a| |b|: what sums of 14 bits and a rounding to bf16 may lose at the very most
 
 
 @lru_cache(maxsize=256)
@@ -43,45 +43,37 @@ def deviation(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> float:
     if named == op:
         sides = {"fwd": ((TOKENS, INPUTS), (OUTPUTS, INPUTS)), "dgrad": ((TOKENS, OUTPUTS), (OUTPUTS, INPUTS))}
         a_shape, b_shape = sides.get(op, ((TOKENS, OUTPUTS), (TOKENS, INPUTS)))
-        a_q, b_q = quantize(_spread(1, *a_shape), a), quantize(_spread(2, *b_shape), b)
-        want, most = (getattr(reference, f"gemm_{op}")(*q, torch.float32) for q in ((a_q, b_q), (_abs(a_q), _abs(b_q))))
-        bias = _spread(3, OUTPUTS, 1).flatten() if op == "fwd" else None
+        a_q, b_q = quantize(spread(1, *a_shape), a), quantize(spread(2, *b_shape), b)
+        want, most = (
+            getattr(reference, f"gemm_{op}")(*q, torch.float32)
+            for q in ((a_q, b_q), (magnitudes(a_q), magnitudes(b_q)))
+        )
+        bias = spread(3, OUTPUTS, 1).flatten() if op == "fwd" else None
         for added, dtype in ((None, torch.float32), (bias, torch.bfloat16)):
             got = own.gemm(_to(a_q, device), a_dim, _to(b_q, device), b_dim, dtype, _on(added, device), PROGRAMS)
             extra = torch.zeros(1) if added is None else added
             worst = max(worst, _off(got, want + extra, most + extra.abs()))
         return worst
     groups = route(torch.arange(TOKENS) % (EXPERTS * 2) // 2, EXPERTS + 1).groups  # the last expert has no rows
-    a_q = reference.quantize_rows(_spread(1, groups.rows, OUTPUTS if named != "fwd" else INPUTS), a, groups)
+    a_q = reference.quantize_rows(spread(1, groups.rows, OUTPUTS if named != "fwd" else INPUTS), a, groups)
     there = Groups(groups.sizes.to(device), groups.starts.to(device), groups.tiles.to(device), groups.rows)
     if named == "wgrad":
-        b_q = reference.quantize_rows(_spread(2, groups.rows, INPUTS), b, groups)
+        b_q = reference.quantize_rows(spread(2, groups.rows, INPUTS), b, groups)
         got = own.grouped_wgrad(_to(a_q, device), _to(b_q, device), there, torch.bfloat16, PROGRAMS)
     else:
-        experts = _spread(2, (EXPERTS + 1) * OUTPUTS, INPUTS).view(EXPERTS + 1, OUTPUTS, INPUTS)
+        experts = spread(2, (EXPERTS + 1) * OUTPUTS, INPUTS).view(EXPERTS + 1, OUTPUTS, INPUTS)
         b_q = reference.quantize_experts(experts, b)
-        bias = _spread(3, EXPERTS + 1, OUTPUTS) if named == "fwd" else None
+        bias = spread(3, EXPERTS + 1, OUTPUTS) if named == "fwd" else None
         got = own.grouped_rows(
             *(_to(a_q, device), _to(b_q, device), b_dim, there, torch.bfloat16, _on(bias, device), PROGRAMS)
         )
     multiply = getattr(reference, op)
-    want, most = (multiply(*q, groups, torch.float32) for q in ((a_q, b_q), (_abs(a_q), _abs(b_q))))
+    want, most = (multiply(*q, groups, torch.float32) for q in ((a_q, b_q), (magnitudes(a_q), magnitudes(b_q))))
     if bias is not None:
         owners = groups.tiles.repeat_interleave(TILE)
         added = bias[owners.clamp(min=0)] * (owners >= 0).unsqueeze(1)
         want, most = want + added, most + added.abs()
     return _off(got, want, most)
-
-
-def _spread(seed: int, rows: int, cols: int) -> Tensor:
-    """Values whose magnitudes change by row and column, so that a scale in the wrong place shows."""
-    g = torch.Generator().manual_seed(seed)
-    down, across = (torch.randint(-4, 5, size, generator=g).float() for size in ((rows, 1), (1, cols)))
-    return torch.randn(rows, cols, generator=g) * torch.exp2(down + across)
-
-
-def _abs(q: Quantized) -> Quantized:
-    return q._replace(data=q.data.float().abs().to(q.data.dtype))
 
 
 def _to(q: Quantized, device: torch.device) -> Quantized:
@@ -94,5 +86,4 @@ def _on(bias: Tensor | None, device: torch.device) -> Tensor | None:
 
 def _off(got: Tensor, want: Tensor, most: Tensor) -> float:
     """The largest difference over what is allowed there; infinite for NaN."""
-    ratio = (got.cpu().float() - want).abs() / (most * BOUND).clamp(min=torch.finfo(torch.float32).tiny)
-    return ratio.nan_to_num(float("inf")).max().item()
+    return excess(got, want, most * BOUND).max().item()

@@ -1,0 +1,477 @@
+"""Versions of torch and Triton that are newer than those tested: kernels held against the reference before they train.
+
+:data:`TESTED` is the one table of what was tested. Where something newer is installed, the kernels that a plan (or an
+optimizer) is about to use multiply small matrices on the device that will run them, and casts are compared bit for bit,
+products by what rounding may do. The check knows no version: it asks the kernels. A kernel that differs, or does not
+run, is a :class:`SelfCheckError` that names kernel, coordinate, both values and the way out; nothing trains.
+
+Each kernel is checked once for a device, driver, torch, Triton and digest of the kernels' sources; what passed is kept
+in ``self_check.json`` in the cache folder (``OCTAVO_CACHE``, else ``octavo`` in the user's). Checks end after
+:data:`LIMIT_S`; what is open then comes first at the next start. Nothing is checked inside a capture or a compile, nor
+on another rank of a node than its first.
+
+Sizes fill no tile evenly. The magnitudes of rows and columns differ, so that a scale in the wrong place shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from octavo import accelerator, atomic
+from octavo.fp8.arithmetic.adamw import Hyper, Piece
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
+from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.layout import CONTRACTED
+from octavo.fp8.kernels.registry import Backend, BackendError, get
+
+TESTED: dict[str, tuple[int, int]] = {"torch": (2, 13), "triton": (3, 7)}
+"""The newest versions, major and minor, that the project's tests ran with."""
+LIMIT_S = 5.0
+BOUND = 2.0**-7  # of the sum of |a| |b|: what sums of 14 bits and a rounding to bf16 may lose at the very most
+DELAYED_SCALE = 2.0**-4  # of casts by a given scale
+FILE, _FORMAT = "self_check.json", 1
+
+
+class SelfCheckError(BackendError):
+    """A kernel computes otherwise than the reference under versions that were not tested."""
+
+
+class Fault(NamedTuple):
+    """Where a kernel differs from the reference most: what is compared, the coordinate, both values, and how far they
+    may be apart (0: not at all)."""
+
+    what: str
+    at: tuple[int, ...]
+    value: float
+    expected: float
+    allowed: float
+
+    def __str__(self) -> str:
+        near = "the same bits" if not self.allowed else f"within {self.allowed:.3g}"
+        return f"{self.what} at {list(self.at)} is {self.value:.6g}, the reference has {self.expected:.6g} ({near})"
+
+
+Check = Callable[[], "Fault | None"]
+
+
+# --- what is newer, and what was checked ------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def installed() -> dict[str, str]:
+    """The versions of the packages of :data:`TESTED` that are installed."""
+    versions = {"torch": str(torch.__version__)}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # without it no kernel of Triton's can run
+        versions["triton"] = importlib.metadata.version("triton")
+    return versions
+
+
+def newer() -> tuple[str, ...]:
+    """What is newer than tested, as phrases: ``torch 2.15.0 (tested up to 2.13)``."""
+    phrases = []
+    for package, version in installed().items():
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        tested = TESTED[package]
+        if numbers is None or (int(numbers[1]), int(numbers[2])) > tested:
+            phrases.append(f"{package} {version} (tested up to {tested[0]}.{tested[1]})")
+    return tuple(phrases)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a check holds for."""
+
+    device: str
+    driver: str
+    versions: str
+    kernels: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> Machine:
+        about = accelerator.properties(device) if accelerator.beside_host(device) else {"name": device.type}
+        name = " ".join(str(about[key]) for key in ("name", "capability") if about.get(key))
+        driver = Path("/proc/driver/nvidia/version")
+        driver_text = driver.read_text(errors="replace").splitlines()[0] if driver.exists() else ""
+        versions = ", ".join(f"{package} {version}" for package, version in installed().items())
+        return cls(name, driver_text, versions, _digest())
+
+
+@lru_cache(maxsize=1)
+def _digest() -> str:
+    """Of the sources that decide what kernels compute."""
+    whole, folder = hashlib.sha256(), Path(__file__).parents[1]
+    for package in ("arithmetic", "dense", "kernels"):
+        for file in sorted((folder / package).rglob("*.py")):
+            whole.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def record_file() -> Path:
+    """Where it is kept what passed."""
+    if folder := os.environ.get("OCTAVO_CACHE"):
+        return Path(folder) / FILE
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / FILE
+
+
+def passed(machine: Machine) -> set[str]:
+    """The names of the checks that passed on this machine."""
+    return {name for entry in _entries() if entry.get("machine") == vars(machine) for name in entry.get("passed", ())}
+
+
+def _entries() -> list[dict[str, Any]]:
+    """What is kept. A file that cannot be read counts as none: everything is checked again, and it is written anew."""
+    try:
+        kept = json.loads(record_file().read_text(encoding="utf-8"))
+        entries = kept["machines"] if kept["octavo_self_check"] == _FORMAT else []
+        return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("passed"), list)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+def _keep(machine: Machine, names: Iterable[str]) -> None:
+    """Add what passed to the file, which is read again first: another process may have added to it."""
+    entries = [entry for entry in _entries() if entry.get("machine") != vars(machine)]
+    entry = {"machine": vars(machine), "passed": sorted(passed(machine) | set(names))}
+    text = json.dumps({"octavo_self_check": _FORMAT, "machines": [*entries, entry]}, indent=1)
+    try:
+        record_file().parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(record_file(), text + "\n", shared=True)
+    except OSError as error:
+        warnings.warn(f"the self-check of kernels cannot be kept ({error}): it runs at each start", stacklevel=3)
+
+
+_done: set[tuple[torch.device, str]] = set()  # of this process
+
+
+def ensure(
+    checks: Mapping[str, Check],
+    device: torch.device,
+    limit: float = LIMIT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[str, ...]:
+    """Run the checks that did not pass on this machine yet, where something newer than tested is installed; the names
+    of those that ran now.
+
+    ``checks``: by name, each gives a :class:`Fault` or None. ``limit``: seconds after which no further one begins.
+    Raises SelfCheckError for the first that fails, in whatever way.
+    """
+    left = [name for name in checks if (device, name) not in _done]
+    if not left or not (phrases := newer()) or not _may_run(device):
+        return ()
+    machine = Machine.here(device)
+    before = passed(machine)
+    begun = clock()
+    ran: list[str] = []
+    for name in left:
+        if name not in before:
+            if ran and clock() - begun > limit:
+                break
+            _run(name, checks[name], phrases)
+            ran.append(name)
+        _done.add((device, name))
+    if ran:
+        _keep(machine, ran)
+    return tuple(ran)
+
+
+def _may_run(device: torch.device) -> bool:
+    """Not for a device that is elsewhere, not inside a capture or a compile, and on one rank of a node."""
+    if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
+        return False
+    if device.type != "cpu" and not accelerator.beside_host(accelerator.here()):
+        return False
+    return not capturing(device)
+
+
+def _run(name: str, check: Check, phrases: tuple[str, ...]) -> None:
+    what = f"{' and '.join(phrases)}: {name}"
+    versions = ", ".join(f"{package} {'.'.join(map(str, tested))}" for package, tested in TESTED.items())
+    fix = f"Use fp8.backend: reference (backend='reference' in a Policy), or a version that was tested: {versions}."
+    try:
+        # Whoever asks first may be under a fake or an inference mode: this is about the real device.
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            fault = check()
+    except Exception as error:  # whatever a compiler or a launch raises is this version's answer, and is shown
+        lines = str(error).strip().splitlines() or [""]
+        raise SelfCheckError(f"{what} does not run here ({type(error).__name__}: {lines[-1][:300]}). {fix}") from error
+    if fault is not None:
+        raise SelfCheckError(f"{what} computes wrongly: {fault}. {fix}")
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+def kernel_checks(
+    recipe: Recipe, gemm: str, backend: str, device: torch.device, grouped: bool = False
+) -> dict[str, Check]:
+    """The checks of one GEMM of a recipe on a backend, with the casts of its operands. The reference needs none."""
+    if backend == "reference":
+        return {}
+    run, op = (_grouped, f"grouped_{gemm}") if grouped else (_gemm, gemm)
+    return {f"{op} of {recipe.short()} on {backend}": lambda: run(get(backend), recipe, gemm, device)}
+
+
+def fused_checks(recipe: Recipe, op: str, backend: str, device: torch.device) -> dict[str, Check]:
+    """The check of rmsnorm, swiglu or swiglu_backward that emit operands of a recipe's GEMMs."""
+    if backend == "reference":
+        return {}
+    return {f"{op} of {recipe.short()} on {backend}": lambda: _fused(get(backend), recipe, op, device)}
+
+
+def adamw_checks(backend: str, device: torch.device) -> dict[str, Check]:
+    """The check of the optimizer's step, states in FP8 and in fp32."""
+    if backend == "reference":
+        return {}
+    return {f"adamw on {backend}": lambda: _adamw(get(backend), device)}
+
+
+def sizes(
+    device: torch.device, backend: Backend | None = None, op: str = "", recipe: Recipe | None = None
+) -> tuple[int, int, int]:
+    """(tokens, outputs, inputs): full tiles on no side, where the backend takes that; few on a CPU, where an
+    interpreter may run the kernels. Raises ValueError where the backend takes none of those that are tried."""
+    shapes = ((20, 24, 136),) if device.type == "cpu" else ((600, 320, 456), (512, 256, 384), (1024, 512, 1024))
+    if backend is None or recipe is None:
+        return shapes[0]
+    whys = {shape: backend.supports(op, recipe, device, shape) for shape in shapes}
+    fitting = next((shape for shape, why_not in whys.items() if why_not is None), None)
+    if fitting is None:
+        raise ValueError(f"no shape that the check tries fits: {whys[shapes[0]]}")
+    return fitting
+
+
+def _gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Fault | None:
+    casts, (a_dim, b_dim) = recipe.gemm(gemm), CONTRACTED[gemm]
+    assert casts is not None
+    tokens, outputs, inputs = sizes(device, backend, gemm, recipe)
+    x, w, dy = spread(1, tokens, inputs), spread(2, outputs, inputs), spread(3, tokens, outputs)
+    a, b = {"fwd": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[gemm]
+    late = recipe.delayed is not None
+    operands, wanted = [], []
+    for name, values, spec, dim, given in (
+        (f"cast of {'x' if gemm == 'fwd' else 'dy'}", a, casts.a, a_dim, late),
+        (f"cast of {'x' if gemm == 'wgrad' else 'w'}", b, casts.b, b_dim, late and gemm == "wgrad"),
+    ):
+        scale = torch.full((1,), DELAYED_SCALE)
+        if given:
+            got = backend.quantize_with_scale(values.to(device), scale.to(device), spec, None, dim)
+            want = get("reference").quantize_with_scale(values, scale, spec)
+        else:
+            shared = gemm == "dgrad" and values is w and _spec(recipe, "fwd", "b") == spec  # the codes of the forward
+            got, want = backend.quantize(values.to(device), spec, 1 if shared else dim), quantize(values, spec)
+            got = backend.scales_for(got, dim) if shared else got
+        if (fault := codes_differ(name, got, want)) is not None:
+            return fault
+        operands.append(got)
+        wanted.append(want)
+    if gemm == "wgrad" and not late and (fault := _both(backend, recipe, x, dy, device)) is not None:
+        return fault
+    reference = getattr(get("reference"), f"gemm_{gemm}")
+    multiply = getattr(backend, f"gemm_{gemm}")
+    want, most = reference(*wanted, torch.float32), reference(*map(magnitudes, wanted), torch.float32)
+    if (fault := farthest("result in bf16", multiply(*operands, torch.bfloat16), want, most * BOUND)) is not None:
+        return fault
+    if gemm != "fwd":
+        return farthest("result in fp32", multiply(*operands, torch.float32), want, most * BOUND)
+    bias = spread(4, outputs, 1).flatten()
+    got = multiply(*operands, torch.bfloat16, bias.to(device))
+    if (fault := farthest("result with a bias", got, want + bias, (most + bias.abs()) * BOUND)) is not None:
+        return fault
+    return _decoding(backend, recipe, x[:3], operands[1], wanted[1], device)
+
+
+def _decoding(
+    backend: Backend, recipe: Recipe, x: Tensor, w_q: Quantized, w_want: Quantized, device: torch.device
+) -> Fault | None:
+    """The product of few rows, for which a backend may have another kernel."""
+    spec, reference = _spec(recipe, "fwd", "a"), get("reference")
+    assert spec is not None
+    x_want = quantize(x, spec)
+    got = backend.gemm_decode(backend.quantize(x.to(device), spec, 1), w_q, torch.bfloat16)
+    most = reference.gemm_fwd(magnitudes(x_want), magnitudes(w_want), torch.float32)
+    return farthest("result of three rows", got, reference.gemm_fwd(x_want, w_want, torch.float32), most * BOUND)
+
+
+def _both(backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch.device) -> Fault | None:
+    """Casts of one tensor for two GEMMs, as a layer asks for them."""
+    x_specs = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
+    dy_specs = _spec(recipe, "dgrad", "a"), _spec(recipe, "wgrad", "a")
+    for name, values, (first, second) in (("x", x, x_specs), ("dy", dy, dy_specs)):
+        if first is None or second is None:
+            continue
+        for spec, q in zip((first, second), backend.quantize_both(values.to(device), first, second), strict=True):
+            if (fault := codes_differ(f"cast of {name} for two GEMMs", q, quantize(values, spec))) is not None:
+                return fault
+    return None
+
+
+def _grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Fault | None:
+    casts, b_dim = recipe.gemm(gemm), CONTRACTED[gemm][1]
+    assert casts is not None
+    tokens, outputs, inputs = sizes(device, backend, f"grouped_{gemm}", recipe)
+    experts = 3
+    groups = route(torch.arange(tokens) % (experts * 2) // 2, experts + 1).groups  # the last expert has no rows
+    there = Groups(groups.sizes.to(device), groups.starts.to(device), groups.tiles.to(device), groups.rows)
+    reference = get("reference")
+    a = spread(1, groups.rows, inputs if gemm == "fwd" else outputs)
+    a_want = reference.quantize_rows(a, casts.a, groups)
+    a_got = backend.quantize_rows(a.to(device), casts.a, there, CONTRACTED[gemm][0])
+    if (fault := codes_differ("cast of rows", a_got, a_want)) is not None:
+        return fault
+    if gemm == "wgrad":
+        b = spread(2, groups.rows, inputs)
+        b_want, b_got = (
+            reference.quantize_rows(b, casts.b, groups),
+            backend.quantize_rows(b.to(device), casts.b, there, 0),
+        )
+    else:
+        b = spread(2, (experts + 1) * outputs, inputs).view(experts + 1, outputs, inputs)
+        b_want, b_got = reference.quantize_experts(b, casts.b), backend.quantize_experts(b.to(device), casts.b, b_dim)
+    if (fault := codes_differ("cast of the other operand", b_got, b_want)) is not None:
+        return fault
+    multiply = getattr(reference, f"grouped_{gemm}")
+    want = multiply(a_want, b_want, groups, torch.float32)
+    most = multiply(magnitudes(a_want), magnitudes(b_want), groups, torch.float32)
+    got = getattr(backend, f"grouped_{gemm}")(a_got, b_got, there, torch.bfloat16)
+    if gemm != "wgrad":  # padding rows hold anything finite
+        real = real_rows(groups)
+        got, want, most = got.cpu()[real], want[real], most[real]
+    return farthest("result", got, want, most * BOUND)
+
+
+def real_rows(groups: Groups) -> Tensor:
+    """Indices of the rows of experts that are no padding."""
+    ranges = zip(groups.starts.tolist(), groups.sizes.tolist(), strict=False)
+    return torch.cat([torch.arange(start, start + size) for start, size in ranges])
+
+
+def _fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> Fault | None:
+    row, col = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
+    tokens, _, inputs = sizes(device)
+    first, second, third = (spread(seed, tokens, inputs).bfloat16() for seed in (1, 2, 3))
+    reference = get("reference")
+    if op == "swiglu_backward":
+        gates = backend.swiglu_backward_quantize(first.to(device), second.to(device), third.to(device), row, col)
+        gates_want = reference.swiglu_backward_quantize(first, second, third, row, col)
+        for name, got, want in zip(("dgate", "dgate turned", "dup", "dup turned"), gates, gates_want, strict=True):
+            if got is None or want is None:
+                continue
+            exact = reference.dequantize(want)
+            # A code or the next one, where the two round a value to either side.
+            allowed = exact.abs() / 7 + exact.abs().amax() * 2.0**-14
+            if (fault := farthest(name, backend.dequantize(got), exact, allowed)) is not None:
+                return fault
+        return None
+    if op == "rmsnorm":
+        weight = second[0]
+        y, _, *codes = backend.rmsnorm_quantize(first.to(device), weight.to(device), 1e-6, row, col)
+        values = reference.rmsnorm_quantize(first, weight, 1e-6, None, None)[0].float()
+    else:
+        y, *codes = backend.swiglu_quantize(first.to(device), second.to(device), row, col)
+        values = reference.swiglu_quantize(first, second, None, None)[0].float()
+    if (fault := farthest("result", y, values, values.abs() * BOUND)) is not None:
+        return fault
+    for name, q in zip(("cast", "cast turned"), codes, strict=True):
+        fault = None if q is None else codes_differ(f"{name} of the result", q, quantize(y.cpu(), q.spec))
+        if fault is not None:
+            return fault
+    return None
+
+
+def _spec(recipe: Recipe, gemm: str, operand: str) -> CastSpec | None:
+    casts = recipe.gemm(gemm)
+    return None if casts is None else casts.a if operand == "a" else casts.b
+
+
+def _adamw(backend: Backend, device: torch.device) -> Fault | None:
+    count = 2 * GROUP + 50
+    for states in ("fp8", "fp32"):
+        empty = {k.name: torch.zeros((count,) if k.row is None else (3, *k.row), dtype=k.dtype) for k in LAYOUT[states]}
+        piece = Piece(spread(1, count, 1).flatten(), spread(2, count, 1).flatten() * 1e-3, empty, 0, 0, 1)
+        mine = piece._replace(
+            weight=piece.weight.to(device, copy=True), grad=piece.grad.to(device),
+            state={name: t.to(device, copy=True) for name, t in empty.items()},
+        )  # fmt: skip
+        hyper = Hyper(1e-3, weight_decay=0.1, states=states)
+        backend.adamw([mine], hyper, None, None)
+        get("reference").adamw([piece], hyper, None, None)
+        for name, got, want in (
+            ("weight", mine.weight, piece.weight),
+            *((name, mine.state[name], value) for name, value in piece.state.items()),
+        ):
+            if (fault := _bits_differ(f"{name} with states in {states}", got, want)) is not None:
+                return fault
+    return None
+
+
+# --- how it is compared -----------------------------------------------------------------------------------------------
+
+
+def spread(seed: int, rows: int, cols: int) -> Tensor:
+    """Values on the CPU whose magnitudes change by row and column."""
+    g = torch.Generator().manual_seed(seed)
+    down, across = (torch.randint(-4, 5, shape, generator=g, device="cpu").float() for shape in ((rows, 1), (1, cols)))
+    return torch.randn(rows, cols, generator=g, device="cpu") * torch.exp2(down + across)
+
+
+def magnitudes(q: Quantized) -> Quantized:
+    """The same without signs."""
+    return q._replace(data=q.data.float().abs().to(q.data.dtype))
+
+
+def codes_differ(what: str, got: Quantized, want: Quantized) -> Fault | None:
+    """The first code, else the first scale, that is another one than on the CPU."""
+    fault = _bits_differ(what, got.data, want.data)
+    return fault or _bits_differ(f"scale in the {what}", got.scale, want.scale)
+
+
+def _bits_differ(what: str, got: Tensor, want: Tensor) -> Fault | None:
+    got = got.cpu()
+    if got.shape != want.shape or got.dtype is not want.dtype:
+        raise TypeError(
+            f"{what} has {list(got.shape)} of {got.dtype}, the reference {list(want.shape)} of {want.dtype}"
+        )
+    plain = (torch.empty(t.shape, dtype=t.dtype, device="cpu").copy_(t) for t in (got, want))
+    one, other = (t.view(torch.uint8).view(*t.shape, -1) for t in plain)
+    wrong = (one != other).any(-1).nonzero()
+    if not len(wrong):
+        return None
+    at = tuple(wrong[0].tolist())
+    return Fault(what, at, float(got[at].float()), float(want[at].float()), 0.0)
+
+
+def farthest(what: str, got: Tensor, want: Tensor, allowed: Tensor) -> Fault | None:
+    """The element that is farthest beyond what is ``allowed``; NaN is infinitely far. None where all are within."""
+    if tuple(got.shape) != tuple(want.shape):
+        raise TypeError(f"{what} has shape {list(got.shape)}, the reference {list(want.shape)}")
+    got = got.cpu().float()
+    ratio = excess(got, want, allowed)
+    if not ratio.numel() or ratio.max() <= 1:
+        return None
+    at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+    return Fault(what, at, float(got[at]), float(want[at]), float(allowed[at]))
+
+
+def excess(got: Tensor, want: Tensor, allowed: Tensor) -> Tensor:
+    """The difference over what is allowed, element by element; infinite for NaN."""
+    ratio = (got.cpu().float() - want).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
+    return ratio.nan_to_num(float("inf"))
