@@ -25,7 +25,7 @@ from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, reading, vault
+from octavo import atomic, fp8, reading, targets, vault
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
@@ -110,8 +110,8 @@ def save(
     if bad := fp8.not_finite(values.items()):
         raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
-    if final.exists() and (not final.is_dir() or [f for f in os.listdir(final) if f not in _BESIDE]):
-        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
+    if final.exists() and (not final.is_dir() or [f for f in targets.contents(final) if f not in _BESIDE]):
+        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(targets.contents(final)[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
         with atomic.folder(final, AdapterError) as made:

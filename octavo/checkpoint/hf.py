@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, models
+from octavo import atomic, fp8, models, targets
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, nbytes
 from octavo.checkpoint.homes import Homes
@@ -181,7 +181,9 @@ def _agreed(world: Ranks) -> Iterator[None]:
 
 def _check_target(target: Path) -> None:
     """Raise ModelError for a directory that no model may replace."""
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
+    if target.exists() and (
+        not target.is_dir() or (targets.contents(target) and not (target / "config.json").exists())
+    ):
         raise models.ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
     if foreign := _foreign(target):
         raise models.ModelError(
@@ -191,7 +193,7 @@ def _check_target(target: Path) -> None:
 
 def _foreign(target: Path) -> list[str]:
     """What is in a model folder that no saved model has, and would be gone with it."""
-    names = os.listdir(target) if target.exists() else ()
+    names = targets.contents(target)
     own = {"config.json", INDEX, *(file.name for file in companions(target))}
     inside = {f"{part}/{name}" for part in parts_of(target) for name in os.listdir(target / part)}
     names = {name for name in names if not (inside and name in PARTS)} | inside

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import environment, hub, vault
+from octavo import environment, hub, targets, vault
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
 from octavo.config.texts import is_url
 from octavo.config.words import Format, RecipeName, one_word
+from octavo.reading import printable
 
+#: arguments that name what is written: of export, merge, tiny, digits, text, examples; of encrypt, decrypt, seal and
+#: unseal; of convert; of import
+TARGETS = ("directory", "target", "destination", "out")
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
 
@@ -37,6 +42,31 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
     group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
     group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse paths that no command can work with, before one begins. Raises UsageError for a name that is there and is
+    not UTF-8, which no report, index or table could hold, and for links that lead in a circle."""
+    for word in words:
+        shown = printable(word)
+        try:
+            if not word.isprintable() and os.path.lexists(word):
+                word.encode()
+            os.stat(word)
+        except UnicodeEncodeError:
+            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or name it by a link") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UsageError(f"{shown}: its links lead in a circle; name the file or folder itself") from None
+        except ValueError:  # a NUL: no path, and the command says what it is instead
+            pass
+
+
+def check_targets(args: argparse.Namespace) -> None:
+    """What a command is asked to write has a name that can be used. Raises UsageError."""
+    for name in TARGETS:
+        if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
+            targets.check_target(target, UsageError)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from octavo import atomic, reading, vault
+from octavo import atomic, reading, targets, vault
 from octavo.cli import arguments, terminal
 from octavo.reading import printable
 
@@ -25,7 +25,7 @@ def convert(source: Path, target: Path, write: Write, named: Callable[[Path], st
     of files. `named`: what a file is called there. Raises Refused, and VaultError for what cannot be read."""
     if not source.exists():
         raise Refused(f"{printable(source)} is not there")
-    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and not any(target.iterdir())):
+    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and targets.is_free(target)):
         raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
