@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.
-_BESIDE = (CONFIG, WEIGHTS, NOTE, "README.md", ".gitattributes")
+_BESIDE = (CONFIG, WEIGHTS, NOTE, vault.LIST, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
 _HONOURED = {
@@ -115,14 +115,17 @@ def save(
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
         with atomic.folder(final, AdapterError) as made:
+            encrypted = vault.Folder(made) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
-            if encrypt:
-                vault.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}), encrypt)
+            if encrypted is not None:
+                encrypted.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
                 save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            vault.put(made / CONFIG, text.encode(), encrypt)
+            vault.put(made / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
-                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypt)
+                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+            if encrypted is not None:
+                encrypted.write_list()
             atomic.sync_tree(made)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import octavo
+from octavo import vault
 from octavo.cli.interrupts import Stopped, stop_signals
 from octavo.reading import first_line, printable
 
@@ -117,7 +118,15 @@ def _dispatch(arguments: list[str]) -> int:
     args = parser.parse_intermixed_args(rest)
     arguments.check_targets(args)
     arguments.use_key(args)
-    return int(command.run(args))
+    code = int(command.run(args))
+    if old := vault.read_in_version_1():
+        others = f" and {len(old) - 1} more are" if len(old) > 1 else " is"
+        print(
+            f"note: {printable(old[0])}{others} encrypted in version 1 of the form, which binds no names: exchanged "
+            "files are not seen. Encrypt anew: octavo encrypt SRC DST --old-key KEY --key-file KEY",
+            file=sys.stderr,
+        )
+    return code
 
 
 def _overview() -> str:
