@@ -168,6 +168,8 @@ def use_key(args: argparse.Namespace) -> None:
     if getattr(args, "key_file", None) is not None:
         os.environ.pop(vault.VALUE, None)
         os.environ[vault.FILE] = os.path.abspath(args.key_file)
+    if hasattr(args, "key_file"):
+        vault.keep_source()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

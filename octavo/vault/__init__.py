@@ -15,7 +15,19 @@ from octavo.vault.folders import (
     root_of,
 )
 from octavo.vault.form import HEADER, Place, tag_of, was_encrypted
-from octavo.vault.key import FILE, VALUE, Key, find, from_file, given, new_secret, secret_in, without_key, write_new
+from octavo.vault.key import (
+    FILE,
+    VALUE,
+    Key,
+    find,
+    from_file,
+    given,
+    keep_source,
+    new_secret,
+    secret_in,
+    without_key,
+    write_new,
+)
 from octavo.vault.lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
 from octavo.vault.memory import anonymous, plain_path
 from octavo.vault.reader import Reader, begins, decrypted, is_encrypted, read_in_version_1
@@ -54,6 +66,7 @@ __all__ = [
     "has_list",
     "is_encrypted",
     "is_list",
+    "keep_source",
     "new_secret",
     "opened",
     "plain_path",
