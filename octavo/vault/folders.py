@@ -87,12 +87,6 @@ def _root_above(path: str) -> Path | None:
     return Path(place)
 
 
-@lru_cache(maxsize=4096)
-def _is_outside(folder: str) -> bool:
-    """Whether a folder is in none with a list. Kept: plain images are opened by the million."""
-    return root_of(folder) is None
-
-
 def listed(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
     """Path inside -> kind, of a folder with a list. Raises VaultError for a list that is damaged or another file."""
     key, stat = key or find(), os.stat(root / LIST)
@@ -163,7 +157,7 @@ def _identity_of(root: Path, key: Key, *_state: object) -> bytes | None:
 
 
 def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key | None) -> None:
-    if _is_outside(os.path.dirname(os.path.abspath(path))) or (root := root_of(path)) is None:
+    if (root := root_of(path)) is None:
         return
     if reader is None and key is None:
         try:

@@ -16,7 +16,7 @@ def config(folder: Path, reward: str) -> Config:
     (folder / "run.yaml").write_text(f"""
 model: {{path: model}}
 data: {{train: [{{path: rows.jsonl}}]}}
-train: {{steps: 1, seq_length: 64, micro_batch: 1, global_batch: 4, lr: 1e-3, phase: rl}}
+train: {{steps: 1, seq_length: 64, micro_batch: 1, lr: 1e-3, phase: rl}}
 rl: {{prompts: 1, group: 4, max_new_tokens: 4, rewards: [number, {{reward: "{reward}"}}]}}
 run: {{dir: run}}
 """)
