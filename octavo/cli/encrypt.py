@@ -5,7 +5,7 @@ octavo encrypt models/qwen secret/qwen --key-file octavo.key
 octavo encrypt old new --old-key old.key --key-file new.key   encrypt anew with another key
 
 A folder's files are bound to their paths in it: files that are exchanged, missing or added are refused by name, when it
-is read and when it is decrypted. Copy and move it as a whole, with its octavo.files.
+is read and when it is decrypted. Copy and move it as a whole, with its files.octavo.
 
 Names stay; every command reads what is encrypted as if it was not, given the key (--key-file, OCTAVO_KEY_FILE or
 OCTAVO_KEY). What is encrypted already is copied as it is. Nothing is overwritten, and SRC stays: delete it yourself.

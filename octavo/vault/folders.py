@@ -1,6 +1,6 @@
 """Folders that were encrypted as a whole: every file is bound to its path inside, and a list says which there are.
 
-    octavo.files     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and of each file
+    files.octavo     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and of each file
                      KIND " " PATH "\\0"
     KIND  =          an encrypted file that is bound to this folder and path by its own header
           32 hex     an encrypted file that was copied as it is: the tag of its header
@@ -26,10 +26,10 @@ from octavo.vault.key import Key, find
 from octavo.vault.reader import Reader
 from octavo.vault.writer import encrypted
 
-LIST = "octavo.files"
+LIST = "files.octavo"
 BOUND, LINES = "=", "*"
 _HEAD = b"octavo files 1\0"
-_FIX = "Take the whole folder from a copy, its octavo.files included"
+_FIX = "Take the whole folder from a copy, its files.octavo included"
 #: what may come into a folder without being listed: the lock of a process that works in it
 _PASSING = (".lock",)
 

@@ -4,7 +4,7 @@ written, or refused in a sentence that names the file; and nothing is left behin
     python -m tests.fuzz.test_vault --cases 10000 --seed 1
 
 A case is one to three changes of an encrypted folder by somebody who has no key and may write on the disk: bytes, other
-files of the same key, of another encryption of the same folder and of Octavo 0.4.0. Whatever a reader gives is what was
+files of the same key, of a former state of the same folder and of Octavo 0.4.0. Whatever a reader gives is what was
 encrypted at that path, and `octavo decrypt` writes the whole folder as it was or nothing. Every tenth folder is one
 that 0.4.0 wrote, which binds no names: there damage alone is tried.
 """
@@ -37,7 +37,7 @@ PLAIN = {
 
 @contextlib.contextmanager
 def _folders() -> Iterator[Path]:
-    """A place with the plain folder, two encryptions of it, one of 0.4.0, and a file that was encrypted by itself."""
+    """A place with a plain folder, an encryption of it, one of its former state, two of 0.4.0, and a single file."""
     before = {name: os.environ.pop(name, None) for name in (vault.FILE, vault.VALUE)}
     os.environ[vault.VALUE] = SECRET.hex()
     try:
@@ -46,9 +46,13 @@ def _folders() -> Iterator[Path]:
             for name, raw in PLAIN.items():
                 (here / "plain" / name).parent.mkdir(parents=True, exist_ok=True)
                 (here / "plain" / name).write_bytes(raw)
-            for words in (("plain", "good"), ("plain", "again"), ("plain/config.json", "single")):
+            shutil.copytree(here / "plain", here / "former")
+            for file in _files(here / "former"):
+                file.write_bytes(b"former " + file.read_bytes())
+            for words in (("plain", "good"), ("former", "again"), ("former/config.json", "single")):
                 assert _command("encrypt", *(here / word for word in words))[0] == 0
             version_1.encrypt_tree(here / "plain", here / "old", SECRET)
+            version_1.encrypt_tree(here / "former", here / "older", SECRET)
             yield here
     finally:
         os.environ.pop(vault.VALUE)
@@ -106,7 +110,7 @@ def change(rng: random.Random, here: Path, folder: Path) -> str:
         "added encrypted": lambda: shutil.copy(rng.choice([other, here / "single"]), file.parent / "more.json"),
         "of another encryption": lambda: mutate.write(file, twin.read_bytes()) if twin.is_file() else None,
         "by itself": lambda: mutate.write(file, (here / "single").read_bytes()),
-        "of 0.4.0": lambda: mutate.write(file, (here / "old/config.json").read_bytes()),
+        "of 0.4.0": lambda: mutate.write(file, (here / "older/config.json").read_bytes()),
         "plain": lambda: mutate.write(file, (here / "plain/config.json").read_bytes()),
         "linked": link,
         "list gone": lambda: (folder / vault.LIST).unlink(missing_ok=True),

@@ -38,7 +38,7 @@ def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeyp
     assert main(["decrypt", here["e2"], here["back"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["decrypt", here["e2"], here["wrong"], "--key-file", here["k1"]]) == 1
-    assert "octavo.files was encrypted with another key" in capsys.readouterr().err
+    assert "files.octavo was encrypted with another key" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and not list(tmp_path.glob(".*"))
     monkeypatch.delenv(vault.FILE, raising=False)
 

@@ -106,7 +106,7 @@ CHANGES = {
 def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change):
     """By a reader of one file, by one of the folder, and by the command."""
     CHANGES[change](stored)
-    with pytest.raises(reading.Unreadable, match=r"a\.json|octavo\.files"):
+    with pytest.raises(reading.Unreadable, match=r"a\.json|files\.octavo"):
         reading.read_bytes(stored / "a.json")
     for source in (stored, stored / "a.json"):
         assert main(["decrypt", str(source), str(tmp_path / "out")]) in (1, 2)
@@ -136,7 +136,7 @@ def test_a_file_by_itself_has_no_name_and_one_taken_out_is_refused(stored, tmp_p
     shutil.copy(by_itself(stored), tmp_path / "renamed")
     assert reading.read_bytes(tmp_path / "renamed") == PLAIN["a.json"]
     shutil.copy(stored / "a.json", tmp_path / "a.json")
-    with pytest.raises(reading.Unreadable, match=r"a\.json of an encrypted folder, and there is no octavo\.files"):
+    with pytest.raises(reading.Unreadable, match=r"a\.json of an encrypted folder, and there is no files\.octavo"):
         reading.read_bytes(tmp_path / "a.json")
     assert main(["encrypt", str(stored / "a.json"), str(tmp_path / "x")]) == 2  # as it is, it could not be read there
     assert main(["encrypt", str(stored / "inner"), str(tmp_path / "x")]) == 2
