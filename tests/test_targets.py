@@ -175,3 +175,19 @@ def test_a_link_to_a_folder_that_is_not_there_yet_is_followed(tmp_path):
     with atomic.folder(tmp_path / "link", Refused) as made:
         (made / "a").touch()
     assert (tmp_path / "link").is_symlink() and names(tmp_path / "disk") == ["out", "out/a"]
+
+
+def test_a_source_with_control_characters_is_printed_escaped(tmp_path, model, capsys):
+    source = shutil.copytree(model, tmp_path / "red\x1b[31m")
+    key = str(tmp_path / "key")
+    assert main(["seal", "key", key]) == 0
+    for words in (
+        ["export", str(source), str(tmp_path / "a"), "--format", "bf16"], ["verify", str(source), "--quick"],
+        ["seal", "model", str(source), str(tmp_path / "b"), "--key-file", key],
+    ):  # fmt: skip
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert "\x1b" not in said.out + said.err
+    assert main(["seal", "key", str(tmp_path / "red\x1b[31m.key")]) == 2
+    assert main(["encrypt", "--new-key", str(tmp_path / "red\x1b[31m.key")]) == 2
+    assert not (tmp_path / "red\x1b[31m.key").exists() and capsys.readouterr().err.count(r"red\x1b[31m.key") == 2

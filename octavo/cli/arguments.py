@@ -20,9 +20,13 @@ from octavo.config.texts import is_url
 from octavo.config.words import Format, RecipeName, one_word
 from octavo.reading import printable
 
-#: arguments that name what is written: of export, merge, tiny, digits, text, examples; of encrypt, decrypt, seal and
-#: unseal; of convert; of import
-TARGETS = ("directory", "target", "destination", "out")
+#: command -> arguments that name what it writes
+TARGETS = {
+    **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
+    **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
+    **dict.fromkeys(("import", "compare", "bisect", "bench"), ("out",)),
+    "encrypt": ("target", "new_key"), "convert": ("destination",), "demo": ("dir",),
+}  # fmt: skip
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
 
@@ -62,9 +66,9 @@ def check_words(words: Sequence[str]) -> None:
             pass
 
 
-def check_targets(args: argparse.Namespace) -> None:
+def check_targets(command: str, args: argparse.Namespace) -> None:
     """What a command is asked to write has a name that can be used. Raises UsageError."""
-    for name in TARGETS:
+    for name in TARGETS.get(command, ()):
         if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
             targets.check_target(target, UsageError)
 

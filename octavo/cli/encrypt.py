@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if args.source is not None:
             raise arguments.UsageError("--new-key makes a key and nothing else; encrypt with it in a second command")
         key = vault.write_new(args.new_key)
-        where = printable(args.new_key)
-        print(f"wrote {where}, the key {key.id.hex()}. Keep a copy elsewhere: without it nothing is read again")
+        print(f"wrote {args.new_key}, the key {key.id.hex()}. Keep a copy elsewhere: without it nothing is read again")
         return 0
     if args.source is None or args.target is None:
         raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")

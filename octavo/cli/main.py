@@ -116,7 +116,7 @@ def _dispatch(arguments: list[str]) -> int:
     arguments.check_words(rest)
     # key=value may stand before and after options
     args = parser.parse_intermixed_args(rest)
-    arguments.check_targets(args)
+    arguments.check_targets(name, args)
     arguments.use_key(args)
     code = int(command.run(args))
     if old := vault.read_in_version_1():

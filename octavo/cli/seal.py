@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import vault
+from octavo import targets, vault
 from octavo.cli import arguments, terminal
 from octavo.sealed import ONE_PURPOSE
 
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError(f"{args.settings[0]} belongs to seal data; leave it out")
 
     if args.what == "key":
+        targets.check_target(args.source, arguments.UsageError)
         vault.new_secret(args.source)
         return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Who loses it unseals nothing")
 
@@ -126,5 +127,5 @@ def _say(args: argparse.Namespace, document: dict[str, Any], words: str) -> int:
     if args.json:
         terminal.show_json(document)
     else:
-        print(words)
+        terminal.say(words)
     return 0

@@ -106,8 +106,10 @@ def change(rng: random.Random, here: Path, folder: Path) -> str:
         "copied over": lambda: None if file == other else mutate.write(file, other.read_bytes()),
         "renamed": lambda: file.rename(file.with_name(rng.choice(["other.json", "config.json", vault.LIST]))),
         "dropped": file.unlink,
-        "added plain": lambda: (file.parent / "more.json").write_bytes(b"{}"),
-        "added encrypted": lambda: shutil.copy(rng.choice([other, here / "single"]), file.parent / "more.json"),
+        "added plain": lambda: mutate.write(file.parent / "more.json", b"{}"),
+        "added encrypted": lambda: mutate.write(
+            file.parent / "more.json", rng.choice([other, here / "single"]).read_bytes()
+        ),
         "of another encryption": lambda: mutate.write(file, twin.read_bytes()) if twin.is_file() else None,
         "by itself": lambda: mutate.write(file, (here / "single").read_bytes()),
         "of 0.4.0": lambda: mutate.write(file, (here / "older/config.json").read_bytes()),
