@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from octavo import targets
+
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota of this disk is used up",
@@ -38,7 +40,7 @@ def write_bytes(file: Path, content: bytes, shared: bool = False) -> None:
             out.flush()
             os.fsync(out.fileno())
         os.replace(aside, file)
-    except Exception:
+    except BaseException:  # a signal too
         aside.unlink(missing_ok=True)
         raise
 
@@ -47,14 +49,17 @@ def write_bytes(file: Path, content: bytes, shared: bool = False) -> None:
 def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iterator[Path]:
     """A new directory to write into, which becomes `target` when the block ends, and vanishes when it raises.
 
-    It is `.NAME.part/new`, beside the target. A directory at `target` is replaced: whether it may be is for the caller
+    It is `.NAME.part/new` in the target's own folder, or `TARGET/.octavo.part/new` where the target is a directory that
+    cannot be renamed (:mod:`octavo.targets`). A directory at `target` is replaced: whether it may be is for the caller
     to ask first; with `replace` off it must be empty. A link is followed. The block forces its files to the disk
-    (`sync_tree`). Raises `refused` where the disk, the quota or the file size limit is reached, and where another
-    process is writing the same directory: two would mix their files.
+    (`sync_tree`). Raises `refused` for a name that cannot be used, where the disk, the quota or the file size limit is
+    reached, and where another process is writing the same directory: two would mix their files.
     """
+    targets.check_target(target, refused)
     target = target.resolve() if target.is_symlink() else target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.part"
+    fixed = targets.is_fixed(target)
+    scratch = target / targets.STAGE if fixed else target.parent / f".{target.name}.part"
     with _locked(scratch, target, refused):
         _clear(scratch, target)
         try:
@@ -62,6 +67,12 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
             try:
                 made.mkdir()
                 yield made
+                if not replace and not targets.is_free(target):
+                    now = ", ".join(targets.contents(target)[:3])
+                    raise refused(
+                        f"{target} was empty, and now holds {now}; nothing is overwritten. Name another place"
+                    )
+                _publish(made, target, scratch / "old", fixed)
             except Exception as error:
                 if (reason := no_room(target, error)) is None:
                     raise
@@ -69,12 +80,23 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
                     f"{target} could not be written: {reason}. Nothing was left half-written; free some space, or "
                     "name another disk."
                 ) from error
-            if target.exists() and not replace:
-                target.rmdir()
-            swap(made, target, scratch / "old")
         finally:
             _clear(scratch, target)
             shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(target / targets.STAGE, ignore_errors=True)
+
+
+def _publish(made: Path, target: Path, former: Path, fixed: bool) -> None:
+    """Put a finished directory in place of `target`."""
+    if not fixed:
+        try:
+            swap(made, target, former)
+            return
+        except OSError as error:  # EBUSY: a mount point that nothing announced; hours of work are not thrown away
+            if error.errno != errno.EBUSY or not target.is_dir():
+                raise
+    targets.move_in(made, target)
+    sync(target)
 
 
 def swap(made: Path, target: Path, former: Path | None = None) -> None:
@@ -156,6 +178,7 @@ def _locked(scratch: Path, target: Path, refused: type[Exception]) -> Iterator[N
 
 
 def _clear(scratch: Path, target: Path) -> None:
+    targets.recover(target)
     restore(scratch / "old", target)
     for aside in ("old", "new"):
         shutil.rmtree(scratch / aside, ignore_errors=True)

@@ -90,9 +90,13 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
         if vault.begins(os.pread(handle, 8, 0)):
             try:
-                return cast(BinaryIO, vault.opened(handle, printable(path), buffering))
+                return cast(BinaryIO, vault.opened(handle, path, buffering, shown=printable(path)))
             except vault.VaultError as cause:
-                raise error(f"{cause}.") from cause
+                raise error(f"{printable(cause)}.") from cause
+        try:
+            vault.check_file(path, None)
+        except vault.VaultError as cause:
+            raise error(f"{printable(cause)}.") from cause
         return cast(BinaryIO, open(handle, "rb", buffering=buffering))
     except BaseException:
         os.close(handle)

@@ -28,7 +28,7 @@ LEVELS = [
     {"models", "data"},
     {"fp8"},
     {"config", "environment", "atomic", "arithmetic", "sealed"},
-    {"hub", "switches"},
+    {"hub", "switches", "targets"},
     {"accelerator"},
     {"reading"},
     {"vault"},

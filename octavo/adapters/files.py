@@ -25,7 +25,7 @@ from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, reading, vault
+from octavo import atomic, fp8, reading, targets, vault
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.
-_BESIDE = (CONFIG, WEIGHTS, NOTE, "README.md", ".gitattributes")
+_BESIDE = (CONFIG, WEIGHTS, NOTE, vault.LIST, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
 _HONOURED = {
@@ -110,19 +110,22 @@ def save(
     if bad := fp8.not_finite(values.items()):
         raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
-    if final.exists() and (not final.is_dir() or [f for f in os.listdir(final) if f not in _BESIDE]):
-        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(sorted(os.listdir(final))[:3])
+    if final.exists() and (not final.is_dir() or [f for f in targets.contents(final) if f not in _BESIDE]):
+        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(targets.contents(final)[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
         with atomic.folder(final, AdapterError) as made:
+            encrypted = vault.Folder(made) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
-            if encrypt:
-                vault.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}), encrypt)
+            if encrypted is not None:
+                encrypted.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
                 save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            vault.put(made / CONFIG, text.encode(), encrypt)
+            vault.put(made / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
-                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypt)
+                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+            if encrypted is not None:
+                encrypted.write_list()
             atomic.sync_tree(made)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, models
+from octavo import atomic, fp8, models, targets, vault
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, nbytes
 from octavo.checkpoint.homes import Homes
@@ -77,7 +77,8 @@ def save_hf(
     with _aside(target, world) as made:
         tensors = [tensor for part in parts for tensor in part.tensors]
         owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
-        homes = Homes(made, tensors, largest, owners, world.rank, parts_of(source), encrypt)
+        encrypted = vault.Folder(made, _one_id(world)) if encrypt else None
+        homes = Homes(made, tensors, largest, owners, world.rank, parts_of(source), encrypted)
         with _shards(homes, world) as shards:
             _write(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
@@ -87,8 +88,10 @@ def save_hf(
             if world.rank == 0:
                 shards.write_index()
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
-                write_config(source, made, most, encrypt=encrypt)
-                copy_companions(source, made, encrypt)
+                write_config(source, made, most, encrypted=encrypted)
+                copy_companions(source, made, encrypted)
+                if encrypted is not None:
+                    encrypted.write_list()
                 atomic.sync_tree(made)
     return target
 
@@ -151,6 +154,11 @@ def _aside(target: Path, world: Ranks) -> Iterator[Path]:
             stack.close()
 
 
+def _one_id(world: Ranks) -> bytes:
+    """The id of the folder that all ranks write, from the first."""
+    return bytes.fromhex(world.gather_objects(os.urandom(16).hex())[0])
+
+
 @contextmanager
 def _shards(shards: Homes, world: Ranks) -> Iterator[Homes]:
     """The files, with their headers, open on every rank."""
@@ -181,7 +189,9 @@ def _agreed(world: Ranks) -> Iterator[None]:
 
 def _check_target(target: Path) -> None:
     """Raise ModelError for a directory that no model may replace."""
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").exists())):
+    if target.exists() and (
+        not target.is_dir() or (targets.contents(target) and not (target / "config.json").exists())
+    ):
         raise models.ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
     if foreign := _foreign(target):
         raise models.ModelError(
@@ -191,8 +201,8 @@ def _check_target(target: Path) -> None:
 
 def _foreign(target: Path) -> list[str]:
     """What is in a model folder that no saved model has, and would be gone with it."""
-    names = os.listdir(target) if target.exists() else ()
-    own = {"config.json", INDEX, *(file.name for file in companions(target))}
+    names = targets.contents(target)
+    own = {"config.json", INDEX, vault.LIST, *(file.name for file in companions(target))}
     inside = {f"{part}/{name}" for part in parts_of(target) for name in os.listdir(target / part)}
     names = {name for name in names if not (inside and name in PARTS)} | inside
     return sorted(name for name in names if Path(name).name not in own and not name.endswith(".safetensors"))

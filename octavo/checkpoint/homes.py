@@ -11,17 +11,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from octavo import vault
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards
 
 
 class Homes:
     """As `Shards`, for the folders `parts` of a directory, or without them for itself. `owners`: tensor -> the rank
-    that writes it; `encrypt`: then values come in the order of `tensors`."""
+    that writes it; `encrypted`: then values come in the order of `tensors`."""
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
-        parts: Sequence[str] = (), encrypt: bool = False,
+        parts: Sequence[str] = (), encrypted: vault.Folder | None = None,
     ) -> None:  # fmt: skip
         self._named = bool(parts)
         planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}
@@ -34,8 +35,8 @@ class Homes:
             own[part][name] = owner
         self._shards: dict[str, Shards | EncryptedShards] = {}
         for part, named in own.items():
-            if encrypt:
-                self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank)
+            if encrypted is not None:
+                self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank, encrypted)
             else:
                 mine = [name for name, owner in named.items() if owner == rank]
                 self._shards[part] = Shards(directory / part, planned[part], largest, mine)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import environment, hub, vault
+from octavo import environment, hub, targets, vault
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
 from octavo.config.texts import is_url
 from octavo.config.words import Format, RecipeName, one_word
+from octavo.reading import printable
 
+#: command -> arguments that name what it writes
+TARGETS = {
+    **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
+    **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
+    **dict.fromkeys(("import", "compare", "bisect", "bench"), ("out",)),
+    "encrypt": ("target", "new_key"), "convert": ("destination",), "demo": ("dir",),
+}  # fmt: skip
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
 
@@ -37,6 +46,31 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
     group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
     group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse paths that no command can work with, before one begins. Raises UsageError for a name that is there and is
+    not UTF-8, which no report, index or table could hold, and for links that lead in a circle."""
+    for word in words:
+        shown = printable(word)
+        try:
+            if not word.isprintable() and os.path.lexists(word):
+                word.encode()
+            os.stat(word)
+        except UnicodeEncodeError:
+            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or name it by a link") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UsageError(f"{shown}: its links lead in a circle; name the file or folder itself") from None
+        except ValueError:  # a NUL: no path, and the command says what it is instead
+            pass
+
+
+def check_targets(command: str, args: argparse.Namespace) -> None:
+    """What a command is asked to write has a name that can be used. Raises UsageError."""
+    for name in TARGETS.get(command, ()):
+        if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
+            targets.check_target(target, UsageError)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
@@ -138,6 +172,8 @@ def use_key(args: argparse.Namespace) -> None:
     if getattr(args, "key_file", None) is not None:
         os.environ.pop(vault.VALUE, None)
         os.environ[vault.FILE] = os.path.abspath(args.key_file)
+    if hasattr(args, "key_file"):
+        vault.keep_source()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from octavo import atomic, reading, vault
+from octavo import atomic, reading, targets, vault
 from octavo.cli import arguments, terminal
 from octavo.reading import printable
 
-Write = Callable[[BinaryIO, BinaryIO, Path], Iterator[int]]
-"""Writes one stored file as another, by what the first bytes say that it is; yields the bytes read, piece by piece."""
 PIECE = 1 << 22
 
 
@@ -20,61 +19,110 @@ class Refused(arguments.UsageError):
     """What is asked for cannot be, or the disk is full."""
 
 
-def convert(source: Path, target: Path, write: Write, named: Callable[[Path], str], what: str) -> int:
+class Conversion(Protocol):
+    """What is done with each file."""
+
+    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+        """Look at all of them before the first is written. `made`: the folder that is being written, None of a file."""
+
+    def named(self, file: Path) -> str | None:
+        """What a file is called in the target; None: it is left out."""
+
+    def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
+        """Write a stored file as another one, which is at `path`; yields the bytes read, piece by piece."""
+
+    def finish(self) -> None:
+        """All of a folder is written."""
+
+
+def convert(source: Path, target: Path, conversion: Conversion, what: str) -> int:
     """Write `source`, a file or a folder with all that is in it, as `target`, which must not be there; gives the number
-    of files. `named`: what a file is called there. Raises Refused, and VaultError for what cannot be read."""
+    of files. Files and folders keep their modes. Raises Refused, and VaultError for what cannot be read."""
     if not source.exists():
         raise Refused(f"{printable(source)} is not there")
-    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and not any(target.iterdir())):
+    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and targets.is_free(target)):
         raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
     if not target.absolute().parent.is_dir():
         raise Refused(f"{printable(target.parent)} is no folder; make it first, or name another place")
-    files = _files(source, named) if source.is_dir() else [source]
+    files = _files(source, conversion.named) if source.is_dir() else [source]
     total, done = sum(file.stat().st_size for file in files), 0
     with terminal.progress(what) as progress:
 
-        def one(file: Path, made: Path) -> None:
+        def one(file: Path, path: Path) -> None:
             nonlocal done
-            with _stored(file) as opened, made.open("wb") as out:
-                for size in write(opened, out, file):
+            with _stored(file) as opened, _private(path) as out:
+                for size in conversion.write(opened, out, file, path):
                     done += size
                     progress(done, total)
                 out.flush()
+                os.fchmod(out.fileno(), stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o777)
                 os.fsync(out.fileno())
 
         if source.is_dir():
-            with atomic.folder(target, Refused, replace=False) as made:
-                for file in files:
-                    place = made / file.relative_to(source)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    one(file, place.with_name(named(file)))
-                atomic.sync_tree(made)
+            _write_folder(source, target, files, conversion, one)
         else:
-            aside = target.with_name(f".{target.name}.part")
-            try:
-                one(source, aside)
-                atomic.swap(aside, target)
-            except OSError as error:
-                if (reason := atomic.no_room(target, error)) is None:
-                    raise
-                raise Refused(f"{printable(target)} could not be written: {reason}") from error
-            finally:
-                aside.unlink(missing_ok=True)
+            conversion.begin(source, files, None)
+            _write_file(source, target, one)
     return len(files)
 
 
-def _files(source: Path, named: Callable[[Path], str]) -> list[Path]:
+def _write_folder(
+    source: Path, target: Path, files: list[Path], conversion: Conversion, one: Callable[[Path, Path], None]
+) -> None:
+    folders = [folder for folder in sorted(source.rglob("*")) if folder.is_dir()]
+    modes = {folder.relative_to(source): stat.S_IMODE(folder.stat().st_mode) & 0o777 for folder in folders}
+    fixed = targets.is_fixed(target)
+    with atomic.folder(target, Refused, replace=False) as made:
+        made.chmod(0o700)
+        conversion.begin(source, files, made)
+        for folder in modes:
+            (made / folder).mkdir(mode=0o700)
+        for file in files:
+            name = conversion.named(file)
+            assert name is not None, file
+            one(file, made / file.relative_to(source).with_name(name))
+        conversion.finish()
+        for folder, mode in modes.items():
+            (made / folder).chmod(mode | 0o700)  # else it could not be moved, nor removed
+        atomic.sync_tree(made)
+    if not fixed:  # a volume keeps its own
+        modes[Path()] = stat.S_IMODE(source.stat().st_mode) & 0o777
+    for folder in reversed(modes):
+        (target / folder).chmod(modes[folder])
+
+
+def _write_file(source: Path, target: Path, one: Callable[[Path, Path], None]) -> None:
+    aside = target.with_name(f".{target.name}.part")
+    try:
+        aside.unlink(missing_ok=True)  # of one that was killed
+        one(source, aside)
+        atomic.swap(aside, target)
+    except OSError as error:
+        if (reason := atomic.no_room(target, error)) is None:
+            raise
+        raise Refused(f"{printable(target)} could not be written: {reason}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _private(path: Path) -> BinaryIO:
+    """A new file that only this user may read, until its own mode is set."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
     """All that is in a folder, but for locks. Raises Refused for what would be left out, or lie where another does."""
-    found = sorted(file for file in source.rglob("*") if file.name != ".lock")
-    if odd := next((file for file in found if file.is_symlink() and (file.is_dir() or not file.exists())), None):
+    entries = sorted(file for file in source.rglob("*") if file.name != ".lock")
+    if odd := next((file for file in entries if file.is_symlink() and (file.is_dir() or not file.exists())), None):
         what = "a folder, which is not followed" if odd.is_dir() else "nothing"
         raise Refused(f"{printable(odd)} is a link to {what}; put what is meant in its place, or remove the link")
-    files, places = [file for file in found if not file.is_dir()], dict[Path, Path]()
+    files, places = [file for file in entries if not file.is_dir() and named(file) is not None], dict[Path, Path]()
     for file in files:
-        if (other := places.setdefault(file.with_name(named(file)), file)) is not file:
-            raise Refused(f"{printable(other)} and {printable(file)} would both be {named(file)}; do them one by one")
+        name = str(named(file))
+        if (other := places.setdefault(file.with_name(name), file)) is not file:
+            raise Refused(f"{printable(other)} and {printable(file)} would both be {name}; do them one by one")
     return files
 
 
@@ -99,6 +147,11 @@ def pieces(opened: BinaryIO) -> Iterator[bytes]:
 
 def is_encrypted(opened: BinaryIO) -> bool:
     """By the first bytes."""
-    found = vault.begins(opened.read(8))
+    begins = vault.begins(opened.read(8))
     opened.seek(0)
-    return found
+    return begins
+
+
+def counted(counts: dict[str, int]) -> str:
+    """ "3 encrypted, 1 copied as they are" of those that are not 0."""
+    return ", ".join(f"{count} {how}" for how, count in counts.items() if count)

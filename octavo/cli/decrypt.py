@@ -4,7 +4,7 @@ octavo decrypt secret/qwen models/qwen --key-file octavo.key
 octavo decrypt runs/a/answers.jsonl.aes answers.jsonl      a list of encrypted lines
 
 Every byte is checked: what was changed, cut, moved or is of another key is refused by name, and nothing is left behind.
-What is not encrypted is copied as it is. Nothing is overwritten.
+What is not encrypted in a folder is copied as it is, and named; a file that is not, is refused. Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from octavo import vault
-from octavo.cli import ciphered
+from octavo.cli import ciphered, terminal
+from octavo.reading import printable
+
+_STATE = "state.json"  # a checkpoint's; octavo.checkpoint, which has the name, imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,27 +29,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     vault.find()
-    written = {"decrypted": 0, "copied as they are": 0}
+    work = _Decryption()
+    ciphered.convert(args.source, args.target, work, "decrypting")
+    print(f"{printable(args.target)}: {ciphered.counted(work.counts)}")
+    if work.plain:
+        terminal.note(f"not encrypted, and copied as they are: {work.plain[0]}{_others(work.plain)}")
+    return 0
 
-    def write(opened: BinaryIO, out: BinaryIO, file: Path) -> Iterator[int]:
+
+class _Decryption:
+    """Decrypts what is encrypted, after a look at the head and the end of every file."""
+
+    def __init__(self) -> None:
+        self.counts = {"decrypted": 0, "copied as they are": 0}
+        self.plain: list[str] = []
+
+    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+        """Raises VaultError for a file that is damaged, exchanged, missing or added, and where nothing is encrypted."""
+        for folder in (source, *sorted(source.rglob("*"))):
+            if made is not None and (folder == source or vault.has_list(folder)):
+                vault.check_folder(folder)
+        encrypted = 0
+        for file in files:
+            if vault.is_encrypted(file):
+                with vault.Reader.of(file) as reader:
+                    vault.check_file(file, reader)
+            elif not vault.is_list(file):
+                vault.check_file(file, None)
+                _refuse_damaged(file)
+                continue
+            encrypted += 1
+        if not encrypted:
+            what = "nothing in it is encrypted" if made is not None else "it is not encrypted, or its head is damaged"
+            raise vault.Damaged(f"{source} cannot be decrypted: {what}. Name what is, or take it from a copy")
+
+    def named(self, file: Path) -> str | None:
+        """A list of lines without its ending; the list of a folder's files is none of them."""
+        if file.name == vault.LIST and vault.is_encrypted(file):
+            return None
+        return file.name.removesuffix(vault.SUFFIX) if vault.is_list(file) else file.name
+
+    def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
+        """As :class:`octavo.cli.ciphered.Conversion` has it."""
         encrypted = ciphered.is_encrypted(opened)
         listed = not encrypted and vault.is_list(file)
-        written["decrypted" if encrypted or listed else "copied as they are"] += 1
+        self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
             for size, line in ciphered.lines(opened, file):
                 out.write(line)
                 yield size
             return
+        if not encrypted:
+            self.plain.append(printable(file))
         plain = vault.opened(os.dup(opened.fileno()), file) if encrypted else opened
         for piece in ciphered.pieces(plain):
             out.write(piece)
             yield len(piece)
 
-    ciphered.convert(args.source, args.target, write, _named, "decrypting")
-    print(f"{args.target}: {', '.join(f'{count} {how}' for how, count in written.items() if count)}")
-    return 0
+    def finish(self) -> None:
+        """Nothing more is written."""
 
 
-def _named(file: Path) -> str:
-    """A list of lines without its ending."""
-    return file.name.removesuffix(vault.SUFFIX) if vault.is_list(file) else file.name
+def _refuse_damaged(file: Path) -> None:
+    """Raises Damaged for a plain file that was an encrypted one: what is left of its head says so, its name, or the
+    list of a checkpoint that it belongs to."""
+    with file.open("rb") as stored:
+        head = stored.read(vault.HEADER)
+    why = ""
+    if vault.was_encrypted(head, vault.find()):
+        why = "its head is that of an encrypted file, and was changed or cut"
+    elif file.suffix == vault.SUFFIX and head:
+        why = "its first line is not an encrypted one"
+    elif vault.is_encrypted(file.with_name(_STATE)):
+        why = f"{_STATE} of its checkpoint is encrypted, and it is not: its head was changed, or it was exchanged"
+    if why:
+        raise vault.Damaged(f"{file} is damaged: {why}. Take the file from a copy")
+
+
+def _others(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

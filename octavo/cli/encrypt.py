@@ -4,6 +4,9 @@ octavo encrypt --new-key octavo.key                        make a key, for this 
 octavo encrypt models/qwen secret/qwen --key-file octavo.key
 octavo encrypt old new --old-key old.key --key-file new.key   encrypt anew with another key
 
+A folder's files are bound to their paths in it: files that are exchanged, missing or added are refused by name, when it
+is read and when it is decrypted. Copy and move it as a whole, with its files.octavo.
+
 Names stay; every command reads what is encrypted as if it was not, given the key (--key-file, OCTAVO_KEY_FILE or
 OCTAVO_KEY). What is encrypted already is copied as it is. Nothing is overwritten, and SRC stays: delete it yourself.
 """
@@ -13,11 +16,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from octavo import vault
 from octavo.cli import arguments, ciphered
+from octavo.reading import printable
 from octavo.sealed import NOTE, ONE_PURPOSE, fingerprint
 
 
@@ -39,36 +44,110 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")
     key, old = vault.find(), None if args.old_key is None else vault.from_file(args.old_key)
     _check_purpose(args.source, old)
-    written = {"encrypted": 0, "copied as they are": 0}
+    work = _Encryption(key, old)
+    ciphered.convert(args.source, args.target, work, "encrypting")
+    source, target = printable(args.source), printable(args.target)
+    counts = ciphered.counted(work.counts)
+    print(f"{target}: {counts} (key {key.id.hex()}). {source} is as it was: delete it where it is not needed")
+    return 0
 
-    def write(opened: BinaryIO, out: BinaryIO, file: Path) -> Iterator[int]:
+
+class _Encryption:
+    """Encrypts what is plain, and what the old key opens. Each folder with a list of its files, and the whole, is bound
+    anew; without an old key a folder that is encrypted stays as it is."""
+
+    def __init__(self, key: vault.Key, old: vault.Key | None) -> None:
+        self.key, self.old = key, old
+        self.counts = {"encrypted": 0, "copied as they are": 0}
+        self._folders: dict[Path, vault.Folder] = {}
+        self._kinds: dict[Path, str] = {}
+        self._single = False
+
+    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+        """Raises Exchanged for files that are missing from a folder with a list, or that nobody listed; Refused for a
+        part of such a folder, whose files are no good without the rest."""
+        self._single = made is None
+        roots = [folder for folder in (source, *sorted(source.rglob("*"))) if vault.has_list(folder)]
+        if self.old is None and source not in roots and vault.root_of(source) is not None:
+            self._refuse_part(source, files)
+        for root in roots:
+            with suppress(vault.WrongKey):  # of a third key: it is copied as it is, and nothing of it can be seen
+                vault.check_folder(root, added=self.old is None, key=self.old or self.key)
+        if made is not None:
+            anew = roots if self.old is not None else []
+            bound = [source, *anew] if self.old is not None or source not in roots else []
+            self._folders = {root: vault.Folder(made / root.relative_to(source), key=self.key) for root in bound}
+
+    def _refuse_part(self, source: Path, files: list[Path]) -> None:
+        if any(map(vault.is_encrypted, files)):
+            raise ciphered.Refused(
+                f"{printable(source)} is part of {printable(vault.root_of(source))}, which is encrypted as a whole: "
+                "its files are bound to their paths there. Copy all of that folder, or bind them anew with --old-key"
+            )
+
+    def named(self, file: Path) -> str | None:
+        """All keep their names; a list that is written anew is no file to encrypt."""
+        return None if self.old is not None and file.name == vault.LIST else file.name
+
+    def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
+        """As :class:`octavo.cli.ciphered.Conversion` has it."""
         plain: BinaryIO = opened
-        listed = vault.is_list(file)
-        if listed and old is not None:
-            for size, line in ciphered.lines(opened, file, old):
-                out.write(vault.encrypted_line(line, key))
+        listed, encrypted = vault.is_list(file), ciphered.is_encrypted(opened)
+        if listed and self.old is not None:
+            for size, line in ciphered.lines(opened, file, self.old):
+                out.write(vault.encrypted_line(line, self.key))
                 yield size
-            written["encrypted"] += 1
+            self._note(path, vault.LINES)
             return
-        if ciphered.is_encrypted(opened) and old is not None:
-            plain = vault.opened(os.dup(opened.fileno()), file, key=old)
-        elif ciphered.is_encrypted(opened) or listed:
-            written["copied as they are"] += 1
+        if encrypted and self.old is not None:
+            plain = vault.opened(os.dup(opened.fileno()), file, key=self.old)
+        elif encrypted or listed:
+            kind = vault.LINES if listed else self._checked(file)
             for piece in ciphered.pieces(opened):
                 out.write(piece)
                 yield len(piece)
+            self._note(path, kind, "copied as they are")
             return
-        writer = vault.Writer(out, key=key)
+        else:
+            with suppress(vault.WrongKey):
+                vault.check_file(file, None, self.old or self.key)
+        writer = vault.Writer(out, key=self.key, place=self._place(file, path))
         for piece in ciphered.pieces(plain):
             writer.write(piece)
             yield len(piece)
         writer.finish()
-        written["encrypted"] += 1
+        self._note(path, writer.tag.hex())
 
-    ciphered.convert(args.source, args.target, write, lambda file: file.name, "encrypting")
-    told = ", ".join(f"{count} {how}" for how, count in written.items() if count)
-    print(f"{args.target}: {told} (key {key.id.hex()}). {args.source} is as it was: delete it where it is not needed")
-    return 0
+    def finish(self) -> None:
+        """Write the lists, those of inner folders first, which are files of the outer ones."""
+        for folder in sorted(self._folders.values(), key=lambda folder: -len(folder.root.parts)):
+            inside = {path: kind for path, kind in self._kinds.items() if path.is_relative_to(folder.root)}
+            folder.write_list(inside)
+            with vault.Reader.of(folder.root / vault.LIST, self.key) as reader:
+                self._kinds[folder.root / vault.LIST] = reader.tag.hex()
+
+    def _place(self, file: Path, path: Path) -> vault.Place | None:
+        """What a file is bound to: its path in the innermost folder with a list."""
+        for root in file.parents:
+            if root in self._folders:
+                return self._folders[root].place(path)
+        return None
+
+    def _checked(self, file: Path) -> str:
+        """The tag of an encrypted file that is copied as it is: not one of another place, where its key is given."""
+        try:
+            with vault.Reader.of(file, self.key) as reader:
+                vault.check_file(file, reader, self.key)
+                if self._single and reader.place is not None:
+                    self._refuse_part(file, [file])
+        except vault.WrongKey:
+            pass
+        with file.open("rb") as stored:
+            return vault.tag_of(stored.read(vault.HEADER)).hex()
+
+    def _note(self, path: Path, kind: str, how: str = "encrypted") -> None:
+        self._kinds[path] = kind
+        self.counts[how] += 1
 
 
 def _check_purpose(source: Path, old: vault.Key | None) -> None:

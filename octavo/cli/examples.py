@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import octavo
+from octavo import atomic, targets
 from octavo.cli.arguments import UsageError
 
 #: a link to the project's examples/; a wheel holds the files
@@ -23,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = Path(args.directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not targets.is_free(target):
         raise UsageError(f"{target} is there and not empty; name a new folder, nothing is overwritten")
-    shutil.copytree(SOURCE, target, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+    with atomic.folder(target, UsageError, replace=False) as made:
+        shutil.copytree(SOURCE, made, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+        atomic.sync_tree(made)
     written = sorted(file for file in target.rglob("*") if file.is_file())
     print(f"wrote {len(written)} files to {target}; what each one shows is in {target / 'README.md'}")
     return 0

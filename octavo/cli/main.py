@@ -1,8 +1,8 @@
 """The entry point: finds the command, imports its file alone, turns what goes wrong into a sentence and an exit code.
 
 Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration (and, where 1 is a verdict,
-work that failed), 130 interrupted. Octavo's own errors are written for users and printed as they are; anything else
-is a defect and keeps its traceback.
+work that failed), 130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP. Octavo's own errors are written for users
+and printed as they are; anything else is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 
 import octavo
+from octavo import vault
+from octavo.cli.interrupts import Stopped, stop_signals
 from octavo.reading import first_line, printable
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 #: commands whose exit code 1 means the verdict fail, and nothing else; 3 is undecided, of compare and demo
 VERDICTS = ("compare", "demo", "verify")
+
+#: commands that catch SIGTERM and SIGHUP themselves: a rank that leaves in the middle of a collective leaves the others
+#: waiting, so training ends between steps or at once
+OWN_SIGNALS = ("train",)
 
 #: commands that read nothing which may be encrypted
 KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import")
@@ -61,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch is loaded: threads that spin while they wait cost a small model ten times its work beside others.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        return _dispatch(arguments)
+        with nullcontext() if arguments and arguments[0] in OWN_SIGNALS else stop_signals():
+            return _dispatch(arguments)
     except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)
         return stop.code if isinstance(stop.code, int) else WRONG
     except KeyboardInterrupt:
@@ -69,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("octavo: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Stopped as stop:
+        with suppress(OSError):  # after SIGHUP the terminal is gone
+            print(f"octavo: ended by {stop.name}", file=sys.stderr, flush=True)
+        return 128 + stop.number
     except BrokenPipeError:
         # the reader (head, less) has left; give the interpreter nothing to flush into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,10 +116,20 @@ def _dispatch(arguments: list[str]) -> int:
     command.add_arguments(parser)
     if name not in KEYLESS:
         arguments.add_key(parser)
+    arguments.check_words(rest)
     # key=value may stand before and after options
     args = parser.parse_intermixed_args(rest)
+    arguments.check_targets(name, args)
     arguments.use_key(args)
-    return int(command.run(args))
+    code = int(command.run(args))
+    if old := vault.read_in_version_1():
+        others = f" and {len(old) - 1} more are" if len(old) > 1 else " is"
+        print(
+            f"note: {printable(old[0])}{others} encrypted in version 1 of the form, which binds no names: exchanged "
+            "files are not seen. Encrypt anew: octavo encrypt SRC DST --old-key KEY --key-file KEY",
+            file=sys.stderr,
+        )
+    return code
 
 
 def _overview() -> str:

@@ -45,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
         terminal.show_json(done.to_json())
     else:
         for sentence in done.sentences():
-            print(sentence)
+            terminal.say(sentence)
     return 0

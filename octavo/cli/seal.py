@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import vault
+from octavo import targets, vault
 from octavo.cli import arguments, terminal
 from octavo.sealed import ONE_PURPOSE
 
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError(f"{args.settings[0]} belongs to seal data; leave it out")
 
     if args.what == "key":
+        targets.check_target(args.source, arguments.UsageError)
         vault.new_secret(args.source)
         return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Who loses it unseals nothing")
 
@@ -90,14 +91,16 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     key = sealing.find_key()
     for name in (vault.FILE, vault.VALUE):
         os.environ.pop(name, None)
-    places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
-    files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
-    encrypted = next(filter(vault.is_encrypted, files), None)
     if args.files_key is not None:
-        if sealing.read_key(args.files_key).fingerprint == key.fingerprint:
-            raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
         os.environ[vault.FILE] = os.path.abspath(args.files_key)
-    elif encrypted is not None:
+        if sealing.find_key().fingerprint == key.fingerprint:
+            raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
+    places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
+    roots = (root / vault.LIST for place in places if (root := vault.root_of(place)) is not None)
+    if (encrypted := next(roots, None)) is None:
+        files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
+        encrypted = next(filter(vault.is_encrypted, files), None)
+    if encrypted is not None and args.files_key is None:
         raise arguments.UsageError(
             f"{encrypted} is encrypted: name its key with --files-key FILE. The key that seals opens no files"
         )
@@ -124,5 +127,5 @@ def _say(args: argparse.Namespace, document: dict[str, Any], words: str) -> int:
     if args.json:
         terminal.show_json(document)
     else:
-        print(words)
+        terminal.say(words)
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.reading import finite
+from octavo.reading import finite, printable
 
 #: how a status is shown to a person; the word alone must do where there is no colour
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
@@ -63,7 +63,16 @@ def plain_table(
 
 def note(text: str) -> None:
     """A line beside the result: on stderr, so that stdout stays the result alone."""
-    print(text, file=sys.stderr)
+    print(_escaped(text), file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """A line of the result, which may name files: their names are others' words, and a terminal obeys none of them."""
+    print(_escaped(text))
+
+
+def _escaped(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def console(*, stderr: bool = True) -> Any:

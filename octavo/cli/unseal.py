@@ -47,5 +47,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         terminal.show_json(document)
     else:
-        print(words)
+        terminal.say(words)
     return 0

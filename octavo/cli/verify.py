@@ -53,7 +53,7 @@ def show(verified: Any, everything: bool) -> None:
     """What was found in words, the worst errors, the verdicts as a table, and one line that sums up."""
     size = f"{verified.size / 1e9:.2f} GB" if verified.size >= 1e8 else f"{verified.size / 1e6:.2f} MB"
     codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
-    print(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
+    terminal.say(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for finding in verified.findings:
         groups[finding.status, finding.kind].append(finding)

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from octavo import atomic
 from octavo.data.errors import DataError
 from octavo.hub import is_name
-from octavo.vault import VaultError, anonymous, is_encrypted
+from octavo.vault import VaultError, anonymous, check_folder, is_encrypted
 
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
@@ -162,6 +162,10 @@ def files_of(source: Path) -> list[Path]:
     them, of which there may be millions."""
     if not source.is_dir():
         return [source]
+    try:
+        check_folder(source, deep=False)  # a file of rows that is missing or was added would train unnoticed
+    except VaultError as cause:
+        raise DataError(str(cause)) from cause
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in (*KINDS, TAR) and e.name[0] != ".")
     found = [source / name for name in of_kinds(names)]

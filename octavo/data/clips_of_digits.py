@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo import atomic
+from octavo import atomic, targets
 from octavo.data.digits import SIDE, Digits, accept, handwriting, listed
 from octavo.data.errors import DataError
 
@@ -73,7 +73,7 @@ def write(
     directory = Path(directory)
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "video": True, **given, "seed": seed}
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if not targets.is_free(directory):
         accept(directory, settings, "videos", "mp4", ("",))
         return found
     with atomic.folder(directory, DataError, replace=False) as made:

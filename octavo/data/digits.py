@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from octavo import atomic
+from octavo import atomic, targets
 from octavo.data.errors import DataError
 from octavo.reading import Unreadable, read_json
 
@@ -87,7 +87,7 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     directory = Path(directory)
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if not targets.is_free(directory):
         kinds = ("", "_text", "_captions", "_prompts")
         accept(directory, settings, "images", "png", kinds)
         return found

@@ -28,7 +28,7 @@ from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as load_image
 from octavo.reading import open_file
-from octavo.vault import VaultError, is_encrypted
+from octavo.vault import VaultError, check_plain, is_encrypted
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MOST_FRAMES = 1 << 20  # of a file: ten hours at 29 a second
@@ -313,7 +313,10 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
 def _bytes_of(file: Path) -> BinaryIO:
     """A file as it is, an encrypted one as what it holds, a chunk at a time. Raises DataError for one whose key is not
     given."""
-    return open_file(file, DataError) if is_encrypted(file) else file.open("rb")
+    if is_encrypted(file):
+        return open_file(file, DataError)
+    check_plain(file, DataError)
+    return file.open("rb")
 
 
 def _too_large(file: VideoFile, width: int, height: int, most: float) -> Mismatch:

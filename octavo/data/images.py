@@ -18,7 +18,7 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPL
 from octavo.data.errors import DataError
 from octavo.data.inline import Inline
 from octavo.reading import read_bytes
-from octavo.vault import is_encrypted
+from octavo.vault import check_plain, is_encrypted
 
 ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
@@ -112,10 +112,14 @@ def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int
 
 
 def _file(path: str | ImageFile) -> str | Path | BytesIO:
-    """What Pillow opens. Raises DataError for an encrypted file that is damaged or whose key is not given."""
+    """What Pillow opens. Raises DataError for an encrypted file that is damaged or whose key is not given, and for a
+    plain one in its place."""
     if isinstance(path, Picture):
         return BytesIO(path.data)
-    return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
+    if is_encrypted(path):
+        return BytesIO(read_bytes(path, DataError))
+    check_plain(path, DataError)
+    return path
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from octavo.data.pairs import Pair
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.table import Mapped
 from octavo.sealed import NOTE, Note, check_adapter, read_note
-from octavo.vault import is_encrypted
+from octavo.vault import check_plain, is_encrypted
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset
@@ -155,7 +155,10 @@ def _mapped(file: Path) -> Path:
         with reading.open_file(file, DataError) as stored, made.open("wb") as out:
             shutil.copyfileobj(stored, out, 1 << 22)
 
-    return kept(None, file, decrypt) if is_encrypted(file) else file
+    if is_encrypted(file):
+        return kept(None, file, decrypt)
+    check_plain(file, DataError)
+    return file
 
 
 class SealedEncoder:

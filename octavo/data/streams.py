@@ -24,7 +24,7 @@ import pyarrow as pa
 from octavo import reading
 from octavo.data.errors import DataError
 from octavo.data.table import Text, keys_of, parsed, row_of
-from octavo.vault import Reader, begins, is_encrypted
+from octavo.vault import Reader, begins, check_plain, is_encrypted
 
 KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
 
@@ -120,6 +120,8 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
     try:
         if open_file is None and is_encrypted(path):
             open_file = partial(reading.open_file, path, DataError, 0)
+        elif open_file is None:
+            check_plain(path, DataError)
         file = parquet.ParquetFile(path if open_file is None else open_file())
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as cause:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo import atomic, targets
 from octavo.data.errors import DataError
 from octavo.reading import Unreadable, read_json
 
@@ -67,7 +67,7 @@ def write(directory: str | Path) -> TextSet:
     """
     directory = Path(directory)
     asked = {"layout": LAYOUT, "python": platform.python_version()}
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if not targets.is_free(directory):
         rows = _accept(directory, asked)
     else:
         with atomic.folder(directory, DataError, replace=False) as made:

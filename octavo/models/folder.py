@@ -290,7 +290,7 @@ def read_companion(file: Path) -> bytes:
     return raw
 
 
-def copy_companions(source: Path, made: Path, encrypt: bool = False) -> None:
+def copy_companions(source: Path, made: Path, encrypted: vault.Folder | None = None) -> None:
     """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
     ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
@@ -298,17 +298,21 @@ def copy_companions(source: Path, made: Path, encrypt: bool = False) -> None:
         copied = made / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         raw = read_companion(file)
-        vault.put(copied, raw, encrypt)
+        vault.put(copied, raw, encrypted)
 
 
 def write_config(
-    source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None, encrypt: bool = False
+    source: Path,
+    made: Path,
+    dtype: torch.dtype,
+    quantization: Mapping[str, Any] | None = None,
+    encrypted: vault.Folder | None = None,
 ) -> None:
     """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
     the code that it names (`auto_map`), which does not go along. So in each of three folders."""
     for part in parts_of(source):
         (made / part).mkdir(exist_ok=True)
-        write_config(source / part, made / part, dtype, encrypt=encrypt)
+        write_config(source / part, made / part, dtype, encrypted=encrypted)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
@@ -324,7 +328,7 @@ def write_config(
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    vault.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypt)
+    vault.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
 def summary(error: BaseException) -> str:

@@ -21,7 +21,12 @@ from octavo.models.headers import is_weights
 def readable(folder: Path) -> Iterator[Path]:
     """The folder itself, or one of links for as long as the block runs. Raises ModelError where a file is damaged, or
     its key is not given."""
+    try:
+        vault.check_folder(folder)
+    except vault.VaultError as cause:
+        raise ModelError(f"{cause}.") from cause
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and not is_weights(file)]
+    files = [file for file in files if file.name != vault.LIST]
     if not any(map(vault.is_encrypted, files)):
         yield folder
         return

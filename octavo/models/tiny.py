@@ -11,7 +11,6 @@ give the same bytes (with the same versions of torch and transformers).
 from __future__ import annotations
 
 import filecmp
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from octavo import atomic, targets
 from octavo.models import special
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
@@ -67,16 +67,13 @@ def write(
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        made = Path(scratch) / "model"
-        _write_all(family, made, seed, size, texts)
-        if target.exists() and any(target.iterdir()):
-            _require_same(made, target, family)
-        else:
-            if target.exists():
-                target.rmdir()
-            shutil.move(made, target)
+    if targets.is_free(target):
+        with atomic.folder(target, ModelError, replace=False) as made:
+            _write_all(family, made, seed, size, texts)  # not forced to the disk: the seed makes it again
+    else:
+        with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
+            _write_all(family, Path(scratch), seed, size, texts)
+            _require_same(Path(scratch), target, family)
     return target
 
 
@@ -116,7 +113,7 @@ def _fill_zeros(model: torch.nn.Module) -> None:
 
 
 def _require_same(made: Path, target: Path, family: str) -> None:
-    here, there = {p.name for p in made.iterdir()}, {p.name for p in target.iterdir()}
+    here, there = {p.name for p in made.iterdir()}, set(targets.contents(target))
     _, different, unreadable = filecmp.cmpfiles(made, target, sorted(here & there), shallow=False)
     if wrong := sorted((here ^ there) | set(different) | set(unreadable)):
         raise ModelError(

@@ -6,6 +6,7 @@ error that quotes a row is told without the words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from octavo.train.errors import TrainError
 
 
 def check(cfg: Config) -> None:
-    """Raises TrainError where `run.encrypt` has no key or that which sealed an input, and without it for inputs that
-    are encrypted."""
+    """Raises TrainError where `run.encrypt` has no key or that which sealed an input, without it for inputs that are
+    encrypted, and for a key in the environment of a run whose rewards are functions of a user's file."""
+    _refuse_shown_key(cfg)
     if cfg.run.encrypt:
         try:
             vault.find()
@@ -39,6 +41,17 @@ def check(cfg: Config) -> None:
                 f"{key}: {file} is encrypted, and run.encrypt is false: checkpoints, answers and lists of this run "
                 "would hold in plain what it learnt and read. Set run.encrypt: true"
             )
+
+
+def _refuse_shown_key(cfg: Config) -> None:
+    """The process of the rewards gets no key, and may read the environment of its parent (/proc/PID/environ)."""
+    rewards = () if cfg.rl is None else cfg.rl.rewards
+    files = [entry.reward for entry in rewards if ".py:" in str(entry.reward)]
+    if files and os.environ.get(vault.VALUE):
+        raise TrainError(
+            f"{vault.VALUE} is set, and rl.rewards names {files[0]}: code of that file could read the key in this "
+            f"process's environment. Unset it, and give the key by --key-file FILE or {vault.FILE}"
+        )
 
 
 def refuse_plain(path: Path, cfg: Config) -> None:

@@ -32,3 +32,7 @@ class WrongKey(VaultError):
 
 class Damaged(VaultError):
     """The file is not what was written: changed, cut short, or put together from others."""
+
+
+class Exchanged(Damaged):
+    """The file is whole, and not the one that was encrypted at its place; or a folder lacks one, or has one more."""

@@ -1,14 +1,20 @@
 """The form of an encrypted file, to the byte; docs/encryption.md spells it out for who implements it elsewhere.
 
-    0   8   8f "OCTAES" 01      the last byte is the version
+    0   8   8f "OCTAES" 02      the last byte is the version
     8   4   C, bytes of a chunk, big-endian: a power of two from 2^12 to 2^24
     12  8   id of the key
     20  32  salt: random, and a file's own
-    52  16  tag of what stands before
-    68      chunks of C bytes, each with 16 bytes of tag behind it; the last has 0 to C (0: the file is empty)
+    52  2   L, bytes of the name, big-endian, at most 4096; 0: the file was encrypted by itself
+    54  16  where L > 0: id of the folder that was encrypted, random
+    70  L   where L > 0: the path inside that folder, its parts joined by "/"
+    H-16    tag of what stands before; H, bytes of the header, is 70, or 86 + L where L > 0
+    H       chunks of C bytes, each with 16 bytes of tag behind it; the last has 0 to C (0: the file is empty)
 
     file key = HKDF-SHA256(key, salt, info = bytes 0 to 19)
     nonce    = 00 00 00 | number of the chunk, 8 bytes, big-endian | 0, of the last chunk 1, of the header's tag 2
+
+Version 1, of Octavo 0.4.0, has no L and no name: its header ends with the tag at byte 52, and nothing binds a file to
+its place. It is read.
 
 AES-256-GCM with the nonces of STREAM (Hoang, Reyhanitabar, Rogaway, Vizár, "Online Authenticated-Encryption and its
 Nonce-Reuse Misuse-Resistance", 2015): a chunk that is changed, moved, repeated, left out or of another file does not
@@ -24,20 +30,39 @@ from typing import Any
 from octavo.vault.errors import Damaged, WrongKey
 from octavo.vault.key import Key
 
-MAGIC = b"\x8fOCTAES\x01"
-HEADER, TAG = 68, 16
+MAGIC = b"\x8fOCTAES\x02"
+FIRST = 1  # the version without names
+TAG = 16
+SALTED = 52  # bytes of magic, chunk size, key id and salt
+LONGEST = 4096  # bytes of a path in a folder (PATH_MAX of Linux)
+HEADER = SALTED + 2 + 16 + LONGEST + TAG  # bytes of the longest header
 CHUNK = 1 << 18  # bytes: small beside a shard, large beside a call
 MOST = 1 << 26  # chunks of a file: 16 TiB of the usual ones, below 2^42 blocks of AES for one key
 _SIZES = [1 << n for n in range(12, 25)]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a file belongs: the id of the folder that was encrypted, and the path inside it, in the bytes of the file
+    system, its parts joined by "/"."""
+
+    folder: bytes
+    name: bytes
+
+
+@dataclass(frozen=True)
 class Cipher:
-    """AES-256-GCM under a file's key, by the number of a chunk. `chunk`: bytes of one; `header`: the file's."""
+    """AES-256-GCM under a file's key, by the number of a chunk. `chunk`: bytes of one; `header`: the file's; `place`:
+    that it is bound to, None of a file that was encrypted by itself."""
 
     header: bytes
     chunk: int
     aead: Any
+    place: Place | None = None
+
+    @property
+    def version(self) -> int:
+        return self.header[7]
 
     def sealed(self, number: int, plain: Any, last: bool) -> bytes:
         """A chunk with its tag."""
@@ -48,37 +73,73 @@ class Cipher:
         return bytes(self.aead.decrypt(_nonce(number, last), stored, None))
 
 
-def new(key: Key, chunk: int = CHUNK) -> Cipher:
+def new(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
     """Of a file that is about to be written."""
     assert chunk in _SIZES, chunk
     head = MAGIC + chunk.to_bytes(4, "big") + key.id
     salt = os.urandom(32)
+    named = b"\0\0"
+    if place is not None:
+        assert len(place.folder) == 16 and 0 < len(place.name) <= LONGEST, place
+        named = len(place.name).to_bytes(2, "big") + place.folder + place.name
     aead = _aead(key.derived(head, salt))
-    return Cipher(head + salt + aead.encrypt(_nonce(0, 2), b"", head + salt), chunk, aead)
+    bound = head + salt + named
+    return Cipher(bound + aead.encrypt(_nonce(0, 2), b"", bound), chunk, aead, place)
 
 
 def of(key: Key, header: bytes, path: object) -> Cipher:
-    """Of a file with this header. Raises WrongKey and Damaged, which name the `path`."""
+    """Of a file that begins with these bytes, `HEADER` or all that it has. Raises WrongKey and Damaged, which name the
+    `path`."""
     from cryptography.exceptions import InvalidTag
 
-    if len(header) < HEADER:
+    if len(header) < SALTED + TAG:
         raise Damaged(f"{path} is damaged: it ends within the header of an encrypted file. Take it from a copy")
-    if header[7] != MAGIC[7]:
-        raise Damaged(f"{path} is encrypted in version {header[7]} of the form, and this Octavo reads {MAGIC[7]}")
+    if header[7] not in (FIRST, MAGIC[7]):
+        raise Damaged(
+            f"{path} is encrypted in version {header[7]} of the form, and this Octavo reads {FIRST} to {MAGIC[7]}"
+        )
     if header[12:20] != key.id:
         raise WrongKey(
             f"{path} was encrypted with another key ({header[12:20].hex()}) than the one that is given "
             f"({key.id.hex()}). Give that key"
         )
+    end, place = SALTED, None
+    if header[7] != FIRST:
+        length = int.from_bytes(header[SALTED : SALTED + 2], "big")
+        begin = SALTED + 2 + (16 if length else 0)
+        end = begin + length
+        if length:
+            place = Place(header[SALTED + 2 : begin], header[begin:end])
     chunk = int.from_bytes(header[8:12], "big")
     aead = _aead(key.derived(header[:20], header[20:52]))
     try:
-        aead.decrypt(_nonce(0, 2), header[52:], header[:52])
-    except InvalidTag:
+        aead.decrypt(_nonce(0, 2), header[end : end + TAG], header[:end])
+    except (InvalidTag, ValueError):  # the latter of less than a tag
         chunk = 0
     if chunk not in _SIZES:
-        raise Damaged(f"{path} is damaged: its header (bytes 0 to {HEADER - 1}) was changed. Take it from a copy")
-    return Cipher(header, chunk, aead)
+        raise Damaged(
+            f"{path} is damaged: its header (bytes 0 to {min(end + TAG, len(header)) - 1}) was changed or cut. Take "
+            "it from a copy"
+        )
+    return Cipher(header[: end + TAG], chunk, aead, place)
+
+
+def tag_of(header: bytes) -> bytes:
+    """The tag of an encrypted file's header, unchecked: of one whose key is not at hand. `header`: its first bytes."""
+    end = SALTED
+    if header[7:8] != bytes([FIRST]):
+        length = int.from_bytes(header[SALTED : SALTED + 2], "big")
+        end += 2 + (16 + length if length else 0)
+    return header[end : end + TAG]
+
+
+def was_encrypted(head: bytes, key: Key) -> bool:
+    """Whether the first bytes of a file without the mark are what damage left of an encrypted one's: most of the mark,
+    its beginning, or the id of the key."""
+    if len(head) < len(MAGIC):
+        return bool(head) and MAGIC.startswith(head[:7])
+    same = sum(one == other for one, other in zip(head, MAGIC[:7], strict=False))
+    return same >= 4 or head[12:20] == key.id
 
 
 def _nonce(number: int, kind: int) -> bytes:

@@ -1,6 +1,7 @@
 """The key: 32 bytes out of a file or the environment, and nowhere else.
 
     OCTAVO_KEY_FILE=/run/secrets/octavo.key     a file: 64 hex digits, base64, or 32 raw bytes (`--key-file` sets it)
+    --key-file <(pass show octavo)              a pipe or another open handle (/dev/fd/N): read once, and kept in memory
     OCTAVO_KEY=...                              the key itself in hex or base64, where a launcher hands secrets on so
 
 Both reach ranks and data workers as environment variables do. Processes that run others' code (rewards) are started
@@ -21,6 +22,7 @@ from octavo.vault.errors import NoKey
 
 SIZE = 32  # bytes: AES-256, and what HKDF takes
 FILE, VALUE = "OCTAVO_KEY_FILE", "OCTAVO_KEY"
+_LONGEST = 1024  # bytes of a key file
 _GIVE = f"Give one with --key-file FILE or {FILE}; `octavo encrypt --new-key FILE` makes one"
 
 
@@ -33,6 +35,7 @@ class Key:
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SIZE:
             raise NoKey(f"a key has {SIZE} bytes, and this one has {len(secret)}. {_GIVE}")
+        _refuse_repeated(secret, "what was given")
         self.__secret = bytes(secret)
         self.id = self.derived(b"octavo key id", b"", 8)
 
@@ -71,8 +74,36 @@ def given() -> bytes:
     return secret_in(file) if file else _decoded((value or "").encode(), VALUE)
 
 
+def keep_source() -> None:
+    """Where the key's file is an open handle of this process (/dev/fd/N) or a pipe, name a file in memory in its place:
+    either is read once, and ranks and workers, which have neither, open that by its path for as long as this process
+    lives. Raises NoKey as :func:`secret_in` does, and where this system has no such files."""
+    path = os.environ.get(FILE)
+    if path and (path.startswith(_HANDLES) or _is_pipe(path)):
+        if not hasattr(os, "memfd_create"):
+            raise NoKey(f"the key file {path} is read once, and this system keeps no files in memory. Name a file")
+        secret = secret_in(path)
+        handle = os.memfd_create("octavo")
+        os.fchmod(handle, 0o600)
+        os.write(handle, secret.hex().encode())
+        _kept_open.append(handle)
+        os.environ[FILE] = f"/proc/{os.getpid()}/fd/{handle}"
+
+
+_HANDLES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/", "/proc/thread-self/fd/")
+_kept_open: list[int] = []  # files in memory that hold a key
+
+
+def _is_pipe(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def _source() -> tuple[str | None, str | None]:
     """The file of the key, or the key as text: one of both."""
+    keep_source()
     file, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and not value:
         raise NoKey(f"there is no key. {_GIVE}")
@@ -98,11 +129,15 @@ def secret_in(path: str | os.PathLike[str]) -> bytes:
         raise NoKey(f"the key file {path} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
     try:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise NoKey(f"the key file {path} is no regular file")
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+            raise NoKey(f"the key file {path} is no regular file and no pipe")
         if found.st_mode & stat.S_IROTH:
             raise NoKey(f"the key file {path} can be read by everybody on this machine; chmod o-rwx it")
-        return _decoded(os.read(handle, 1024), f"the key file {path}")
+        os.set_blocking(handle, True)  # a pipe's writer may take a while: a password manager asks first
+        raw = b""
+        while len(raw) <= _LONGEST and (piece := os.read(handle, _LONGEST)):
+            raw += piece
+        return _decoded(raw, f"the key file {path}")
     finally:
         os.close(handle)
 
@@ -131,8 +166,20 @@ def without_key() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(VALUE)}
 
 
+def _refuse_repeated(secret: bytes, where: str) -> None:
+    """Raises NoKey for a placeholder: no generator gives one byte 32 times, and others guess it first."""
+    if len(set(secret)) == 1:
+        raise NoKey(f"{where} is one byte, {SIZE} times: a placeholder, which others guess at once. {_GIVE}")
+
+
 def _decoded(raw: bytes, where: str) -> bytes:
-    """The bytes that text, or the bytes themselves, stand for. Nothing of them is shown."""
+    """The bytes that text, or the bytes themselves, stand for. Raises NoKey; nothing of them is shown."""
+    secret = _bytes_of(raw, where)
+    _refuse_repeated(secret, f"the key in {where}" if where == VALUE else where)
+    return secret
+
+
+def _bytes_of(raw: bytes, where: str) -> bytes:
     text = raw.strip()
     if len(raw) == SIZE and not (raw.isascii() and raw.decode().isprintable()):  # letters are no random bytes: they
         return raw  # are what `openssl rand -hex 16` writes, which is half a key

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.vault.errors import VaultError
-from octavo.vault.reader import is_encrypted, opened
+from octavo.vault.folders import check_file, opened
+from octavo.vault.reader import is_encrypted
 
 
 def anonymous(what: str) -> tuple[int, Path]:
@@ -32,6 +33,7 @@ def plain_path(path: Path) -> Iterator[Path]:
     """A path under which a library may open a file: its own, or of an encrypted one that of its plain text in memory,
     which is gone when the block ends. Raises VaultError."""
     if not is_encrypted(path):
+        check_file(path, None)
         yield path
         return
     handle, place = anonymous(str(path))

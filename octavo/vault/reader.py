@@ -11,6 +11,16 @@ from octavo.vault import form
 from octavo.vault.errors import Damaged
 from octavo.vault.key import Key, find
 
+_COUNTED = 10_000
+_of_version_1: dict[str, None] = {}  # what this process opened in it
+
+
+def read_in_version_1() -> list[str]:
+    """The files of version 1, whose names are bound to nothing, that this process read since it was last asked."""
+    files = list(_of_version_1)
+    _of_version_1.clear()
+    return files
+
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
     """Whether a file is an encrypted one, by its first bytes; False for what is no file that can be read."""
@@ -38,18 +48,41 @@ class Reader(io.RawIOBase):
 
     def __init__(self, stored: int | bytes, path: object, key: Key | None = None) -> None:
         self._stored, self._path, self._at = stored, path, 0
-        self._cipher = form.of(key or find(), self._bytes(0, form.HEADER), path)
+        self._kept: tuple[int, bytes] = (-1, b"")
+        try:
+            self._begin_reading(key or find())
+        except BaseException:
+            self.release()
+            raise
+
+    def _begin_reading(self, key: Key) -> None:
+        stored, path = self._stored, self._path
+        self._cipher = form.of(key, self._bytes(0, form.HEADER), path)
+        if self._cipher.version == form.FIRST and len(_of_version_1) < _COUNTED:
+            _of_version_1[str(path)] = None
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
-        body, whole = size - form.HEADER, self._cipher.chunk + form.TAG
+        self._begin = len(self._cipher.header)
+        body, whole = size - self._begin, self._cipher.chunk + form.TAG
         self._chunks, rest = divmod(body, whole)
         self._chunks += bool(rest)
         if body < form.TAG or 0 < rest < form.TAG or self._chunks > form.MOST:
-            raise Damaged(
-                f"{path} is damaged: it ends within a chunk, at byte {body + form.HEADER}. Take it from a copy"
-            )
+            raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Take it from a copy")
         self.size = body - self._chunks * form.TAG
-        self._kept: tuple[int, bytes] = (-1, b"")
         self._chunk(self._chunks - 1)  # that the file ends where it was ended
+
+    def release(self) -> None:
+        """Leave the handle to the caller: neither `close` nor the collection of this object closes it from now on."""
+        self._stored = b""
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], key: Key | None = None) -> Reader:
+        """Of the file at a path. Raises VaultError, and OSError as open does."""
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            return cls(handle, os.fspath(path), key)
+        except BaseException:
+            os.close(handle)
+            raise
 
     def readable(self) -> bool:
         return True
@@ -87,6 +120,26 @@ class Reader(io.RawIOBase):
             left -= len(out[-1])
         return b"".join(out)
 
+    @property
+    def place(self) -> form.Place | None:
+        """What the file is bound to; None of one that was encrypted by itself, or in version 1."""
+        return self._cipher.place
+
+    @property
+    def chunk(self) -> int:
+        """Plain bytes of a chunk."""
+        return self._cipher.chunk
+
+    @property
+    def version(self) -> int:
+        """Of the form; 1 binds no names."""
+        return self._cipher.version
+
+    @property
+    def tag(self) -> bytes:
+        """That of the header, by which this very file is recognised."""
+        return self._cipher.header[-form.TAG :]
+
     def read_at(self, start: int, size: int) -> bytes:
         """Bytes by where they lie, as os.pread has it."""
         self.seek(start)
@@ -119,7 +172,7 @@ class Reader(io.RawIOBase):
 
         if self._kept[0] != number:
             whole, last = self._cipher.chunk + form.TAG, number == self._chunks - 1
-            start = form.HEADER + number * whole
+            start = self._begin + number * whole
             stored = self._bytes(start, whole)
             try:
                 self._kept = number, self._cipher.opened(number, stored, last)
@@ -133,13 +186,6 @@ class Reader(io.RawIOBase):
         return self._kept[1]
 
 
-def opened(handle: int, path: object, buffering: int = -1, key: Key | None = None) -> Any:
-    """A file that reads the plain text: with a buffer of a chunk unless `buffering` is 0. The handle is its own from
-    now on, unless this raises."""
-    raw = Reader(handle, path, key)
-    return raw if buffering == 0 else io.BufferedReader(raw, raw._cipher.chunk)
-
-
 def decrypted(stored: bytes, path: object, key: Key | None = None) -> bytes:
-    """The plain text of an encrypted file's bytes. Raises VaultError."""
+    """The plain text of an encrypted file's bytes, wherever they stood. Raises VaultError."""
     return Reader(stored, path, key).readall()

@@ -6,7 +6,6 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.vault import form
@@ -16,10 +15,13 @@ from octavo.vault.key import Key, find
 
 class Writer(io.RawIOBase):
     """Encrypts what is written to it into `out`, which stays open. `finish` writes the last chunk: without it the file
-    is none, so that what was broken off is never taken for whole. Positions are those of the plain text."""
+    is none, so that what was broken off is never taken for whole. Positions are those of the plain text. `place`: that
+    the file is bound to (:class:`octavo.vault.Folder`)."""
 
-    def __init__(self, out: BinaryIO, chunk: int = form.CHUNK, key: Key | None = None) -> None:
-        self.out, self._cipher = out, form.new(key or find(), chunk)
+    def __init__(
+        self, out: BinaryIO, chunk: int = form.CHUNK, key: Key | None = None, place: form.Place | None = None
+    ) -> None:
+        self.out, self._cipher = out, form.new(key or find(), chunk, place)
         self._number, self._written, self._rest, self._done = 0, 0, bytearray(), False
         out.write(self._cipher.header)
 
@@ -28,6 +30,11 @@ class Writer(io.RawIOBase):
 
     def tell(self) -> int:
         return self._written
+
+    @property
+    def tag(self) -> bytes:
+        """That of the header, by which this very file is recognised."""
+        return self._cipher.header[-form.TAG :]
 
     def fileno(self) -> int:
         """Of the stored file, which DCP forces to the disk."""
@@ -74,15 +81,10 @@ def writing(path: str | os.PathLike[str], chunk: int = form.CHUNK) -> Iterator[W
         os.fsync(out.fileno())
 
 
-def put(path: Path, plain: bytes, encrypt: bool) -> None:
-    """Write a file at once, encrypted or not; not forced to the disk."""
-    path.write_bytes(encrypted(plain) if encrypt else plain)
-
-
-def encrypted(plain: bytes, chunk: int = form.CHUNK, key: Key | None = None) -> bytes:
+def encrypted(plain: bytes, chunk: int = form.CHUNK, key: Key | None = None, place: form.Place | None = None) -> bytes:
     """The bytes of an encrypted file that holds these."""
     out = io.BytesIO()
-    writer = Writer(out, chunk, key)
+    writer = Writer(out, chunk, key, place)
     writer.write(plain)
     writer.finish()
     return out.getvalue()

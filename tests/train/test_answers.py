@@ -29,7 +29,7 @@ def test_an_answer_is_kept_as_far_as_it_goes_right_and_the_first_of_each_row():
 
 
 def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
-    monkeypatch.setenv(vault.VALUE, "ab" * 32)
+    monkeypatch.setenv(vault.VALUE, "abcd" * 16)
     monkeypatch.delenv(vault.FILE, raising=False)
     for step in (2, 4):
         Answers(tmp_path, TOKENIZER, 9, encrypt=True).write(step, [Answer("f", 1, [1], [4], "words", None, 0.5)])

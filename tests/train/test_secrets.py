@@ -133,7 +133,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     damaged.write_bytes(raw)
     assert main([*command, f"run.dir={tmp_path / 'b'}", f"data.train.0.path={damaged}"]) == 1
     told += (found := "".join(capfd.readouterr()))
-    assert "damaged.jsonl is damaged: chunk 0 of 1 (bytes 68 to" in found
+    assert "damaged.jsonl is damaged: chunk 0 of 1 (bytes 70 to" in found
 
     asked = [f"run.dir={tmp_path / 'c'}", "train.steps=2", "data.on_bad_sample=error"]
     with pytest.raises(train.TrainError, match="row 0 cannot be used") as quoting:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from octavo import vault
+from octavo import models, vault
 from octavo.cli.main import main
+from octavo.models import tiny
+from tests.vault import version_1
+from tests.vault.conftest import SECRET
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeyp
     assert main(["decrypt", here["e2"], here["back"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["decrypt", here["e2"], here["wrong"], "--key-file", here["k1"]]) == 1
-    assert "a.json was encrypted with another key" in capsys.readouterr().err
+    assert "files.octavo was encrypted with another key" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and not list(tmp_path.glob(".*"))
     monkeypatch.delenv(vault.FILE, raising=False)
 
@@ -92,3 +96,94 @@ def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsy
         (folder / "link").unlink()
     assert main(["encrypt", str(folder / "a.json"), str(tmp_path / "no" / "out")]) == 2
     assert "make it first" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def damaged(file, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("at", [*range(8), 9, 15, 40, 60, -1])
+def test_a_damaged_file_is_refused_and_nothing_is_copied(tmp_path, key, capsys, version, at):
+    """Of the mark too, without which a file looks plain: what was written for plain would be ciphertext."""
+    write_ten(tmp_path / "plain")
+    if version == 1:
+        version_1.encrypt_tree(tmp_path / "plain", tmp_path / "stored", SECRET)
+    else:
+        assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "stored")]) == 0
+    damaged(tmp_path / "stored/f7", at)
+    for source in ("stored", "stored/f7"):
+        assert main(["decrypt", str(tmp_path / source), str(tmp_path / "out")]) == 1
+        said = capsys.readouterr().err
+        assert "stored/f7" in said and "Traceback" not in said
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def write_ten(folder) -> None:
+    folder.mkdir()
+    for number in range(10):
+        (folder / f"f{number}").write_text(f"number {number}")
+
+
+@pytest.mark.parametrize("left", [0, 1, 5, 7, 8, 30, 69, 84])
+def test_a_file_cut_to_less_than_its_head_is_refused(tmp_path, key, capsys, left):
+    write_ten(tmp_path / "plain")
+    assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "stored")]) == 0
+    assert main(["encrypt", str(tmp_path / "plain/f1"), str(tmp_path / "single")]) == 0
+    for source, file in (("stored", "stored/f1"), ("stored/f1", "stored/f1"), ("single", "single")):
+        (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:left])
+        assert main(["decrypt", str(tmp_path / source), str(tmp_path / "out")]) == 1
+        assert file in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_what_is_plain_is_refused_where_it_is_named(folder, tmp_path, key, capsys):
+    """And counted and named in a folder of a run, of which a part is plain."""
+    for source, why in (("a.json", "it is not encrypted"), ("", "nothing in it is encrypted")):
+        assert main(["decrypt", str(folder / source), str(tmp_path / "out")]) == 1
+        assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+    vault.append(folder / "answers.jsonl.aes", ["one\n"])
+    assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "1 decrypted, 3 copied as they are" in said.out and f"{folder}/a.json and 2 more" in said.err
+    (folder / "answers.jsonl.aes").write_bytes(b"k" + (folder / "answers.jsonl.aes").read_bytes()[1:])
+    (folder / "b").write_bytes(vault.encrypted(b"b"))
+    assert main(["decrypt", str(folder), str(tmp_path / "no")]) == 1
+    assert "answers.jsonl.aes is damaged" in capsys.readouterr().err
+
+
+def test_a_plain_shard_in_an_encrypted_checkpoint_is_refused(tmp_path, key, capsys):
+    """Its other files are encrypted: the head of this one was overwritten, or the file exchanged."""
+    (tmp_path / "step_2").mkdir()
+    for name in ("state.json", "__0_0.distcp"):
+        (tmp_path / "step_2" / name).write_bytes(vault.encrypted(b"{}"))
+    (tmp_path / "step_2/__0_0.distcp").write_bytes(bytes(100))
+    assert main(["decrypt", str(tmp_path / "step_2"), str(tmp_path / "out")]) == 1
+    assert "__0_0.distcp is damaged: state.json of its checkpoint is encrypted" in capsys.readouterr().err
+
+
+def test_version_1_is_read_and_reported(folder, tmp_path, key, capsys):
+    version_1.encrypt_tree(folder, tmp_path / "old", SECRET)
+    (tmp_path / "old.key").write_text(SECRET.hex())
+    (tmp_path / "old.key").chmod(0o600)
+    assert main(["decrypt", str(tmp_path / "old"), str(tmp_path / "back")]) == 0
+    assert contents(tmp_path / "back") == contents(folder)
+    note = "and 2 more are encrypted in version 1 of the form, which binds no names"
+    assert note in (said := capsys.readouterr().err) and "old/a.json" in said
+    assert main(["encrypt", str(tmp_path / "old"), str(tmp_path / "new"), "--old-key", str(tmp_path / "old.key")]) == 0
+    assert note in capsys.readouterr().err
+    assert main(["decrypt", str(tmp_path / "new"), str(tmp_path / "again")]) == 0
+    assert "version 1" not in capsys.readouterr().err and contents(tmp_path / "again") == contents(folder)
+    assert main(["encrypt", str(tmp_path / "old"), str(tmp_path / "mixed")]) == 0  # as they are, and listed
+    (tmp_path / "mixed/a.json").write_bytes((tmp_path / "old/empty").read_bytes())
+    assert main(["decrypt", str(tmp_path / "mixed"), str(tmp_path / "no")]) == 1
+    assert "a.json is another encrypted file" in capsys.readouterr().err
+
+
+def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
+    tiny.write("qwen3", tmp_path / "plain", size="mini")
+    version_1.encrypt_tree(tmp_path / "plain", tmp_path / "old", SECRET)
+    one, other = models.load(tmp_path / "plain"), models.load(tmp_path / "old")
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    models.load_processor(tmp_path / "old")

@@ -17,37 +17,67 @@ from octavo import vault
 from octavo.vault import form
 from tests.vault.conftest import SECRET
 
-CHUNK, HEADER, TAG = 4096, 68, 16
-#: b"octavo" under bytes 0 to 31, in chunks of 4096 bytes, with this salt: it must be read for ever
-KNOWN = (
+CHUNK, HEADER, TAG = 4096, 70, 16
+#: b"octavo" under bytes 0 to 31, in chunks of 4096 bytes: they must be read for ever. In version 1; in version 2; and
+#: bound to hf/a.json of the folder whose id is bytes 0 to 15
+KNOWN = [
     "8f4f43544145530100001000eeeacf5d17c307225134f9a2ca28ab769a53a317f36232ed7afd8384872ed10e08134f71f8319118bddf12cb"
-    "f22dc22e71a3e9ee5e54483ba45e9432d4b3ef052cff6fa8156831465b7de91ce6b4"
-)
+    "f22dc22e71a3e9ee5e54483ba45e9432d4b3ef052cff6fa8156831465b7de91ce6b4",
+    "8f4f43544145530200001000eeeacf5d17c30722404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f0000dcf0"
+    "72af4c90ff7e38bfb92e7124f2a320ba1d4f5d364127d9045d43038ff16ff48a85dd3b02",
+    "8f4f43544145530200001000eeeacf5d17c30722404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f00090001"
+    "02030405060708090a0b0c0d0e0f68662f612e6a736f6e0fd2ca76e7392c08ba01071d16d4fba820ba1d4f5d364127d9045d43038ff16ff4"
+    "8a85dd3b02",
+]
+PLACE = vault.Place(bytes(range(16)), b"hf/a.json")
 
 
 def by_the_page(stored: bytes, key: bytes) -> bytes:
-    """The plain text by docs/encryption.md alone, with HKDF of the standard library."""
+    """The plain text, and before it the name, by docs/encryption.md alone, with HKDF of the standard library."""
 
     def hkdf(salt: bytes, info: bytes) -> bytes:
         secret = hmac.digest(salt or bytes(32), key, hashlib.sha256)
         return hmac.digest(secret, info + b"\x01", hashlib.sha256)
 
-    assert stored[:8] == b"\x8fOCTAES\x01"
+    assert stored[:7] == b"\x8fOCTAES" and stored[7] in (1, 2)
+    length = int.from_bytes(stored[52:54], "big") if stored[7] == 2 else 0
+    begin = 52 if stored[7] == 1 else 70 + length if length else 54
     assert stored[12:20] == hkdf(b"", b"octavo key id")[:8]
     size, aead = int.from_bytes(stored[8:12], "big"), AESGCM(hkdf(stored[20:52], stored[:20]))
-    assert aead.decrypt(bytes(11) + b"\x02", stored[52:68], stored[:52]) == b""
-    pieces = [stored[n : n + size + 16] for n in range(68, len(stored), size + 16)]
+    assert aead.decrypt(bytes(11) + b"\x02", stored[begin : begin + 16], stored[:begin]) == b""
+    pieces = [stored[n : n + size + 16] for n in range(begin + 16, len(stored), size + 16)]
     last = len(pieces) - 1
-    return b"".join(
+    return stored[70 : 70 + length] + b"".join(
         aead.decrypt(bytes(3) + n.to_bytes(8, "big") + bytes([n == last]), piece, None)
         for n, piece in enumerate(pieces)
     )
 
 
-def test_a_known_answer(key):
-    stored = bytes.fromhex(KNOWN)
-    assert vault.decrypted(stored, "a") == by_the_page(stored, SECRET) == b"octavo"
-    assert key.id.hex() == "eeeacf5d17c30722"
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_known_answer(key, known):
+    stored = bytes.fromhex(known)
+    reader = vault.Reader(stored, "a")
+    name = b"" if reader.place is None else reader.place.name
+    assert vault.decrypted(stored, "a") == b"octavo" and by_the_page(stored, SECRET) == name + b"octavo"
+    assert key.id.hex() == "eeeacf5d17c30722" and reader.version == stored[7]
+    assert vault.tag_of(stored) == reader.tag
+
+
+def test_a_name_is_part_of_the_header(key):
+    stored = vault.encrypted(b"words", place=PLACE)
+    assert vault.Reader(stored, "a").place == PLACE and len(stored) == 86 + len(PLACE.name) + 5 + TAG
+    for at in range(52, 86 + len(PLACE.name)):  # the length, the folder, the name, the tag
+        for bit in range(8):
+            broken = bytearray(stored)
+            broken[at] ^= 1 << bit
+            assert "its header" in refused(bytes(broken))
+    older = stored[:7] + b"\x01" + stored[8:]  # to take the name off
+    assert "its header" in refused(older)
+    assert "its header" in refused(older[:52] + stored[-TAG - 21 : -21] + older[68:])
+    for left in range(8, len(stored)):
+        refused(stored[:left])
+    longest = vault.Place(PLACE.folder, b"a" * 4096)
+    assert vault.Reader(vault.encrypted(b"words", place=longest), "a").place == longest
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -98,7 +128,7 @@ def test_a_flipped_bit_anywhere_is_refused(key):
         broken[byte] ^= 1 << byte % 8
         with pytest.raises(vault.WrongKey if 12 <= byte < 20 else vault.Damaged, match="FILE"):
             vault.decrypted(bytes(broken), "FILE")
-    assert not vault.begins(b"\x8eOCTAES\x01")  # and a file that does not begin so is none
+    assert not vault.begins(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
 
 
 def test_chunks_that_move_are_refused_by_their_number(key):
@@ -118,10 +148,10 @@ def test_chunks_that_move_are_refused_by_their_number(key):
     assert "chunk 2 of 3" in refused(head + b"".join(chunks))  # cut at a border: the last is not marked as the last
     assert "chunk 0 of 1" in refused(head + chunks[0])
     assert "chunk" in refused(other[:HEADER] + stored[HEADER:])
-    assert "(bytes 68 to 4179)" in refused(head + b"".join([chunks[1], chunks[0], chunks[2], tail]))
+    assert "(bytes 70 to 4181)" in refused(head + b"".join([chunks[1], chunks[0], chunks[2], tail]))
 
 
-@pytest.mark.parametrize("left", [0, 7, 8, 67, 68, 69, 83, 84, 5000])
+@pytest.mark.parametrize("left", [0, 7, 8, 67, 69, 70, 71, 85, 86, 5000])
 def test_what_is_cut_short_is_refused(key, left):
     stored = vault.encrypted(bytes(3 * CHUNK), CHUNK)
     if left >= 8:
@@ -144,7 +174,7 @@ def test_what_was_broken_off_is_no_file(key, tmp_path):
 
 def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
     stored = vault.encrypted(b"words")
-    assert "in version 2 of the form" in refused(stored[:7] + b"\x02" + stored[8:])
+    assert "in version 3 of the form" in refused(stored[:7] + b"\x03" + stored[8:])
     monkeypatch.delenv(vault.VALUE)
     monkeypatch.setenv(vault.FILE, str(other))
     with pytest.raises(vault.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
+import os
 import resource
+import subprocess
+import sys
 import traceback
 
 import pytest
@@ -46,7 +49,7 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
 def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
     with pytest.raises(vault.NoKey, match="No such file"):
         vault.from_file(tmp_path / "none")
-    with pytest.raises(vault.NoKey, match="no regular file"):
+    with pytest.raises(vault.NoKey, match="no regular file and no pipe"):
         vault.from_file(tmp_path)
     file = tmp_path / "open.key"
     file.write_text(SECRET.hex())
@@ -84,3 +87,71 @@ def test_no_core_file_and_none_through_a_pipe(key):
     vault.given()
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     assert soft == (0 if hard == 0 else 1)
+
+
+@pytest.mark.parametrize("wrong", [bytes(32), b"\xff" * 32, b"00" * 32, b"Aa" * 32, base64.b64encode(bytes(32))],
+                         ids=["zeros", "raw", "hex", "hex of one byte", "base64"])  # fmt: skip
+def test_one_byte_again_and_again_is_no_key(tmp_path, monkeypatch, wrong):
+    file = tmp_path / "key"
+    file.write_bytes(wrong)
+    file.chmod(0o600)
+    with pytest.raises(vault.NoKey, match=r"is one byte, 32 times: a placeholder"):
+        vault.from_file(file)
+    if wrong.isascii() and len(wrong) != 32:
+        monkeypatch.delenv(vault.FILE, raising=False)
+        monkeypatch.setenv(vault.VALUE, wrong.decode())
+        with pytest.raises(vault.NoKey, match=r"OCTAVO_KEY is one byte, 32 times"):
+            vault.find()
+    vault.Key(bytes([0] * 31 + [1]))  # nearly so is one
+
+
+def pipe(raw: bytes) -> int:
+    """The end of a pipe from which these bytes are read, once."""
+    end, start = os.pipe()
+    os.write(start, raw)
+    os.close(start)
+    return end
+
+
+def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
+    """What a process whose key comes by `words` finds, what it finds again, and what a child of its finds."""
+    script = (
+        "import subprocess, sys; from argparse import Namespace as Given; from octavo import vault;"
+        "from octavo.cli import arguments;"
+        "arguments.use_key(Given(key_file=sys.argv[1] if len(sys.argv) > 1 else None));"
+        "print(vault.find().id.hex(), vault.Key(vault.given()).id.hex(), subprocess.run([sys.executable, '-c',"
+        "'from octavo import vault; print(vault.find().id.hex())'], capture_output=True, text=True, check=True).stdout)"
+    )
+    env = {name: value for name, value in os.environ.items() if name not in (vault.FILE, vault.VALUE)}
+    env |= more.pop("environment", {})
+    return subprocess.run(
+        [sys.executable, "-c", script, *words], env=env, capture_output=True, text=True, check=False, **more
+    )
+
+
+@pytest.mark.parametrize("how", ["--key-file", "OCTAVO_KEY_FILE", "a file behind the handle"])
+def test_a_key_from_a_handle_is_read_once_and_children_have_it(tmp_path, how):
+    """`--key-file <(pass show octavo)`: the pipe is empty after the first reading, and no child has the handle."""
+    if how == "a file behind the handle":
+        (tmp_path / "key").write_text(SECRET.hex())
+        (tmp_path / "key").chmod(0o600)
+        handle = os.open(tmp_path / "key", os.O_RDONLY)
+    else:
+        handle = pipe(SECRET.hex().encode() + b"\n")
+    path = f"/dev/fd/{handle}"
+    environment = {vault.FILE: path} if how == "OCTAVO_KEY_FILE" else {}
+    done = key_of([] if environment else [path], environment=environment, pass_fds=[handle])
+    os.close(handle)
+    assert done.stdout.split() == [vault.Key(SECRET).id.hex()] * 3, done.stderr
+
+
+@pytest.mark.parametrize("raw", [b"", b"words", bytes(5000), b"00" * 32])
+def test_a_handle_without_a_key_is_refused(tmp_path, monkeypatch, raw):
+    handle = pipe(raw)
+    monkeypatch.delenv(vault.VALUE, raising=False)
+    monkeypatch.setenv(vault.FILE, f"/dev/fd/{handle}")
+    with pytest.raises(vault.NoKey, match=rf"/dev/fd/{handle} "):
+        vault.find()
+    os.close(handle)
+    with pytest.raises(vault.NoKey, match=rf"/dev/fd/{handle} cannot be read"):
+        vault.find()

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import atomic, fp8, models
+from octavo import atomic, fp8, models, targets
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -192,7 +192,7 @@ def export(
         check_template(models.load_tokenizer(source), source)
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
-        _enough_room(target, shards.total)
+        _enough_room(made, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
             writer.take(name, value)
@@ -216,6 +216,7 @@ def export(
 
 def check_target(target: Path, sources: Iterable[Path]) -> None:
     """Refuse a directory that an export must not replace. Raises CheckpointError."""
+    targets.check_target(target, CheckpointError)
     for source in sources:
         here, there = target.resolve(), source.resolve()
         if here == there or here in there.parents:
@@ -223,10 +224,10 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
             raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
-    if not target.is_dir() or not any(target.iterdir()):
+    if targets.is_free(target):
         return
     if not (target / MARKER).is_file():
-        names = ", ".join(sorted(p.name for p in target.iterdir())[:3])
+        names = ", ".join(map(printable, targets.contents(target)[:3]))
         raise CheckpointError(
             f"{target} is not empty ({names}) and is no earlier export: it has no {MARKER}. Name a directory that is "
             "new, or delete this one; nothing is overwritten"
@@ -246,7 +247,7 @@ def _foreign(target: Path) -> list[str]:
     wrote = {MARKER, *sums} if sums else {MARKER, INDEX, "config.json", *note["files"]}
     wrote |= set() if sums else {file.name for file in companions(target)}
     strange = []
-    for entry in sorted(target.iterdir()):
+    for entry in (target / name for name in targets.contents(target)):
         shard = entry.name.endswith(".safetensors")
         edited = not shard and entry.name in sums and entry.is_file() and sha256(entry) != sums[entry.name]
         if entry.name not in wrote or entry.is_symlink() or entry.is_dir() or edited:
@@ -254,8 +255,8 @@ def _foreign(target: Path) -> list[str]:
     return strange
 
 
-def _enough_room(target: Path, size: int) -> None:
-    free = shutil.disk_usage(target.parent).free
+def _enough_room(made: Path, target: Path, size: int) -> None:
+    free = shutil.disk_usage(made).free
     if free < size:
         raise CheckpointError(
             f"{target} would take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "

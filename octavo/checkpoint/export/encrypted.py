@@ -23,12 +23,13 @@ from octavo.models.headers import WORDS, Header, compose, index_of
 
 class EncryptedShards:
     """As `export.files.Shards`, for values that come in the order of `tensors`. `owners`: tensor -> the rank that
-    writes it; `rank`: this process's."""
+    writes it; `rank`: this process's; `folder`: that they are bound to."""
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int
-    ) -> None:
-        self._directory, self._rank = directory, rank
+        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        folder: vault.Folder,
+    ) -> None:  # fmt: skip
+        self._directory, self._rank, self._folder = directory, rank, folder
         self._shards: list[list[Planned]] = []
         self._owner: list[int] = []
         begun: dict[tuple[int, int], tuple[int, int]] = {}  # of a rank and a width: the file, and room in it
@@ -63,7 +64,8 @@ class EncryptedShards:
         assert planned == (name, tensor.dtype, tuple(tensor.shape)), (planned, name, tensor.dtype, tensor.shape)
         assert self._owner[number] == self._rank, (name, self._owner[number])
         if number not in self._open:
-            self._open[number] = vault.Writer(open(self._directory / self._names[number], "wb"))  # noqa: SIM115
+            path = self._directory / self._names[number]
+            self._open[number] = vault.Writer(open(path, "wb"), place=self._folder.place(path))  # noqa: SIM115
             self._open[number].write(self._headers[number].head)
         writer = self._open[number]
         data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
@@ -87,7 +89,7 @@ class EncryptedShards:
     def write_index(self) -> None:
         """The list of what is where, of several files."""
         if len(self._shards) > 1:
-            vault.put(self._directory / INDEX, index_of(self._headers).encode(), encrypt=True)
+            self._folder.put(self._directory / INDEX, index_of(self._headers).encode())
 
     def _header(self, number: int) -> Header:
         tensors = [(name, WORDS[dtype], shape) for name, dtype, shape in self._shards[number]]

@@ -23,7 +23,7 @@ from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_READ = ("config.json", "adapter_config.json", MARKER)
+_READ = ("config.json", "adapter_config.json", MARKER, vault.LIST)
 _QUESTION = "What is in the picture?"
 
 

@@ -1,0 +1,77 @@
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what is half-written is removed.
+
+The default action of both ends the process at once, and no ``finally`` runs: what `octavo decrypt` had written in plain
+would stay on the disk. A process that is killed (SIGKILL) still leaves it; the next command that writes there removes
+it (:mod:`octavo.atomic`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Stopped(BaseException):
+    """A signal asked the process to end. No ``except Exception`` takes it for an error of the work."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Inside, the first SIGTERM, SIGHUP or SIGINT raises `Stopped` or KeyboardInterrupt in the main thread.
+
+    A SIGTERM or SIGHUP after the first signal changes nothing, so that the removal is not cut short (schedulers repeat
+    their signals); a second SIGINT interrupts it. What is ignored (nohup) stays ignored, and a handler that somebody
+    else installed stays in place. Outside the main thread nothing can be caught, and nothing is changed. A child
+    process that inherits the handlers by a fork ends as it would without them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner, stopping = os.getpid(), False
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        if os.getpid() != owner:
+            _end_by(number)
+        if not stopping:
+            stopping = True
+            raise Stopped(number)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, stop)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_by(number: int) -> NoReturn:
+    """End this process by the signal's default action."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)

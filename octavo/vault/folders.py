@@ -1,0 +1,237 @@
+"""Folders that were encrypted as a whole: every file is bound to its path inside, and a list says which there are.
+
+    files.octavo     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and of each file
+                     KIND " " PATH "\\0"
+    KIND  =          an encrypted file that is bound to this folder and path by its own header
+          32 hex     an encrypted file that was copied as it is: the tag of its header
+          *          a list of encrypted lines, to which lines may be added
+
+The id of the folder is random and in the header of every file, of the list too: what another encryption of the same
+folder wrote, with the same key, is another folder's. Neither the folder's name nor its place is bound: it can be
+renamed and moved as a whole. A folder in it may have a list of its own (`hf/` in the directory of a run).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from octavo.vault import form
+from octavo.vault.errors import Exchanged, NoKey, VaultError
+from octavo.vault.key import Key, find
+from octavo.vault.reader import Reader
+from octavo.vault.writer import encrypted
+
+LIST = "files.octavo"
+BOUND, LINES = "=", "*"
+_HEAD = b"octavo files 1\0"
+_FIX = "Take the whole folder from a copy, its files.octavo included"
+#: what may come into a folder without being listed: the lock of a process that works in it
+_PASSING = (".lock",)
+
+
+class Folder:
+    """A folder that is being written encrypted. `identity`: its id, where several ranks write it."""
+
+    def __init__(self, root: Path, identity: bytes | None = None, key: Key | None = None) -> None:
+        self.root, self.identity, self._key = root, identity or os.urandom(16), key
+
+    def place(self, path: Path) -> form.Place:
+        """What a file at this path is bound to. Raises VaultError for a path that is too long."""
+        name = os.fsencode(path.relative_to(self.root))
+        if len(name) > form.LONGEST:
+            raise VaultError(f"{path}: a path of {len(name)} bytes inside a folder, and {form.LONGEST} are the most")
+        return form.Place(self.identity, name)
+
+    def put(self, path: Path, plain: bytes) -> None:
+        """Write a file at once; not forced to the disk."""
+        path.write_bytes(encrypted(plain, key=self._key, place=self.place(path)))
+
+    def write_list(self, kinds: Mapping[Path, str] | None = None) -> None:
+        """Write the list of what is in the folder, when all is written. `kinds`: of each file, where the caller knows;
+        else every file that is there is bound to this folder."""
+        if kinds is None:
+            kinds = {path: BOUND for path in self.root.rglob("*") if path.is_file() and path != self.root / LIST}
+        entries = [f"{kind} ".encode() + self.place(path).name + b"\0" for path, kind in sorted(kinds.items())]
+        self.put(self.root / LIST, _HEAD + b"".join(entries))
+
+
+def put(path: Path, plain: bytes, folder: Folder | None) -> None:
+    """Write a file at once, encrypted in a folder that is, else as it is; not forced to the disk."""
+    if folder is None:
+        path.write_bytes(plain)
+    else:
+        folder.put(path, plain)
+
+
+def root_of(path: str | os.PathLike[str]) -> Path | None:
+    """The nearest folder with a list that a path is in or is; None where there is none.
+
+    The path as it is named decides, so that a link in a file's place is seen. One that is in no such folder by its name
+    is where its links lead.
+    """
+    named = os.path.abspath(path)
+    return _root_above(named) or _root_above(os.path.realpath(named))
+
+
+def _root_above(path: str) -> Path | None:
+    place = path if os.path.isdir(path) else os.path.dirname(path)
+    while not os.path.lexists(os.path.join(place, LIST)):
+        if place == os.path.dirname(place):
+            return None
+        place = os.path.dirname(place)
+    return Path(place)
+
+
+def listed(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
+    """Path inside -> kind, of a folder with a list. Raises VaultError for a list that is damaged or another file."""
+    key, stat = key or find(), os.stat(root / LIST)
+    return _listed(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _listed(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
+    with Reader.of(root / LIST, key) as reader:
+        if reader.place is None or reader.place.name != LIST.encode():
+            raise Exchanged(f"{root / LIST} is not the list of a folder: another file was put in its place. {_FIX}")
+        raw = reader.readall()
+    if not raw.startswith(_HEAD):
+        raise Exchanged(f"{root / LIST} is of a later form than this Octavo reads")
+    pairs = (entry.partition(b" ") for entry in raw[len(_HEAD) :].split(b"\0") if entry)
+    return {name: kind.decode() for kind, _, name in pairs}
+
+
+def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | None = None) -> None:
+    """That a file that was opened is the one that was encrypted at this path. `reader`: None of a plain file.
+
+    Raises Exchanged, with the path, for a file that is bound to another path or folder, one that was taken out of its
+    folder, and one that is plain or of its own where the list has another.
+    """
+    place = None if reader is None else reader.place
+    if place is None:
+        _check_unbound(path, reader, key)
+        return
+    name, named, shown = os.fsdecode(place.name), os.path.abspath(path), os.fspath(path)
+    real = os.path.realpath(named)
+    # a link in a folder with a list may stand in place of a file there: then the name decides, not where it leads
+    for one in (named, *([real] if real != named and _root_above(named) is None else [])):
+        root = Path(one[: -len(name) - 1] or "/") if one.endswith(f"/{name}") else None
+        if root is not None and (root / LIST).is_file():
+            if _identity(root, key) == place.folder:
+                return
+            raise Exchanged(f"{shown} is {name} of another encrypted folder than {root}: it was exchanged. {_FIX}")
+    if named.endswith(f"/{name}"):
+        raise Exchanged(
+            f"{shown} is {name} of an encrypted folder, and there is no {LIST} where that begins: the file was taken "
+            f"out of its folder, or the list was removed. {_FIX}"
+        )
+    raise Exchanged(
+        f"{shown} was encrypted as {name} of its folder, and is named otherwise here: it was exchanged with another "
+        f"file, renamed or taken out. {_FIX}"
+    )
+
+
+def check_plain(path: str | os.PathLike[str], error: type[Exception]) -> None:
+    """That a plain file, which a library opens by its path, is none in place of an encrypted one. Raises `error`."""
+    try:
+        check_file(path, None)
+    except VaultError as cause:
+        raise error(str(cause)) from cause
+
+
+def _identity(root: Path, key: Key | None) -> bytes | None:
+    """The id of a folder, by the header of its list."""
+    key, stat = key or find(), os.stat(root / LIST)
+    return _identity_of(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _identity_of(root: Path, key: Key, *_state: object) -> bytes | None:
+    with Reader.of(root / LIST, key) as reader:
+        place = reader.place
+    return place.folder if place is not None and place.name == LIST.encode() else None
+
+
+def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key | None) -> None:
+    if (root := root_of(path)) is None:
+        return
+    if reader is None and key is None:
+        try:
+            find()
+        except NoKey:  # who reads without a key trusts plain files
+            return
+    name = os.path.relpath(os.path.abspath(path), root)
+    if name.startswith(".."):
+        name = os.path.relpath(os.path.realpath(path), os.path.realpath(root))
+    kind = listed(root, key).get(os.fsencode(name))
+    if kind is None or kind == LINES or (reader is not None and kind == reader.tag.hex()):
+        return
+    what = "is not encrypted" if reader is None else "is another encrypted file, one without a bound name"
+    raise Exchanged(f"{os.fspath(path)} {what}, and {root / LIST} lists an encrypted one: it was exchanged. {_FIX}")
+
+
+def has_list(folder: Path) -> bool:
+    """Whether a folder was encrypted as a whole."""
+    return os.path.lexists(folder / LIST)
+
+
+def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key | None = None) -> None:
+    """That a folder, where it is in one that was encrypted, has the files that the list says, and (`added`) no others;
+    `deep`: those in folders below too. What the files hold is checked where each is opened.
+
+    Raises Exchanged with the first missing or added file, and VaultError for a list that cannot be read.
+    """
+    if (root := root_of(folder)) is None:
+        return
+    inside = os.path.relpath(os.path.abspath(folder), root)
+    if inside.startswith(".."):
+        inside = os.path.relpath(os.path.realpath(folder), os.path.realpath(root))
+    head = b"" if inside == "." else os.fsencode(inside) + b"/"
+    wanted = {name[len(head) :] for name in listed(root, key) if name.startswith(head)}
+    if not deep:
+        wanted = {name for name in wanted if b"/" not in name}
+    there = set(_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
+    where = f"{root / LIST}, the list of what was encrypted together"
+    if missing := sorted(wanted - there):
+        raise Exchanged(f"{_named(folder, missing)} missing, by {where}. {_FIX}")
+    if added and (more := sorted(there - wanted)):
+        raise Exchanged(
+            f"{_named(folder, more)} added: not in {where}. Move it out, or encrypt the folder again with it (octavo "
+            "encrypt SRC DST --old-key)"
+        )
+
+
+def _named(folder: Path, names: list[bytes]) -> str:
+    first = os.path.join(os.fspath(folder), os.fsdecode(names[0]))
+    return f"{first} and {len(names) - 1} more are" if len(names) > 1 else f"{first} is"
+
+
+def _names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if deep:
+                    yield from _names(entry.path, deep, head + entry.name + b"/")
+            elif os.fsdecode(entry.name) not in _PASSING:
+                yield head + entry.name
+
+
+def opened(
+    handle: int, path: str | os.PathLike[str], buffering: int = -1, key: Key | None = None, shown: object = None
+) -> Any:
+    """A file that reads the plain text of the encrypted one at a path: with a buffer of a chunk unless `buffering` is
+    0. The handle is its own from now on, unless this raises. `shown`: the path as messages have it.
+
+    Raises VaultError, also for a file that is not the one that was encrypted at this path (:func:`check_file`).
+    """
+    raw = Reader(handle, path if shown is None else shown, key)
+    try:
+        check_file(path, raw, key)
+    except BaseException:
+        raw.release()
+        raise
+    return raw if buffering == 0 else io.BufferedReader(raw, raw.chunk)

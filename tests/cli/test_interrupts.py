@@ -1,0 +1,137 @@
+"""A command that a signal ends leaves nothing half-written: SIGTERM and SIGHUP as Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import atomic, vault
+from octavo.cli import interrupts
+from octavo.cli.main import main
+from octavo.models import tiny
+
+CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A key, two files with a word, and the same encrypted."""
+    key = tmp_path / "key"
+    monkeypatch.setenv(vault.FILE, str(key))
+    monkeypatch.delenv(vault.VALUE, raising=False)
+    vault.write_new(key)
+    (tmp_path / "plain").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "plain" / name).write_bytes(b"PLAINTEXT" * 99)
+    assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "stored")]) == 0
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A mini Qwen3."""
+    return str(tiny.write("qwen3", tmp_path_factory.mktemp("model") / "qwen3", size="mini"))
+
+
+def stopping(monkeypatch, number: int, name: str = "sync_tree", after: bool = True) -> None:
+    """Send this process the signal in or after a function of `octavo.atomic`."""
+    real = getattr(atomic, name)
+
+    def send(*given, **more):
+        if after:
+            real(*given, **more)
+        os.kill(os.getpid(), number)
+        return real(*given, **more)
+
+    monkeypatch.setattr(atomic, name, send)
+
+
+@pytest.mark.parametrize(("command", "number"), [
+    *((command, number) for command in ("decrypt", "encrypt", "examples") for number in CODES),
+    *((command, signal.SIGTERM) for command in ("digits", "text", "tiny", "export", "seal")),
+])  # fmt: skip
+def test_what_a_signal_ends_is_removed(folder, model, monkeypatch, capsys, command, number):
+    out = str(folder / "out")
+    words = {
+        "decrypt": [str(folder / "stored"), out], "encrypt": [str(folder / "plain"), out], "text": [out],
+        "digits": [out, "--train", "1", "--test", "1"], "examples": [out], "tiny": ["qwen3", out],
+        "export": [model, out, "--format", "bf16"], "seal": ["model", model, out],
+    }[command]  # fmt: skip
+    before, handlers = sorted(folder.rglob("*")), [signal.getsignal(number) for number in CODES]
+    stopping(monkeypatch, number, "_publish" if command == "tiny" else "sync_tree", after=command != "tiny")
+    assert main([command, *words]) == CODES[number]
+    assert sorted(folder.rglob("*")) == before
+    said = capsys.readouterr().err
+    assert ("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}") in said
+    assert handlers == [signal.getsignal(number) for number in CODES]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_one_file_that_is_decrypted_leaves_no_part(folder, monkeypatch, name):
+    stopping(monkeypatch, signal.SIGTERM, "swap", after=False)
+    assert main(["decrypt", str(folder / "stored" / name), str(folder / "out")]) == 143
+    assert not (folder / "out").exists() and not list(folder.glob(".*"))
+
+
+def test_a_file_that_is_written_by_itself_leaves_no_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda handle: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(interrupts.Stopped), interrupts.stop_signals():
+        atomic.write_text(tmp_path / "run.yaml", "half")
+    assert not list(tmp_path.iterdir())
+
+
+def test_signals_that_a_scheduler_repeats_do_not_cut_the_removal_short(tmp_path):
+    removed = []
+    with pytest.raises(interrupts.Stopped), interrupts.stop_signals():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            removed.append(True)
+    assert removed
+
+
+def test_what_is_ignored_or_caught_by_another_stays_so():
+    caught: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+        with interrupts.stop_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_forked_child_ends_as_without_the_handlers():
+    with interrupts.stop_signals():
+        if (child := os.fork()) == 0:
+            try:
+                signal.pause()
+            finally:
+                os._exit(0)  # what the parent's own blocks would do
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_process_that_a_scheduler_ends(folder):
+    """As a process of its own: the first bytes of plain text are there, then SIGTERM comes."""
+    script = (
+        "import os, signal, sys; from octavo.cli import ciphered; from octavo.cli.main import main; real = os.fsync;"
+        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGTERM); sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "decrypt", str(folder / "stored"), str(folder / "out")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 143 and done.stderr == "octavo: ended by SIGTERM\n"
+    assert not (folder / "out").exists() and not list(folder.glob(".*"))
