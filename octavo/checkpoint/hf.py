@@ -89,6 +89,7 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, made, most, encrypt=encrypt)
                 copy_companions(source, made, encrypt)
+                models.state_end(source, made, encrypt)
                 atomic.sync_tree(made)
     return target
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
 from octavo.models import chat
+from octavo.models.endings import stop_ids
 from octavo.models.errors import ModelError
 from octavo.models.processors import TextProcessor
 
@@ -46,11 +47,10 @@ def generate(
         raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
     batch = question(processor, messages, images, videos=videos).to(model.device)
     own = model.generation_config
-    stop = own.eos_token_id
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        eos_token_id=processor.tokenizer.eos_token_id if stop is None else stop,
+        eos_token_id=stop_ids(own, processor) or None,
         pad_token_id=processor.tokenizer.pad_token_id,
     )
     training = model.training

@@ -88,6 +88,11 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "encrypted": _all(REFUSES, "files are encrypted, and only Octavo opens them", True),
     "sum": _all(GARBAGE, "a file is not what was exported"),
     "export-note": {},
+    "letters": _all(WARNS, "letters without tokens vanish from prompts"),
+    "end-token": _all(WARNS, "generation does not stop at the token by which the chat template ends answers"),
+    "end-token-of-tokenizer": {
+        _HF: Does(WARNS, "generation does not stop at the token by which the chat template ends answers")
+    },
     "companions": _servers(WARNS, "prompts cannot be made without tokenizer, template and processor"),
     "missing": {
         _HF: Does(GARBAGE, "missing tensors are filled with random numbers, with a warning", True),

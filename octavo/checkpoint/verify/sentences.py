@@ -41,6 +41,12 @@ SENTENCES: dict[str, str] = {
     "template": "{file}: {said}",
     "token-ids": "{file} has tokens up to number {largest}, and the model {rows} rows of embeddings: those above "
     "cannot be embedded; take the tokenizer that belongs to the model.",
+    "letters": "{file} has no token for {count} letters and digits of ASCII (first {first}): they vanish from texts; "
+    "take the tokenizer that belongs to the model.",
+    "end-token": "{file} stops at {stated}, and the chat template ends answers with {end}: a model that learned the "
+    "template runs on until the limit; write eos_token_id {ends}.",
+    "end-token-of-tokenizer": "{file} stops at {stated}, and the chat template ends answers with {end}, the "
+    "tokenizer's end token: transformers runs on until the limit, servers stop; write eos_token_id {ends}.",
     "config/empty": "{file} is an empty object: it describes no model; take the one that belongs to the weights.",
     # Names, shapes and config.json
     "own-family": "{file} is of model_type {family!r}, for which transformers has no class: its Auto classes load the "
