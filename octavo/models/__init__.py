@@ -12,7 +12,7 @@ from octavo.models.freeze import freeze, freeze_all
 from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.hearing import hearing_of
-from octavo.models.loading import load, load_split, parameter_count, split
+from octavo.models.loading import check_kinds, load, load_split, parameter_count, split
 from octavo.models.mpt import why_too_long
 from octavo.models.packed import Packed, why_not_packed
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
@@ -56,6 +56,7 @@ __all__ = [
     "attention_by",
     "axes",
     "cache_shape",
+    "check_kinds",
     "defer",
     "describe",
     "draw",

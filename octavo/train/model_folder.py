@@ -24,8 +24,8 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
         found.append(
-            f"the tokenizer has tokens up to number {largest}, and the model's embedding {rows} rows: a row of data that "
-            "holds one above is refused. Take the tokenizer that belongs to the model"
+            f"the tokenizer has tokens up to number {largest}, and the model's embedding {rows} rows: a row of data "
+            "that holds one above is refused. Take the tokenizer that belongs to the model"
         )
     if letters := models.missing_letters(processor, folder):
         named = ", ".join(letters[:_NAMED]) + (", ..." if len(letters) > _NAMED else "")
