@@ -35,7 +35,7 @@ from octavo.models.assembly import (
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_weight_files, parts_of, stock
 from octavo.models.headers import DTYPES, HeaderError, read
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.quantization import Quantization, is_cache_scale, read_quantization
 from octavo.models.shards import Shards, open_weights
 from octavo.models.single import keep_single_features
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
@@ -80,7 +80,8 @@ def load(
     config = read_config(folder)
     quantization, shards = opened(folder, say)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
-    if kinds or codes or shards.passed_by or parts_of(folder) or shards.encrypted:
+    cached = any(map(is_cache_scale, shards.stored))
+    if kinds or codes or cached or shards.passed_by or parts_of(folder) or shards.encrypted:
         on = torch.device(device)
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)

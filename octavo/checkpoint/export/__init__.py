@@ -36,7 +36,7 @@ from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
-from octavo.checkpoint.sums import MARKER, read_note, sha256
+from octavo.checkpoint.sums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.chat import check_template
@@ -215,6 +215,7 @@ def export(
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
+        document[OWN] = note_digest(json.loads(json.dumps(document)))
         (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         atomic.sync_tree(made)
         check_target(target, [])  # it took a while: what came meanwhile is not the earlier export's

@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo import models, reading, vault
 from octavo.checkpoint.stock import Stock
-from octavo.checkpoint.sums import MARKER, read_note, sha256
+from octavo.checkpoint.sums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models import chat
 from octavo.models.errors import ModelError
@@ -158,7 +158,10 @@ def check_sums(folder: Path, quick: bool, found: Findings) -> None:
         return
     sums: dict[str, str] = {}
     with found.failing(MARKER, "export-note"):
-        sums = read_note(folder)["sha256"]
+        note = read_note(folder)
+        sums = note["sha256"]
+        if is_changed(note):
+            found.fail("export-note/changed", MARKER)
     for name, noted in sums.items():
         file = folder / name
         shard = name.endswith(".safetensors")
