@@ -90,6 +90,7 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, made, most, encrypted=encrypted)
                 copy_companions(source, made, encrypted)
+                models.state_end(source, made, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic.sync_tree(made)

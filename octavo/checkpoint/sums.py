@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from octavo.checkpoint.errors import CheckpointError
 
 #: what was written, and the permission to replace it by another export
 MARKER = "octavo_export.json"
+#: the note's own key for the SHA-256 of all its other fields
+OWN = "sha256_of_note"
 
 
 def sha256(file: Path) -> str:
@@ -22,14 +26,28 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
+def note_digest(note: Mapping[str, Any]) -> str:
+    """SHA-256 of a note's fields but this one, in hex, whatever their order and spaces."""
+    fields = {key: value for key, value in note.items() if key != OWN}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def is_changed(note: Mapping[str, Any]) -> bool:
+    """Whether a note is not what an export wrote: its own digest is another, or files that it names have no sum. Notes
+    of 0.4.0 have no digest."""
+    sums = note.get("sha256") or {}
+    own = note.get(OWN)
+    return (own is not None and own != note_digest(note)) or bool(sums and not {*note["files"]} <= sums.keys())
+
+
 def read_note(folder: Path) -> dict[str, Any]:
     """The note of an export, its `sha256` a table of this folder's file names (empty in one that 0.4.0 wrote).
 
     Raises CheckpointError for one that cannot be read or that Octavo did not write.
     """
     note = reading.read_json(folder / MARKER, CheckpointError)
-    sums, files = note.setdefault("sha256", {}), note.get("files")
+    sums, files = note.get("sha256", {}), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder anew.")
-    return note
+    return {**note, "sha256": sums}

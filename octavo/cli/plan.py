@@ -119,7 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     if (why := models.why_not_trained(model.config)) is not None:
         return _of_layers_alone(args, plan, family, notes, why)
     steps, reference = _of_phase(cfg, args.ranks)
-    notes = (*notes, *map(str, _attention(cfg, model)))
+    notes = (*notes, *map(str, _attention(cfg, model)), *_of_folder(args, cfg, model))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
         held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
@@ -319,6 +319,21 @@ def _attention(cfg: Any, model: Any) -> Any:
     from octavo.train import attention
 
     return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), accelerator.here())
+
+
+def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
+    """What the files of the model's folder mean for a run (`train.model_folder`); nothing of a published shape, or
+    without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
+    from octavo import models
+    from octavo.models.folder import at
+    from octavo.train import model_folder
+
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if args.shape is None:
+        models.check_kinds(cfg.model.path, model)
+    if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
+        return ()
+    return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
 
 
 def _need_a_gpu() -> None:

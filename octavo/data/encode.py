@@ -153,6 +153,7 @@ class Encoder:
             sample = yield from self._encoding(conversation, given)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
+        self._check_ids(sample)
         if len(sample.input_ids) <= self.seq_length:
             return sample
         return self._shorten(sample)
@@ -376,6 +377,20 @@ class Encoder:
             raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
                             f"or set data.on_long to {self.ways}")  # fmt: skip
         raise LongSample(file, row.row, where, row.id)
+
+    def _check_ids(self, sample: Sample) -> None:
+        """Raises `BadSample` for a token that the model has no row of embeddings for; places of media are no rows."""
+        rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
+        if rows is None or not len(ids) or ids.max() < rows:
+            return
+        beyond = ids[(ids >= rows) & ~self._image_mask(ids)]
+        if len(beyond):
+            text = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+            raise BadSample(
+                sample.file, sample.row,
+                f"holds the token {beyond[0]} ({text!r:.80}), and the model's embedding has {rows} rows; take the "
+                "tokenizer that belongs to the model", sample.id,
+            )  # fmt: skip
 
     def _shorten(self, sample: Sample) -> Sample:
         where = self._is_long(len(sample.input_ids))

@@ -28,6 +28,8 @@ from octavo.generation.stops import Stops
 class Engine:
     """Generates with a model as it stands.
 
+    processor  the model's, or its tokenizer: completions end also with the token by which its chat template ends
+               answers, where the model's generation settings do not name that one
     slots      sequences at a time
     kv         "bf16": keys and values in the dtype that the model computes in; "fp8": E4M3, a scale for each token and
                head
@@ -42,7 +44,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
+        self, model: Any, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
         page: int = PAGE, pages: int | None = None, invariant: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
@@ -57,7 +59,8 @@ class Engine:
                 "them as they are computed (kv: bf16), or leave invariant out."
             )
         self.caller = Caller(model, context or Context(), invariant)
-        self.tokenizer, self.slots, self.kv, self.page, self.pages = tokenizer, slots, kv, page, pages
+        self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", processor)
+        self.slots, self.kv, self.page, self.pages = slots, kv, page, pages
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}
         self._to, self._said = say, set[str]()
@@ -86,7 +89,7 @@ class Engine:
             raise GenerationError(f"group is {group}; at least 1 completion of each prompt is made.")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling, group)
-        stops = Stops.of(self.caller.model, self.tokenizer, sampling.stop)
+        stops = Stops.of(self.caller.model, self.processor, sampling.stop)
         return self._run(prompts, sampling, group, stops, progress)
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def answers(
             given = zip(conversations, films, strict=True)
             return [[models.generate(model, processor, *asked[:2], new, shown)] for asked, shown in given]
     prompts = [prompt_of(processor, *asked, number=number) for number, asked in enumerate(conversations)]
-    engine = Engine(model, processor.tokenizer, context, slots=SLOTS, kv=kv, say=say)
+    engine = Engine(model, processor, context, slots=SLOTS, kv=kv, say=say)
     found: list[list[str]] = [[] for _ in prompts]
     for completion in engine.generate(prompts, sampling, samples):
         text = processor.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from octavo import models
+
 _SPARE = 8
 """Tokens looked at beyond the bytes of the longest text: special tokens hold none."""
 
@@ -22,12 +24,11 @@ class Stops:
     tokenizer: Any
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, texts: tuple[str, ...]) -> Stops:
-        """The tokens of the model's generation settings, or the tokenizer's end."""
-        own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        named = tokenizer.eos_token_id if own is None else own
-        ids = [] if named is None else named if isinstance(named, list) else [named]
-        return cls(np.array(ids, dtype=np.int64), tuple(texts), tokenizer)
+    def of(cls, model: Any, processor: Any, texts: tuple[str, ...]) -> Stops:
+        """The tokens of the model's generation settings (or the tokenizer's end), and the one by which the chat
+        template of `processor`, a processor or a tokenizer, ends answers (`models.stop_ids`)."""
+        ids = models.stop_ids(getattr(model, "generation_config", None), processor)
+        return cls(np.array(ids, dtype=np.int64), tuple(texts), getattr(processor, "tokenizer", processor))
 
     def by_token(self, tokens: np.ndarray) -> np.ndarray:
         """bool [B]: which tokens [B] end their completion."""

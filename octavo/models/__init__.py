@@ -5,6 +5,7 @@ from octavo.models.attention import attend, kernels_here, use_attention, use_ker
 from octavo.models.deferred import Deferred, defer
 from octavo.models.dropout import switch_off_dropout, switched_off
 from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
+from octavo.models.endings import EndToken, answer_end, state_end, stated_ends, stop_ids, unstated_end
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.frames import OF_VIDEOS, as_images, positions_of_rows
@@ -12,11 +13,11 @@ from octavo.models.freeze import freeze, freeze_all
 from octavo.models.fresh import Drawn, draw, fresh
 from octavo.models.generate import generate, ignored_settings, question
 from octavo.models.hearing import hearing_of
-from octavo.models.loading import load, load_split, parameter_count, split
+from octavo.models.loading import check_kinds, load, load_split, parameter_count, split
 from octavo.models.mpt import why_too_long
 from octavo.models.packed import Packed, why_not_packed
 from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
-from octavo.models.processors import TextProcessor, load_processor, load_tokenizer, pixels_by
+from octavo.models.processors import TextProcessor, load_for_chat, load_processor, load_tokenizer, pixels_by
 from octavo.models.quantization import Quantization, read_quantization, to_config
 from octavo.models.random import random_model
 from octavo.models.shapes import SHAPES, shape_model
@@ -27,6 +28,7 @@ from octavo.models.values import stream
 from octavo.models.videos import ASKED as VIDEO_SETTINGS
 from octavo.models.videos import described as videos_described
 from octavo.models.vision import Vision, vision_of
+from octavo.models.vocabulary import largest_id, missing_letters
 
 __all__ = [
     "Attend",
@@ -34,6 +36,7 @@ __all__ = [
     "CacheShape",
     "Deferred",
     "Drawn",
+    "EndToken",
     "SHAPES",
     "VALUE_HEAD",
     "Vision",
@@ -45,6 +48,7 @@ __all__ = [
     "Packed",
     "Quantization",
     "TextProcessor",
+    "answer_end",
     "as_images",
     "attach_dummy_image",
     "attach_dummy_sound",
@@ -53,6 +57,7 @@ __all__ = [
     "attention_by",
     "axes",
     "cache_shape",
+    "check_kinds",
     "defer",
     "describe",
     "draw",
@@ -66,10 +71,13 @@ __all__ = [
     "hearing_of",
     "ignored_settings",
     "kernels_here",
+    "largest_id",
     "load",
+    "load_for_chat",
     "load_processor",
     "load_split",
     "load_tokenizer",
+    "missing_letters",
     "parameter_count",
     "pixels_by",
     "positions",
@@ -80,12 +88,16 @@ __all__ = [
     "read_quantization",
     "shape_model",
     "split",
+    "state_end",
+    "stated_ends",
     "stays",
+    "stop_ids",
     "stream",
     "switch_off_dropout",
     "switched_off",
     "tiny_config",
     "to_config",
+    "unstated_end",
     "use_attention",
     "use_kernel",
     "videos_described",

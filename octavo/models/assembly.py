@@ -163,7 +163,13 @@ def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
     shapes = [] if missing or lacks else [misfit for o in found.origins for misfit in _misfits(model, o)]
     info = {"missing_keys": missing | lacks, "unexpected_keys": unknown, "mismatched_keys": shapes}
     refuse_incomplete(folder, info)
-    for origin in found.origins:
+    refuse_other_kinds(folder, model, found.origins)
+
+
+def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[Origin]) -> None:
+    """Raises ModelError for whole numbers on disk where the model has values, and the other way round: transformers
+    would cast them."""
+    for origin in origins:
         wanted = model.get_parameter_or_buffer(origin.name).dtype
         for entry in origin.stored:
             if entry.dtype.is_floating_point != wanted.is_floating_point:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from octavo.models.errors import ModelError
-from octavo.models.quantization import Quantization
+from octavo.models.quantization import Quantization, is_cache_scale
 from octavo.models.shards import Shards, Stored
 from octavo.models.sources import Piece
 
-# Fixed scales of activations and of the KV cache: Octavo casts activations by the tokens at hand.
-_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+# Fixed scales of activations: Octavo casts activations by the tokens at hand.
+_UNUSED = (".input_scale", ".output_scale")
 _SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
@@ -46,7 +46,9 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
                 "they are scaled (transformers' save_pretrained leaves it out after loading such a folder on a CPU). "
                 "Take config.json from the checkpoint that these weights come from."
             )
-        return Paired(tuple(by_name.values()), {})
+        cached = [entry for entry in by_name.values() if is_cache_scale(entry.name)]
+        kept = tuple(entry for entry in by_name.values() if not is_cache_scale(entry.name))
+        return Paired(kept, {}, _not_used(cached))
     if wrong := [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]:
         raise ModelError(f"{folder}: {_some(wrong)} holds codes in {wrong[0].dtype}; Octavo reads e4m3 alone.")
     suffix = quantization.scale_suffix
@@ -59,11 +61,9 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
             "alone are not the weight; write the checkpoint again, with scales."
         )
     used = {entry.name for entry in scales.values()}
-    unused = []
-    if quantization.method == "compressed-tensors":
-        ends = _UNUSED if quantization.activations == "static" else tuple(e for e in _UNUSED if "put" not in e)
-        unused = [entry for entry in by_name.values() if entry.name.endswith(ends)]
-        used |= {entry.name for entry in unused}
+    fixed = _UNUSED if quantization.activations == "static" and quantization.method == "compressed-tensors" else ()
+    unused = [e for e in by_name.values() if e.name.endswith(fixed) or is_cache_scale(e.name)]
+    used |= {entry.name for entry in unused}
     rest = tuple(entry for entry in by_name.values() if entry.name not in used)
     if lone := [entry for entry in rest if _base(entry.name) in by_name]:
         base = by_name[_base(lone[0].name)]
@@ -76,13 +76,16 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
             f"{folder}: {_some(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
             "checkpoint again, or download it again."
         )
-    notes = []
-    if unused:
-        notes.append(
-            f"{len(unused)} fixed scales of activations or of the KV cache are not used (first {unused[0].name}): "
-            "Octavo takes the scales of activations from the tokens at hand"
-        )
-    return Paired(rest, scales, tuple(notes))
+    return Paired(rest, scales, _not_used(unused))
+
+
+def _not_used(unused: list[Stored]) -> tuple[str, ...]:
+    if not unused:
+        return ()
+    return (
+        f"{len(unused)} fixed scales of activations or of the KV cache are not used (first {unused[0].name}): "
+        "Octavo takes the scales of activations from the tokens at hand",
+    )
 
 
 def _base(name: str) -> str:

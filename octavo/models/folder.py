@@ -52,6 +52,13 @@ _MOST = {
     "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
 }  # fmt: skip
 _MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
+#: keys of config.json (and ends of keys) that are above zero, and those that are not below it: with any other number a
+#: model loads, and computes something else. A window of -3 hides all tokens; a base of 0 gives angles that are infinite
+_ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
+               "low_freq_factor", "high_freq_factor", "long_factor", "short_factor")  # fmt: skip
+_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise")
+#: of these only inside a table of rotary embeddings: elsewhere a factor may be any
+_ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
 _WHOLE = reading.Is(lambda value: type(value) is int, "a whole number")
 _POSITIVE = reading.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
@@ -126,18 +133,19 @@ def read_json(file: Path) -> dict:
 
 def check_sizes(file: Path) -> None:
     """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
-    that would not fit into any; none that is not finite. And each part of a model says what it is in a word. Raises
-    ModelError."""
+    that would not fit into any; none that is not finite, and none below the least that computes what it says. And each
+    part of a model says what it is in a word. Raises ModelError."""
     level: list[tuple[str, Any]] = [("", read_json(file))]
     while level:
         key, node = level.pop()
         if isinstance(node, dict):
-            level += node.items()
+            level += [(f"{key}.{name}" if key in _ROPE else name, one) for name, one in node.items()]
         elif isinstance(node, list):
             level += [(key, one) for one in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
             if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
                 raise ModelError(f"{file} gives {key}={node}, which is no finite number. Mend the field.")
+            _check_sign(file, key, node)
             most = next((most for word, most in _MOST.items() if word in key), None)
             if most is None and isinstance(node, int) and "theta" not in key:
                 most = _MOST_OF_ANY
@@ -145,6 +153,14 @@ def check_sizes(file: Path) -> None:
                 raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
         if key == "model_type" and not isinstance(node, str):
             raise ModelError(f"{file} gives model_type={node!r:.80}, which is no word. Mend the field.")
+
+
+def _check_sign(file: Path, key: str, value: float) -> None:
+    """Raises ModelError for a number that has to be above zero, or not below it, and is not."""
+    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE)))
+    if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
+        least = "above 0" if above else "0 or above"
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Mend the field.")
 
 
 def check_generation_config(folder: Path) -> None:

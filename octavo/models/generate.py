@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import BatchFeature, GenerationConfig, LogitsProcessorList, PreTrainedModel, ProcessorMixin
 
 from octavo.models import chat
+from octavo.models.endings import stop_ids
 from octavo.models.errors import ModelError
 from octavo.models.frames import why_not_stock_times
 from octavo.models.processors import TextProcessor
@@ -50,11 +51,10 @@ def generate(
     if (why := why_not_stock_times(model, batch)) is not None:
         raise ModelError(why)
     own = model.generation_config
-    stop = own.eos_token_id
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        eos_token_id=processor.tokenizer.eos_token_id if stop is None else stop,
+        eos_token_id=stop_ids(own, processor) or None,
         pad_token_id=processor.tokenizer.pad_token_id,
     )
     training = model.training

@@ -219,10 +219,8 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
     """That images are cut as the vision encoder of config.json takes them, and stand where it looks for them; of what
     both sides state. Raises ModelError, naming both files."""
     image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
-    stated: list[tuple[str, Any, str, Any]] = [
-        (key, raw.get(key), "tokenizer_config.json", getattr(processor, "feature_id", processor.image_token_id))
-        for key in ("image_token_id", "image_token_index")
-    ]
+    check_media_ids(folder, raw, processor)
+    stated: list[tuple[str, Any, str, Any]] = []
     if isinstance(image, _BY_AREA):
         video = folder / "video_preprocessor_config.json"
         more = read_json(video) if video.exists() else {}
@@ -243,6 +241,41 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
                 f"{folder}: config.json gives {key} {theirs!r:.80}, and {name} {ours!r:.80}: the model could not take "
                 "its images. Copy both files from one model."
             )
+
+
+#: keys of config.json for the tokens that features of images and videos replace; models look for no other
+_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
+
+def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> None:
+    """That config.json numbers the tokens for media as the tokenizer does: those that it states, and those that it
+    leaves to the defaults of the model's class, which are the numbers of one published vocabulary. By another number a
+    model passes over its images without an error.
+
+    Raises ModelError, naming the key and both numbers.
+    """
+    config = stock_config(folder).to_dict()
+    for key in _PLACES:
+        theirs, ours = config.get(key), _number_of(processor, key)
+        if theirs is None or ours in (None, theirs):
+            continue
+        if raw.get(key) is None:
+            raise ModelError(
+                f"{folder}: config.json lacks {key}, for which the model's class takes {theirs}, and the tokenizer has "
+                f"{ours}: the model could not find its images. Add the key to config.json."
+            )
+        raise ModelError(
+            f"{folder}: config.json gives {key} {theirs!r:.80}, and tokenizer_config.json {ours!r:.80}: the model "
+            "could not take its images. Copy both files from one model."
+        )
+
+
+def _number_of(processor: Any, key: str) -> int | None:
+    """The number that the tokenizer has for the token of a key of config.json; None where it is not known."""
+    if key.startswith("image"):
+        return getattr(processor, "feature_id", processor.image_token_id)
+    text = getattr(processor, "video_token", None)
+    return processor.tokenizer.get_vocab().get(text) if isinstance(text, str) else None
 
 
 def stated_options(folder: Path, processor_class: type) -> dict[str, Any]:

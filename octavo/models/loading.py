@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +24,22 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo import accelerator, fp8
-from octavo.models.assembly import asked_kinds, assemble, prepare, refuse_incomplete
+from octavo.models.assembly import (
+    asked_kinds,
+    assemble,
+    checked,
+    prepare,
+    refuse_incomplete,
+    refuse_other_kinds,
+)
 from octavo.models.errors import ModelError
 from octavo.models.folder import check_companions, check_weight_files, parts_of, stock
-from octavo.models.headers import DTYPES
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.headers import DTYPES, HeaderError, read
+from octavo.models.quantization import Quantization, is_cache_scale, read_quantization
 from octavo.models.shards import Shards, open_weights
 from octavo.models.single import keep_single_features
 from octavo.models.skeleton import auto_class, empty, read_config, skeleton
+from octavo.models.sources import sources
 
 #: dtypes on disk of which BF16 does not hold every value
 WIDE = {torch.float64, torch.float32, torch.float16}
@@ -71,12 +80,16 @@ def load(
     config = read_config(folder)
     quantization, shards = opened(folder, say)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
-    if kinds or codes or shards.passed_by or parts_of(folder) or shards.encrypted:
+    cached = any(map(is_cache_scale, shards.stored))
+    if kinds or codes or cached or shards.passed_by or parts_of(folder) or shards.encrypted:
         on = torch.device(device)
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)
             prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
             return assemble(folder, prepared, on, say, progress)
+    if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
+        # transformers reads integers as values, whatever they were: `checked` refuses them for parameters.
+        checked(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
     return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
 
 
@@ -94,6 +107,18 @@ def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | Non
     for note in notes:
         say(note)
     return quantization, shards
+
+
+def check_kinds(path: str | Path, model: PreTrainedModel) -> None:
+    """That no weights of a folder are whole numbers, from the headers of the files that are there: a folder may have
+    none yet. `model` is the folder's, on the meta device. Raises ModelError, naming the tensor."""
+    folder, found = Path(path), []
+    for home in (folder, *(folder / part for part in parts_of(folder))):
+        for file in sorted(home.glob("*.safetensors")):
+            with suppress(HeaderError):  # a damaged file is the matter of whoever reads weights
+                found.append(read(file))
+    integers = [entry for entry in Shards(folder, found).stored.values() if not entry.dtype.is_floating_point]
+    refuse_other_kinds(folder, model, sources(model, integers).origins if integers else ())
 
 
 def _load_stock(

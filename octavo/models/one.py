@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from octavo.models.endings import EndToken, state_end
 from octavo.models.folder import at, companions, copy_companions, parts_of, read_companion, write_config
 from octavo.models.processors import load_processor, load_tokenizer
 from octavo.models.skeleton import auto_class, read_config
@@ -20,13 +21,19 @@ from octavo.models.skeleton import auto_class, read_config
 _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
-def write_beside(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None) -> None:
+def write_beside(
+    source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None
+) -> EndToken | None:
     """config.json, tokenizer, processor, chat template and generation settings of `source` in `made`, one folder, for
-    weights of this dtype and quantization. Raises ModelError for what cannot be read or copied."""
+    weights of this dtype and quantization.
+
+    Returns the token by which the chat template ends answers where the settings of `source` do not stop at it: those
+    of `made` do. Raises ModelError for what cannot be read or copied.
+    """
     if not parts_of(source):
         write_config(source, made, dtype, quantization)
         copy_companions(source, made)
-        return
+        return state_end(source, made)
     _write_config(source, made, dtype, quantization)
     for file in companions(source):
         if not file.name.startswith(_TOKENIZER):
@@ -35,6 +42,7 @@ def write_beside(source: Path, made: Path, dtype: torch.dtype, quantization: Map
     if at(source, "preprocessor_config.json").exists():
         tokenizer.chat_template = load_processor(source).chat_template
     tokenizer.save_pretrained(made)
+    return state_end(source, made)
 
 
 def _write_config(source: Path, made: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo import reading
-from octavo.models.chat import FILES, checked, deadline, give, written
+from octavo.models.chat import FILES, check_template, checked, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.normalizers import check_growth
@@ -24,6 +24,7 @@ from octavo.models.readable import readable
 from octavo.models.skeleton import stock_config
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
 from octavo.models.videos import STOCK, videos_of
+from octavo.models.vocabulary import check_vocabulary
 
 
 class TextProcessor:
@@ -34,6 +35,7 @@ class TextProcessor:
 
     image_processor = None
     image_token = None
+    embedding_rows: int | None = None
     template_args: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -107,6 +109,21 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_for_chat(path: str | Path) -> Any:
+    """What writes conversations for a model folder: its processor where the family has one here and its files are
+    there, else its tokenizer, whose chat template is tried as a processor's is. Raises ModelError as
+    :func:`load_processor`."""
+    folder = Path(path)
+    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    media = any(at(folder, name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+    if media and raw.get("model_type") in (*TRAINED, *TRAINED_WITH_SOUND):
+        return load_processor(folder)
+    tokenizer = load_tokenizer(folder)
+    check_template(tokenizer, folder)
+    check_vocabulary(tokenizer, stock_config(folder).get_text_config().vocab_size, folder)
+    return tokenizer
+
+
 def pixels_by(processor: ProcessorMixin | TextProcessor) -> str | None:
     """What a processor makes pixels with: `torchvision`, `pil`, or None for text-only."""
     image_processor = processor.image_processor
@@ -133,11 +150,14 @@ def load_processor(
 
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
-    3), a chat template that does not end or refuses every conversation (`check_template`), and variables that it does
-    not read (`chat.give`).
+    3), a chat template that does not end or refuses every conversation (`check_template`), variables that it does not
+    read (`chat.give`), and a tokenizer whose tokens are beyond the model's embedding (`check_vocabulary`).
     """
-    processor = _load_processor(Path(path), max_pixels, min_pixels, video)
-    give(processor, template_args or {}, Path(path))
+    folder = Path(path)
+    processor = _load_processor(folder, max_pixels, min_pixels, video)
+    give(processor, template_args or {}, folder)
+    processor.embedding_rows = rows = stock_config(folder).get_text_config().vocab_size
+    check_vocabulary(processor, rows, folder)
     return processor
 
 

@@ -35,6 +35,8 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("in_proj_b", "in_proj_a"),
     ("in_proj_qkv", "in_proj_z"),
 )
+#: names of the scales of an FP8 KV cache (`octavo.checkpoint.verify.cache_scales` says who writes which)
+_CACHE_SCALE = re.compile(r"(^|\.)((q|k|v|kv|prob)_scale|kv_cache_scale|(q|k|v|kv)_proj\.output_scale)$")
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
 _FIX = (
@@ -67,7 +69,7 @@ class Quantization:
     @property
     def scale_suffix(self) -> str:
         """What follows `X.weight` in the name of its scales."""
-        return "_scale_inv" if self.method == "fp8" else "_scale"
+        return "_scale_inv" if self.method == "fp8" and self.kind == "block" else "_scale"
 
     @property
     def spec(self) -> fp8.CastSpec:
@@ -95,6 +97,11 @@ class Quantization:
     def __str__(self) -> str:
         size = f" {self.block[0]}x{self.block[1]}" if self.block else ""
         return f"{self.method} {self.kind}{size}"
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers read: it belongs to no weight."""
+    return _CACHE_SCALE.search(name) is not None
 
 
 def exact(name: str, names: Iterable[str]) -> bool:
@@ -185,6 +192,24 @@ def parse(block: Any, where: str = "quantization_config") -> Quantization:
         f"{where} holds quantised weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
         f"{' and '.join(METHODS)} in FP8. {_FIX}"
     )
+
+
+def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantization | None:
+    """What a `quantization_config` of AutoFP8 says; None for any other.
+
+    It is method fp8 with one scale a tensor: `X.weight_scale`, and with activation_scheme static `X.input_scale`. vLLM
+    and SGLang read it; transformers, which reads `weight_scale_inv` only, does not, and Octavo only verifies it. Raises
+    ModelError for fields of another type.
+    """
+    if not isinstance(block, Mapping) or block.get("quant_method") != "fp8" or block.get("weight_block_size"):
+        return None
+    scheme = block.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        return None
+    skipped = block.get("ignored_layers")
+    if skipped is None:
+        skipped = block.get("modules_to_not_convert")
+    return Quantization("fp8", "tensor", None, _names(skipped, f"{where}: ignored_layers"), activations=scheme)
 
 
 def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:

@@ -48,7 +48,7 @@ def evaluate_target(
         asked = asked.model_copy(update={"data": whole})
         rows = data.prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
         context = generation.Context(forward.autocast)
-        engine = generation.Engine(model, processor.tokenizer, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
+        engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
         sampling = sampling_of(rl, asked.run.seed, 0, rows.encoder.places)
         with rewards_of(rl) as rewards:
             rewards.expect(data.prompt_columns(asked, asked.data.eval))

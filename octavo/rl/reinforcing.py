@@ -103,7 +103,7 @@ class Reinforcing(Phase):
 
         stepper.engine = generation.Engine(
             stepper.model,
-            processor.tokenizer,
+            processor,
             generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
             slots=settings.section.slots or 1,  # each rollout says
             kv=settings.section.kv,

@@ -26,7 +26,7 @@ from octavo.config.phases import BEYOND_SFT
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions
-from octavo.train import attention, base, compiled, graphs, planning, routing, rundir, starting, tokens
+from octavo.train import attention, base, compiled, graphs, model_folder, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
 from octavo.train.course import Course
 from octavo.train.errors import TrainError
@@ -111,7 +111,7 @@ def build(
         say(f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
             f"{how} torchvision to have the former")  # fmt: skip
     kernels = attention.decide(cfg, world, kept.get("attention"))
-    notes = (*notes, *map(str, kernels))
+    notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # Nobody goes on before the file is there: a reference model is quantized by it on every rank.
     world.from_main(lambda: _keep_plan(directory, saved, family.name, plans, plan, notes, prediction))
     for line in tell(planning.Planned(made, plans.main, family, notes, prediction, world.size)):

@@ -36,10 +36,11 @@ from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
-from octavo.checkpoint.sums import MARKER, read_note, sha256
+from octavo.checkpoint.sums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.chat import check_template
+from octavo.models.endings import EndToken
 from octavo.models.folder import INDEX, at, check_companions, companions
 from octavo.models.one import write_beside
 from octavo.models.quantization import to_config
@@ -86,6 +87,7 @@ class Exported:
     kinds    tensors by name, numbers replaced by "*"
     skipped  why layers stay in BF16 -> how many
     opened   layers that compute with codes and are written in BF16, by component
+    end      the token by which the chat template ends answers, where generation_config.json got it
     """
 
     directory: Path
@@ -96,6 +98,7 @@ class Exported:
     kinds: Mapping[str, Kind]
     skipped: Mapping[str, int]
     opened: Mapping[str, int] = field(default_factory=dict)
+    end: EndToken | None = None
 
     def total(self, what: str) -> int:
         """Of "count", "kept", "refit", "cast" or "recast"."""
@@ -116,6 +119,7 @@ class Exported:
             "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
             "stay_in_bf16": dict(self.skipped),
             "codes_written_in_bf16": dict(self.opened),
+            "end_token_added": None if self.end is None else vars(self.end),
         }
 
     def sentences(self) -> list[str]:
@@ -137,6 +141,10 @@ class Exported:
             asked = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
             include = f"; --include {component} keeps codes" if asked else ""
             lines.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
+        if self.end is not None:
+            lines.append(
+                f"generation_config.json names {self.end} as an end token too: the chat template ends answers with it"
+            )
         return lines
 
     def _error(self, what: str) -> str:
@@ -198,14 +206,16 @@ def export(
             writer.take(name, value)
         writer.finish()
         shards.finish()
+        quantization = None if plan.quantization is None else to_config(plan.quantization)
+        end = write_beside(source, made, torch.bfloat16, quantization)
         done = Exported(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
-            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened),
+            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
         )  # fmt: skip
-        write_beside(source, made, torch.bfloat16, None if plan.quantization is None else to_config(plan.quantization))
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
+        document[OWN] = note_digest(json.loads(json.dumps(document)))
         (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         atomic.sync_tree(made)
         check_target(target, [])  # it took a while: what came meanwhile is not the earlier export's

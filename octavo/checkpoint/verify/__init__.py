@@ -23,7 +23,8 @@ from typing import Any
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
-from octavo.checkpoint.verify.against import compare, sources
+from octavo.checkpoint.verify.against import compare, compare_unplaced, sources
+from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_companions, check_files, check_sums, read_all
 from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
@@ -34,7 +35,7 @@ from octavo.checkpoint.verify.skips import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, unnamed
 from octavo.models import ModelError, empty
 from octavo.models.folder import check_generation_config, one_folder, read_json
-from octavo.models.quantization import Quantization, parse, quantization_block
+from octavo.models.quantization import Quantization, parse, parse_autofp8, quantization_block
 from octavo.models.skeleton import stock_config
 
 
@@ -63,7 +64,7 @@ def verify(
     if quick and other is not None:
         raise CheckpointError("quick reads no values, and a reference is compared by values; leave one of them out.")
     found = Findings()
-    looked = _look(folder, found)
+    looked = _look(folder, found, quick=quick)
     if looked.raw:
         if os.path.lexists(folder / "adapter_config.json"):
             found.fail("adapter-beside", "adapter_config.json")
@@ -95,14 +96,16 @@ class _Looked:
     stock: Stock | None = None
     known: dict[str, Held] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
+    cache: str = ""
 
     @property
     def fp8(self) -> int:
         return sum(held.fp8 and scale_of(name) is None for name, held in self.headers.tensors.items())
 
 
-def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
-    """Everything that needs no values. `stock`: the model, where it is known already."""
+def _look(folder: Path, found: Findings, stock: Stock | None = None, quick: bool = True) -> _Looked:
+    """Everything that needs no values but those of a KV cache's scales, unless `quick`. `stock`: the model, where it is
+    known already."""
     raw: Mapping[str, Any] = {}
     with found.failing("config.json"):
         raw = read_json(folder / "config.json")
@@ -118,11 +121,13 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         try:
             looked.q = parse(block, "config.json")
         except ModelError as error:
-            unread = True
+            looked.q = _autofp8(block, headers, found)
+            unread = looked.q is None
             bare = (
                 isinstance(block, Mapping) and block.get("quant_method") == "fp8" and not block.get("weight_block_size")
             )
-            found.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
+            if unread:
+                found.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
         with found.failing("config.json"):
             stock = Stock(empty(stock_config(folder)))
@@ -131,6 +136,7 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         check_config(raw, block, headers, found)
     if stock is not None:
         check_fields(stock.model, found)
+    looked.cache = check_cache(headers, block if isinstance(block, Mapping) else None, quick, found)
     whole = not any(f.kind in _CUT for f in found)
     seen = Findings()
     looked.pairs = pair_up(headers, None if unread else looked.q, seen)
@@ -145,6 +151,19 @@ def _look(folder: Path, found: Findings, stock: Stock | None = None) -> _Looked:
         check_blocks(looked.known, stock, looked.q, found)
         _separate_experts(looked, found)
     return looked
+
+
+def _autofp8(block: Mapping[str, Any], headers: Headers, found: Findings) -> Quantization | None:
+    """AutoFP8's layout, which Octavo judges and does not load; None where block and tensors are not its."""
+    codes = [name for name, held in headers.tensors.items() if held.fp8]
+    if not any(f"{name}_scale" in headers.tensors for name in codes):
+        return None  # transformers writes the same block over scales of another name
+    with found.failing("config.json", "quantization"):
+        quantization = parse_autofp8(block, "config.json")
+        if quantization is not None:
+            found.warn("autofp8", "config.json", q=quantization)
+        return quantization
+    return None
 
 
 def _listed(block: Mapping[str, Any] | None) -> bool:
@@ -177,10 +196,35 @@ def _against(looked: _Looked, other: Path, found: Findings, progress: Progress |
     if broken:
         raise CheckpointError(f"the reference {other} cannot be used: {broken[0].text}")
     here, there = (sources(one.known, one.pairs, looked.stock) for one in (looked, reference))
-    return compare(here, there, found, progress)
+    compared = compare(here, there, found, progress)
+    extra = compare_unplaced(_unplaced(looked), _unplaced(reference), looked.stock, found)
+    _untied(looked, reference, found)
+    return [*compared, *extra]
+
+
+def _unplaced(looked: _Looked) -> dict[str, Held]:
+    """Tensors that the model has no place for; scales are left out."""
+    placed = {held.name for held in looked.known.values()}
+    tensors = looked.headers.tensors.items()
+    return {name: held for name, held in tensors if name not in placed and scale_of(name) is None}
+
+
+def _untied(looked: _Looked, reference: _Looked, found: Findings) -> None:
+    """A second tensor of the reference that this folder ties to another and does not hold: it must be the same."""
+    assert looked.stock is not None
+    aside = Findings()
+    check_ties(reference.headers, reference.known, looked.stock, False, aside)
+    for finding in aside:
+        if finding.kind == "tied" and finding.tensor not in looked.headers.tensors:
+            there = reference.headers.tensors[finding.tensor]
+            found.fail("against-names/untied", tensor=finding.tensor, there=there)
 
 
 def _form(looked: _Looked) -> str:
+    return _of_weights(looked) + (f", {looked.cache}" if looked.cache else "")
+
+
+def _of_weights(looked: _Looked) -> str:
     if looked.q is not None:
         return f"FP8, {looked.q}"
     if looked.fp8:

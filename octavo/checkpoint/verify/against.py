@@ -132,6 +132,36 @@ def compare(
     return sorted(out, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
 
 
+def compare_unplaced(
+    here: Mapping[str, Held], there: Mapping[str, Held], stock: Stock, found: Findings
+) -> list[Compared]:
+    """Tensors of both folders that the model has no place for (layers for multi-token prediction, heads, adapters), by
+    their names on disk: those of both are compared, those of one are named.
+
+    A tensor that the family's loaders leave out (`_keys_to_ignore_on_load_unexpected`) is worth a warning, as it
+    changes no answer; any other is a failure.
+    """
+    lost = [name for name in there if name not in here]
+    for name in lost:
+        if not stock.is_ignored(name):
+            found.fail("against-names/unplaced", tensor=name, there=there[name])
+    for case, names in (("missing", lost), ("extra", [name for name in here if name not in there])):
+        dropped = [name for name in names if stock.is_ignored(name)]
+        if dropped:
+            listed = ", ".join(dropped[:_LISTED]) + (", ..." if len(dropped) > _LISTED else "")
+            found.warn(f"against-dropped/{case}", tensor=dropped[0], names=listed, count=len(dropped))
+    out = []
+    for name in (name for name in here if name in there):
+        a, b = here[name], there[name]
+        if a.shape != b.shape:
+            found.fail("against-shape", a.file, name, shape=list(a.shape), other=list(b.shape))
+        elif {a.dtype, b.dtype} <= _VALUES:
+            out.append(_one(name, Source(a), Source(b), found))
+    return out
+
+
+_LISTED = 4  # names in one sentence
+_VALUES = {"F64", "F32", "F16", "BF16"}
 _ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from octavo import models, reading, vault
 from octavo.checkpoint.stock import Stock
-from octavo.checkpoint.sums import MARKER, read_note, sha256
+from octavo.checkpoint.sums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models import chat
 from octavo.models.errors import ModelError
 from octavo.models.folder import companions, read_companion
 from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.vocabulary import check_vocabulary
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -77,11 +78,12 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: Stock | None, 
     part = "image" if kind in TRAINED else "audio" if kind in TRAINED_WITH_SOUND else None
     with found.failing("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if part and made else models.load_tokenizer(folder)
-        _check_ids(loaded, stock, found)
+        _check_ids(loaded, stock, folder, found)
         if not loaded.chat_template:
             found.warn("companions/template", folder=folder)
         else:
             _write_question(loaded, folder, part, found)
+            _check_end(loaded, folder, found)
 
 
 def read_all(folder: Path, found: Findings) -> None:
@@ -98,8 +100,9 @@ def _names_template(folder: Path) -> bool:
     )
 
 
-def _check_ids(loaded: Any, stock: Stock | None, found: Findings) -> None:
-    """That the model has a row of embeddings for each token that it looks up, which some families do not for media."""
+def _check_ids(loaded: Any, stock: Stock | None, folder: Path, found: Findings) -> None:
+    """That the model has a row of embeddings for each token that it looks up, which some families do not for media, and
+    that letters have tokens. Raises ModelError for tokens of every conversation that are beyond the embedding."""
     embeddings = None if stock is None else stock.model.get_input_embeddings()
     if stock is None or embeddings is None:
         return
@@ -109,6 +112,22 @@ def _check_ids(loaded: Any, stock: Stock | None, found: Findings) -> None:
     largest = max((number for number in tokenizer.get_vocab().values() if number not in never), default=-1)
     if largest >= rows:
         found.warn("token-ids", "tokenizer.json", largest=largest, rows=rows)
+    check_vocabulary(loaded, rows, folder)
+    if letters := models.missing_letters(loaded, folder):
+        found.warn("letters", "tokenizer.json", count=len(letters), first=", ".join(letters[:12]))
+
+
+def _check_end(loaded: Any, folder: Path, found: Findings) -> None:
+    """That generation stops at the token by which the chat template ends answers. vLLM and SGLang stop at the end token
+    of the tokenizer too, transformers at those of generation_config.json only."""
+    with found.failing("generation_config.json"):
+        end = models.unstated_end(folder, loaded)
+        if end is None:
+            return
+        stated = models.stated_ends(folder)
+        tokenizer = getattr(loaded, "tokenizer", loaded)
+        kind = "end-token-of-tokenizer" if end.id == tokenizer.eos_token_id else "end-token"
+        found.warn(kind, "generation_config.json", end=end, stated=stated, ends=[*stated, end.id])
 
 
 def _write_question(loaded: Any, folder: Path, part: str | None, found: Findings) -> None:
@@ -139,7 +158,10 @@ def check_sums(folder: Path, quick: bool, found: Findings) -> None:
         return
     sums: dict[str, str] = {}
     with found.failing(MARKER, "export-note"):
-        sums = read_note(folder)["sha256"]
+        note = read_note(folder)
+        sums = note["sha256"]
+        if is_changed(note):
+            found.fail("export-note/changed", MARKER)
     for name, noted in sums.items():
         file = folder / name
         shard = name.endswith(".safetensors")

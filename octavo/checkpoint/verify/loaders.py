@@ -63,6 +63,8 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
         _HF: Does(WARNS, "reads one scale a tensor as weight_scale_inv alone", True),
         **_servers(REFUSES, "one scale a tensor is read as weight_scale, and transformers writes weight_scale_inv"),
     },
+    "autofp8": {_HF: Does(GARBAGE, "scales are read as weight_scale_inv: codes are taken for values")},
+    "cache-scales": _servers(WARNS, "the KV cache is cast with the scale 1, or kept in 16 bits"),
     "quantization-lost": _all(GARBAGE, "codes are taken for values: nothing tells of their scales", True),
     "quantization-without-codes": {
         _HF: Does(WARNS, "layers are made for codes and hold values (on a CPU they are plain)", True),
@@ -88,6 +90,11 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "encrypted": _all(REFUSES, "files are encrypted, and only Octavo opens them", True),
     "sum": _all(GARBAGE, "a file is not what was exported"),
     "export-note": {},
+    "letters": _all(WARNS, "letters without tokens vanish from prompts"),
+    "end-token": _all(WARNS, "generation does not stop at the token by which the chat template ends answers"),
+    "end-token-of-tokenizer": {
+        _HF: Does(WARNS, "generation does not stop at the token by which the chat template ends answers")
+    },
     "companions": _servers(WARNS, "prompts cannot be made without tokenizer, template and processor"),
     "missing": {
         _HF: Does(GARBAGE, "missing tensors are filled with random numbers, with a warning", True),
@@ -162,6 +169,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "unfilled": _all(WARNS, "codes and scales may be of different casts"),
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
     "against-names": {},
+    "against-dropped": _servers(WARNS, "layers for multi-token prediction are not those of the reference"),
     "against-shape": {},
     "against-values": _all(WARNS, "values are read as they are, and are not those of the reference"),
     "error": _all(GARBAGE, "values are not those of the reference"),
@@ -172,7 +180,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that a loader does not survive, though the folder is right for the others, or for Octavo
-_SURE = ("encrypted", "experts-apart", "of-sound")
+_SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
 
 
 def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdict, ...]:
@@ -209,6 +217,8 @@ def _good(loader: str, q: Quantization | None) -> Does:
         if q.method == "fp8":
             return Does("ok", "dequantized while loading on a CPU, FP8 on GPUs from compute capability 8.9", True)
         return Does("ok", "with the package compressed-tensors installed; decompressed unless told otherwise", True)
+    if q.method == "fp8" and q.kind == "tensor":
+        return Does("ok", "AutoFP8's layout, one scale a tensor, from compute capability 8.9")
     if q.method == "fp8":
         return Does("ok", "block kernels; on Blackwell scales are turned into powers of two while loading")
     return Does("ok", "compressed-tensors W8A8 FP8 from compute capability 8.9")

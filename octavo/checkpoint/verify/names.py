@@ -14,6 +14,7 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.models.mpt import MPTConfig, not_in_stock
 from octavo.models.own import is_own
+from octavo.models.quantization import is_cache_scale
 
 #: what follows a weight's name where quantizers keep its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
@@ -23,7 +24,10 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 def scale_of(name: str) -> str | None:
-    """The weight that a name on disk holds the scales of, or None where it is none."""
+    """The weight that a name on disk holds the scales of, "" for those of a KV cache, which belong to none; None where
+    it is no name of scales."""
+    if is_cache_scale(name):
+        return ""
     for suffix in SCALES:
         if name.endswith(suffix):
             return name.removesuffix(suffix)

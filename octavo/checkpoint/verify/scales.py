@@ -131,6 +131,8 @@ def _dangling(headers: Headers, q: Quantization | None, found: Findings) -> None
             wanted = f"{name.removesuffix('.weight')}.input_scale"
             if static and held.fp8 and wanted not in headers.tensors:
                 found.fail("scale-missing/input", held, wanted=wanted)
+        elif not weight:
+            continue  # of a KV cache (`cache_scales`)
         elif name.endswith(".input_scale"):
             if q is not None and not static:
                 found.fail("scale-dangling/input", held, q=q)

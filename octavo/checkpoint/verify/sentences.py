@@ -38,9 +38,17 @@ SENTENCES: dict[str, str] = {
     "sum/missing": "{file} is missing, though the export wrote it; export the folder anew.",
     "sum/shard": "{file} is not what the export wrote: its SHA-256 is another; export or copy it again.",
     "sum/other": "{file} was changed after the export wrote it.",
+    "export-note/changed": "{file} was changed after the export wrote it, so its checksums of the other files prove "
+    "nothing; export the folder again.",
     "template": "{file}: {said}",
     "token-ids": "{file} has tokens up to number {largest}, and the model {rows} rows of embeddings: those above "
     "cannot be embedded; take the tokenizer that belongs to the model.",
+    "letters": "{file} has no token for {count} letters and digits of ASCII (first {first}): they vanish from texts; "
+    "take the tokenizer that belongs to the model.",
+    "end-token": "{file} stops at {stated}, and the chat template ends answers with {end}: a model that learned the "
+    "template runs on until the limit; write eos_token_id {ends}.",
+    "end-token-of-tokenizer": "{file} stops at {stated}, and the chat template ends answers with {end}, the "
+    "tokenizer's end token: transformers runs on until the limit, servers stop; write eos_token_id {ends}.",
     "config/empty": "{file} is an empty object: it describes no model; take the one that belongs to the weights.",
     # Names, shapes and config.json
     "own-family": "{file} is of model_type {family!r}, for which transformers has no class: its Auto classes load the "
@@ -98,6 +106,16 @@ SENTENCES: dict[str, str] = {
     "scale-dtype/half": "is F16, whose smallest values round scales of ordinary weights; write F32.",
     "scale-dtype/unsaid": 'is F8_E8M0, and quantization_config lacks "scale_fmt": "ue8m0", by which loaders know it; '
     "add it.",
+    "scale-dtype/cache": "is {held.dtype}; a scale of a KV cache is F32, BF16 or F16: calibrate it again.",
+    "cache-scales/none": "{file} has a kv_cache_scheme, and no file holds scales of a KV cache (k_scale, v_scale): "
+    "servers cast keys and values with the scale 1; calibrate again, or take kv_cache_scheme out.",
+    "cache-scales/no-scheme": "is one of {count} scales of an FP8 KV cache, and quantization_config has no "
+    "kv_cache_scheme: servers keep the cache in 16 bits unless told otherwise (vLLM: --kv-cache-dtype fp8); add it.",
+    "cache-scales/half": "has no {other!r} beside it: servers cast the other half of the KV cache with the scale 1; "
+    "calibrate again.",
+    "autofp8": "{file} is in AutoFP8's layout (one weight_scale a tensor, {q.activations} activations), which vLLM and "
+    "SGLang read; transformers looks for weight_scale_inv, and Octavo loads no such folder: for both, take one of "
+    "compressed-tensors.",
     "scale-dangling": "has no weight beside it: the weight was left out; export again.",
     "scale-dangling/input": "is there, and quantization_config has {q.activations} activations; remove it, or write "
     "activation_scheme static.",
@@ -157,6 +175,14 @@ SENTENCES: dict[str, str] = {
     "against-names/extra": "{name!r} in {file} is not in the reference: it is another model's folder, or was added; "
     "compare with the folder that this one was made from.",
     "against-names/missing": "{name!r} of the reference ({there.file}) is missing here; export again.",
+    "against-names/unplaced": "{name!r} of the reference ({there.file}) is missing here, and the model of config.json "
+    "has no place for it; take the config.json of the reference, or export again.",
+    "against-names/untied": "{name!r} of the reference ({there.file}) is not the tensor that config.json ties it to: "
+    "it is missing here; set tie_word_embeddings to false, and export again.",
+    "against-dropped/missing": "{count} tensors of the reference that loaders leave out for this family are missing "
+    "here ({names}): prediction layers of servers are lost; copy them, or take their count out of config.json.",
+    "against-dropped/extra": "{count} tensors that loaders leave out for this family are not in the reference "
+    "({names}); compare with the folder that this one was made from.",
     "against-shape": "{name!r} in {file} is {shape} and {other} in the reference; compare with the folder that this "
     "one was made from.",
     "against-values": "{name!r} in {file} {much}, where a correct cast stays below {bound:.3g} ({worst}): a trained or "

@@ -1,0 +1,72 @@
+"""Scales of an FP8 KV cache: tensors that belong to no weight, by which servers cast keys and values.
+
+    name                                        written by
+    X.k_scale, X.v_scale, X.q_scale             llm-compressor, and vLLM's own layers
+    X.prob_scale                                the same, of the softmax
+    X.kv_scale, kv_cache_scale                  AutoFP8 and the first versions of vLLM: one scale for both
+    X.k_proj.output_scale, v_proj.output_scale  llm-compressor before 0.3
+    X.k_proj.k_scale, X.v_proj.v_scale          ModelOpt
+
+X is the attention. `kv_cache_scheme` of the quantization_config says that they are to be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.checkpoint.verify.findings import Findings
+from octavo.checkpoint.verify.headers import Headers, Held
+from octavo.models.quantization import is_cache_scale
+
+_DTYPES = ("F32", "BF16", "F16")
+
+
+def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, found: Findings) -> str:
+    """Scales of a KV cache against `kv_cache_scheme`, and their values unless `quick`.
+
+    block  the quantization_config, if config.json has one
+
+    Returns what the folder carries, in words, "" where it carries none.
+    """
+    scales = {name: held for name, held in headers.tensors.items() if is_cache_scale(name)}
+    scheme = (block or {}).get("kv_cache_scheme")
+    computed = isinstance(scheme, Mapping) and bool(scheme.get("dynamic"))  # at run time, from keys and values
+    first = next(iter(scales.values()), None)
+    if first is None:
+        if scheme is not None and not computed:
+            found.warn("cache-scales/none", "config.json")
+        return ""
+    if scheme is None:
+        found.warn("cache-scales/no-scheme", first, count=len(scales))
+    _halves(scales, found)
+    for held in scales.values():
+        if held.dtype not in _DTYPES:
+            found.fail("scale-dtype/cache", held)
+        elif not quick and (bad := _bad(held)):
+            found.fail(f"scale-{bad[0]}", held, text=f"is {bad[1]}: keys or values divided by it are no numbers; a "
+                       "scale of a KV cache is positive: calibrate it again.")  # fmt: skip
+    leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in scales))
+    return f"{len(scales)} scales of an FP8 KV cache ({leaves})"
+
+
+def _halves(scales: Mapping[str, Held], found: Findings) -> None:
+    """Scales of keys without those of values, or the other way round; of layers, those that lack what others have."""
+    for key, value in (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")):
+        for own, other in ((key, value), (value, key)):
+            for name, held in scales.items():
+                if not name.endswith(f".{own}") or name.endswith((f"k_proj.{own}", f"v_proj.{own}")):
+                    continue
+                if (beside := name.removesuffix(own) + other) not in scales:
+                    found.warn("cache-scales/half", held, other=beside)
+                    return
+
+
+def _bad(held: Held) -> tuple[str, str] | None:
+    """(kind, words) of a scale that is not finite and positive."""
+    values = held.read().float()
+    if not bool(values.isfinite().all()):
+        return "nan", "NaN or infinite"
+    if not bool((values != 0).all()):
+        return "zero", "zero"
+    return None if bool((values > 0).all()) else ("negative", "negative")

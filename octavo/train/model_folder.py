@@ -1,0 +1,49 @@
+"""What a model folder tells a run before weights are read: the tokens that end answers, and the vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo import models
+from octavo.config import Config
+
+_NAMED = 12  # letters that a sentence lists
+
+
+def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
+    """Sentences about what the folder's tokenizer and generation settings mean for a run: an end token that the
+    settings lack, tokens beyond the model's embedding, letters without tokens. Raises ModelError.
+
+    processor  the model's, or only its tokenizer
+    """
+    folder = Path(cfg.model.path)
+    found = []
+    if (end := models.unstated_end(folder, processor)) is not None:
+        found.append(_of_end(cfg, end))
+    rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
+    if largest >= rows:
+        found.append(
+            f"the tokenizer has tokens up to number {largest}, and the model's embedding {rows} rows: a row of data "
+            "that holds one above is refused. Take the tokenizer that belongs to the model"
+        )
+    if letters := models.missing_letters(processor, folder):
+        named = ", ".join(letters[:_NAMED]) + (", ..." if len(letters) > _NAMED else "")
+        found.append(
+            f"the tokenizer has no token for {len(letters)} of the 62 letters and digits of ASCII ({named}): they "
+            "vanish from all texts. Take the tokenizer that belongs to the model"
+        )
+    return tuple(found)
+
+
+def _of_end(cfg: Config, end: models.EndToken) -> str:
+    stated = models.stated_ends(Path(cfg.model.path))
+    stops = f"stop at {', '.join(map(str, stated))}" if stated else "name no end token"
+    both = "both" if stated else "it"
+    written = f"hf/ and exports name {both}"
+    if cfg.lora is not None:
+        written = f"octavo merge names {both}, and a server of adapter/ needs stop_token_ids [{end.id}]"
+    return (
+        f"the chat template ends answers with {end}, and the folder's generation settings {stops}: Octavo stops at "
+        f"{both}, {written}"
+    )

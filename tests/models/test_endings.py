@@ -1,0 +1,165 @@
+"""The token by which a chat template ends answers: known, stopped at, and named in the folders that are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import models
+from octavo.checkpoint import verify
+from octavo.checkpoint.hf import save_hf
+from octavo.generation import Engine, Sampling
+from octavo.generation.prompts import prompt_of
+from octavo.parallel import World
+from octavo.train.finished import export_model
+
+#: family -> the token that ends its answers
+ENDS = {
+    "qwen3": "<|im_end|>",
+    "llama": "</s>",
+    "gemma3": "<end_of_turn>",
+    "smolvlm": "<end_of_utterance>",
+    "mistral3": "</s>",
+    "nvila": "<|im_end|>",
+}
+SETTINGS = "generation_config.json"
+
+
+def edit(file: Path, **keys: Any) -> None:
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**{k: v for k, v in raw.items() if k not in keys}, **keys}))
+
+
+@pytest.fixture
+def base(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """base(family) -> a copy of its mini model as base models are: generation stops at another token than the chat
+    template ends answers with (number 7, as the tokenizer's end too unless `tokenizer` is False)."""
+
+    def get(family: str, tokenizer: bool = True) -> Path:
+        folder = Path(shutil.copytree(checkpoint(family), tmp_path / family))
+        edit(folder / SETTINGS, eos_token_id=7)
+        if tokenizer:
+            edit(folder / "tokenizer_config.json", eos_token=models.load_tokenizer(folder).convert_ids_to_tokens(7))
+        return folder
+
+    return get
+
+
+def ends(folder: Path) -> Any:
+    return json.loads((folder / SETTINGS).read_text())["eos_token_id"]
+
+
+def template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_the_token_that_ends_answers_is_known(
+    family: str, checkpoint: Callable[[str], Path], base: Callable[..., Path]
+) -> None:
+    whole = models.load_processor(checkpoint(family))
+    number = whole.tokenizer.convert_tokens_to_ids(ENDS[family])
+    assert models.answer_end(whole) == models.EndToken(number, ENDS[family])
+    assert models.unstated_end(checkpoint(family)) is None  # its own settings stop there
+    if family != "llama":  # whose template writes the tokenizer's end token, whichever it is
+        folder = base(family)
+        assert models.unstated_end(folder) == models.EndToken(number, ENDS[family])
+
+
+TURN = "{% for m in messages %}{{ m['content'] }}END{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        (TURN.replace("END", "<|im_end|>\n"), "<|im_end|>"),
+        (TURN.replace("END", "<|im_start|><|im_end|>"), "<|im_end|>"),
+        (TURN.replace("END", "<|im_end|>") + "{{ '<|endoftext|>' }}", "<|endoftext|>"),
+        (TURN.replace("END", "\n"), None),  # as GLM's: the next turn begins, and nothing ends this one
+        (TURN.replace("END", "</end>"), None),  # a mark that is no token
+        ("{{ raise_exception('no') if messages[0]['role'] != 'system' }}" + TURN.replace("END", "<|im_end|>"),
+         "<|im_end|>"),
+        ("{% for m in messages %}{{ m['content'][0]['text'] }}<|im_end|>{% endfor %}", "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_what_a_template_ends_answers_with(checkpoint: Callable[[str], Path], written: str, found: str | None) -> None:
+    tokenizer = models.load_tokenizer(checkpoint("qwen3"))
+    tokenizer.chat_template = written
+    end = models.answer_end(tokenizer)
+    assert (end and end.text) == found
+    tokenizer.chat_template = None
+    assert models.answer_end(tokenizer) is None
+
+
+def test_a_template_that_closes_with_a_stop_needs_no_other(base: Callable[..., Path]) -> None:
+    folder = base("qwen3")
+    template(folder, TURN.replace("END", "<|im_end|>") + "{{ '<|endoftext|>' }}")
+    edit(folder / SETTINGS, eos_token_id=[models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")])
+    assert models.unstated_end(folder) is None
+
+
+def test_exports_and_hf_name_both(base: Callable[..., Path], tmp_path: Path) -> None:
+    folder, said = base("qwen3"), []
+    number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
+    done = export_model(folder, tmp_path / "served", "fp8-dynamic", say=said.append)
+    assert ends(tmp_path / "served") == [7, number] and done.end == models.EndToken(number, "<|im_end|>")
+    assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(said)
+    assert done.to_json()["end_token_added"] == {"id": number, "text": "<|im_end|>"}
+    assert save_hf(models.load(folder), folder, tmp_path / "hf", World()) and ends(tmp_path / "hf") == [7, number]
+    again = export_model(tmp_path / "hf", tmp_path / "again", "bf16")
+    assert again.end is None and ends(tmp_path / "again") == [7, number]
+    assert ends(folder) == 7  # the source is as it was
+
+
+def test_settings_are_made_where_a_folder_has_none(base: Callable[..., Path], tmp_path: Path) -> None:
+    folder = base("qwen3")
+    (folder / SETTINGS).unlink()
+    edit(folder / "config.json", eos_token_id=7, pad_token_id=5)
+    export_model(folder, tmp_path / "served", "bf16")
+    number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
+    made = json.loads((tmp_path / "served" / SETTINGS).read_text())
+    assert made == {"pad_token_id": 5, "eos_token_id": [7, number]}
+    assert models.load(tmp_path / "served").generation_config.eos_token_id == [7, number]
+
+
+def test_weights_are_written_without_a_tokenizer(base: Callable[..., Path], tmp_path: Path) -> None:
+    folder = base("qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+    assert export_model(folder, tmp_path / "served", "bf16").end is None and ends(tmp_path / "served") == 7
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_answers_stop_at_both(base: Callable[..., Path], family: str) -> None:
+    folder = base(family)
+    model, processor = models.load(folder), models.load_processor(folder)
+    number = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert models.stop_ids(model.generation_config, processor) == [7, number]
+    assert models.stop_ids(SimpleNamespace(eos_token_id=None), processor) == [7, number]  # the tokenizer's end
+    with torch.no_grad():  # every token is <|im_end|>
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.get_input_embeddings().weight[number] = 1
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([number]), 9.0))
+    asked = [{"role": "user", "content": "Which?"}]
+    assert models.generate(model, processor, asked, max_new_tokens=4) == ""
+    for whole in (processor, processor.tokenizer):
+        [done] = Engine(model, whole, slots=1).generate([prompt_of(processor, asked)], Sampling(4, temperature=0))
+        assert done.reason == "stop" and done.tokens.tolist() == [number]
+
+
+@pytest.mark.parametrize(("tokenizer", "kind"), [(True, "end-token"), (False, "end-token-of-tokenizer")])
+def test_verify_warns(base: Callable[..., Path], tokenizer: bool, kind: str) -> None:
+    verified = verify(base("qwen3", tokenizer), quick=True)
+    [finding] = verified.findings
+    assert verified.ok and finding.kind == kind and finding.file == SETTINGS and "<|im_end|>" in finding.text
+    warned = {verdict.loader for verdict in verified.verdicts if verdict.verdict == "warns"}
+    assert warned == ({"transformers", "vLLM", "SGLang"} if tokenizer else {"transformers"})
