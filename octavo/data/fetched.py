@@ -22,7 +22,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from octavo import atomic
-from octavo.data import cache, remote, tables, tar
+from octavo.data import cache, content, remote, tables, tar
 from octavo.data.errors import DataError
 from octavo.data.files import texts_of
 from octavo.data.order import WINDOW
@@ -108,6 +108,9 @@ class Store:
         finally:
             aside.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
+        if target.suffix != cache.TAR:  # written here, so it need not be read once more for its form
+            with contextlib.suppress(FileNotFoundError):  # another process needed its room
+                content.note_valid(target, self.folder.parent)
 
     @contextlib.contextmanager
     def _room(self, shard: Remote, size: int, *own: Path) -> Iterator[None]:
