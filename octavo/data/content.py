@@ -95,12 +95,24 @@ def _default() -> Path:
     return default_folder()
 
 
+def content_of(file: Path) -> Content:
+    """The digest of a file, taken now. Raises `DataError` where it cannot be read, or changes while it is."""
+    return _read(file)[0]
+
+
 def _taken(file: Path, folder: Path) -> Content:
+    content, stat = _read(file)
+    if time.time_ns() - max(stat[1:3]) > RECENT:
+        _note(file, folder, stat, {"sha256": content.sha256, "head": content.head})
+    return content
+
+
+def _read(file: Path) -> tuple[Content, Stat]:
     try:
         with open(file, "rb") as source:
             before = stat_of(os.fstat(source.fileno()))
             digest, left, head = hashlib.sha256(), HEAD, None
-            while piece := source.read(_PIECE):
+            while piece := source.read(min(_PIECE, left) if left > 0 else _PIECE):
                 digest.update(piece)
                 left -= len(piece)
                 if left <= 0 and head is None:
@@ -110,10 +122,7 @@ def _taken(file: Path, folder: Path) -> Content:
         raise DataError(f"{printable(file)} cannot be read: {cause.strerror}.") from cause
     if before != after:
         raise DataError(f"{printable(file)} changed while it was read; start again when it is whole")
-    content = Content(before[0], digest.hexdigest(), head or digest.hexdigest())
-    if time.time_ns() - max(before[1:3]) > RECENT:
-        _note(file, folder, before, {"sha256": content.sha256, "head": content.head})
-    return content
+    return Content(before[0], digest.hexdigest(), head or digest.hexdigest()), before
 
 
 # Notes -----------------------------------------------------------------------------------------------------------

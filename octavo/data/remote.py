@@ -27,6 +27,7 @@ _BLOCK = 16 << 20  # bytes that are asked for at a time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
 #: what services call that by which one sees that a file holds something else
 _MARKS = ("ETag", "etag", "md5Hash", "blob_id", "oid", "LastModified", "last_modified", "mtime", "created")
+_AND = "|"  # between marks of which only the first is in the fingerprint of a run
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _SHARDS = {"shardlist!": [{"url!": TEXT, "nsamples!": COUNT}]}
 _T = TypeVar("_T")
@@ -68,8 +69,16 @@ def listed(url: str) -> tuple[Remote, ...]:
 def print_of(url: str) -> dict[str, Any]:
     """{"size": bytes in all, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
     found = listed(url)
-    digest = hashlib.sha256(json.dumps([remote[:3] for remote in found]).encode("utf-8", "surrogatepass"))
+    marks = [(remote.url, remote.size, remote.mark.partition(_AND)[0]) for remote in found]
+    digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
     return {"size": sum(remote.size for remote in found), "sha256": digest.hexdigest()}
+
+
+def local_files(url: str) -> list[Path]:
+    """The files at a URL of this machine (`file://`); none at another. Raises `DataError`."""
+    if not url.startswith("file://"):
+        return []
+    return [Path(remote.url.removeprefix("file://")) for remote in listed(url)]
 
 
 def download(remote: Remote, to: Path) -> None:
@@ -174,6 +183,8 @@ def _remote(system: Any, url: str, about: dict[str, Any]) -> Remote:
     if about.get("size") is None:
         raise DataError(f"{url}: its server does not say how many bytes it has; copy it here and name the file")
     mark = next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
+    if "ino" in about:  # of this machine: a copy may have the former time, and has another inode or ctime
+        mark += f"{_AND}{about.get('created')}{_AND}{about['ino']}"
     return Remote(url, int(about["size"]), mark)
 
 
