@@ -72,14 +72,13 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
     return [content for content in result if content is not None]
 
 
-def once(file: Path, folder: Path | None, check: Callable[[], None], used: bool = False) -> None:
+def once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
     """Do `check`, which raises where the file is damaged, unless it was done for this very file before. `used`: its
     time of access is set when it is used, which sets its ctime too, so that this says nothing."""
-    home = _default() if folder is None else folder
     before = stat_of(file.stat())
-    if _noted(file, home, "valid", used) is None:
+    if _noted(file, folder, "valid", used) is None:
         check()
-        note_valid(file, home, before)
+        note_valid(file, folder, before)
 
 
 def note_valid(file: Path, folder: Path, stat: Stat | None = None) -> None:
@@ -87,12 +86,6 @@ def note_valid(file: Path, folder: Path, stat: Stat | None = None) -> None:
     now = stat_of(file.stat())
     if stat is None or stat == now:
         _note(file, folder, now, {"valid": True})
-
-
-def _default() -> Path:
-    from octavo.data.cache import default_folder
-
-    return default_folder()
 
 
 def content_of(file: Path) -> Content:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from octavo import reading
-from octavo.data.cache import kept
+from octavo.data.cache import default_folder, kept
 from octavo.data.columnar import sentence
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import COUNTED, Input
@@ -94,8 +94,8 @@ class Sealed(Mapped):
     def _damaged(self, cause: Exception) -> DataError:
         return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({sentence(cause)}); seal the data again")
 
-    def _notes_in(self, file: Path) -> Path | None:
-        return None  # nothing is written into a folder of data
+    def _notes_in(self, file: Path) -> Path:
+        return default_folder()  # nothing is written into a folder of data
 
     def __len__(self) -> int:
         rows = len(self._table) // self.each

@@ -76,8 +76,8 @@ class Mapped:
                 raise
             raise self._damaged(cause) from cause
 
-    def _notes_in(self, file: Path) -> Path | None:
-        """The folder of the cache that notes which files are whole; None: the default."""
+    def _notes_in(self, file: Path) -> Path:
+        """The folder of the cache that notes which files are whole."""
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:

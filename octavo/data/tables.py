@@ -272,7 +272,9 @@ def validate(file: Path, folder: Path | None) -> None:
         return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
 
     try:
-        content.once(file, folder, lambda: columnar.check_file(file, damaged))
+        content.once(
+            file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
+        )
     except OSError as cause:
         raise damaged(cause) from cause
 
