@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from octavo import reading
 from octavo.data.columnar import check_batch, sentence
 from octavo.data.errors import DataError
+from octavo.data.footer import DICTIONARY, PREFIXES, Group, groups_of
 from octavo.vault import is_encrypted
 
 BATCH_ROWS = 1024
@@ -31,8 +32,29 @@ def unreadable(path: Path | str, cause: Exception) -> DataError:
     return DataError(f"{path} is no parquet file that can be read ({sentence(cause)}); copy or download it again")
 
 
-def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
-    """A parquet file, open, its columns of texts as dictionaries. `open_file`: what is read, where it is not the path.
+class Parquet(NamedTuple):
+    """A parquet file, open, its columns of texts as dictionaries; and what its footer says. Closed by `with`."""
+
+    reader: Any
+    groups: list[Group]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.reader.schema_arrow
+
+    @property
+    def rows(self) -> int:
+        return sum(group.rows for group in self.groups)
+
+    def __enter__(self) -> Parquet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.reader.close()
+
+
+def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Parquet:
+    """A parquet file, open. `open_file`: what is read, where it is not the path.
 
     Raises DataError where it cannot be read, two of its columns have one name, or a column unfolds without bound.
     """
@@ -41,11 +63,13 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
     try:
         if open_file is None and is_encrypted(path):
             open_file = partial(reading.open_file, path, DataError, 0)
-        opened = partial(parquet.ParquetFile, page_checksum_verification=True)
         source: Any = path if open_file is None else open_file()
+        groups = _footer(path if open_file is None else source)
+        opened = partial(parquet.ParquetFile, page_checksum_verification=True)
         file = opened(source)
-        names = file.schema_arrow.names
-        if dictionaries := _in_dictionaries(file):
+        names, columns = file.schema_arrow.names, [file.schema.column(n) for n in range(len(file.schema))]
+        _check_sizes(path, groups, columns)
+        if dictionaries := _in_dictionaries(groups, columns):
             file = opened(source, metadata=file.metadata, read_dictionary=dictionaries)
     except DataError:
         raise
@@ -53,81 +77,84 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
         raise unreadable(path, cause) from cause
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}: its columns are {names!r}, {', '.join(map(repr, twice))} more than once; rename one")
-    _check_sizes(path, file)
-    return file
+    return Parquet(file, groups)
 
 
-def batches(path: Path, file: Any, group: int) -> Iterator[pa.RecordBatch]:
+def _footer(source: Any) -> list[Group]:
+    if isinstance(source, Path):
+        with open(source, "rb") as file:
+            return groups_of(file)
+    groups = groups_of(source)
+    source.seek(0)
+    return groups
+
+
+def batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBatch]:
     """The rows of a row group, as many at a time as fit into `BATCH_BYTES` by its mean. Raises DataError."""
-    about = file.metadata.row_group(group)
-    each = max(1, about.total_byte_size) // max(1, about.num_rows) + _fixed_bytes(file)
-    rows = 1 if _shares_prefixes(about) else min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, each)))
+    group = file.groups[number]
+    each = max(1, max(1, group.size) // max(1, group.rows) + _fixed_bytes(file))
+    rows = 1 if _shares_prefixes(group) else min(BATCH_ROWS, max(1, BATCH_BYTES // each))
     try:
-        for batch in file.iter_batches(rows, row_groups=[group], use_threads=False):
+        for batch in file.reader.iter_batches(rows, row_groups=[number], use_threads=False):
             check_batch(batch)
             yield batch
     except Exception as cause:  # of the file, whatever folder is written to meanwhile
         raise unreadable(path, cause) from cause
 
 
-def read_group(path: Path, file: Any, group: int) -> pa.Table:
+def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
     """A whole row group. Raises DataError where it cannot be read, or takes more than `UNFOLDED` bytes by texts that
     share their beginnings."""
-    if not _shares_prefixes(file.metadata.row_group(group)):
+    group = file.groups[number]
+    if not _shares_prefixes(group):
         try:
-            table = file.read_row_group(group, use_threads=False)
+            table = file.reader.read_row_group(number, use_threads=False)
             check_batch(table)
         except Exception as cause:  # whatever a damaged file makes the library raise
-            raise DataError(f"{path}: row group {group} cannot be read ({sentence(cause)})") from cause
+            raise DataError(f"{path}: row group {number} cannot be read ({sentence(cause)})") from cause
         return table
     read: list[pa.RecordBatch] = []
     size = 0
-    for batch in batches(path, file, group):
+    for batch in batches(path, file, number):
         size += batch.nbytes
         if size > UNFOLDED:
-            raise DataError(f"{path}: row group {group} takes more than {UNFOLDED} bytes decoded, of "
-                            f"{file.metadata.row_group(group).total_byte_size}; write smaller ones, or leave `stream` "
-                            "out")  # fmt: skip
+            raise DataError(f"{path}: row group {number} takes more than {UNFOLDED} bytes decoded, of {group.size}; "
+                            "write smaller ones, or leave `stream` out")  # fmt: skip
         read.append(batch)
-    return pa.Table.from_batches(read, file.schema_arrow)
+    return pa.Table.from_batches(read, file.schema)
 
 
-def _in_dictionaries(file: Any) -> list[str]:
+def _in_dictionaries(groups: list[Group], columns: list[Any]) -> list[str]:
     """Paths of the columns of texts or bytes that some row group stores in a dictionary."""
-    metadata, schema, paths = file.metadata, file.schema, []
-    for number in range(len(schema)):
-        column = schema.column(number)
+    paths = []
+    for number, column in enumerate(columns):
         plain = column.physical_type == "BYTE_ARRAY" and column.logical_type.type in ("STRING", "NONE", "ENUM")
-        if plain and any(_encoded(metadata.row_group(n).column(number), "DICTIONARY")
-                         for n in range(metadata.num_row_groups)):  # fmt: skip
+        if plain and any({*DICTIONARY} & {*group.chunks[number].encodings} for group in groups):
             paths.append(column.path)
     return paths
 
 
-def _encoded(chunk: Any, word: str) -> bool:
-    return any(word in encoding for encoding in chunk.encodings)
-
-
-def _shares_prefixes(group: Any) -> bool:
+def _shares_prefixes(group: Group) -> bool:
     """Whether a column stores texts as differences from the text before: each may be as long as all."""
-    return any(_encoded(group.column(n), "DELTA_BYTE_ARRAY") for n in range(group.num_columns))
+    return any({*PREFIXES} & {*chunk.encodings} for chunk in group.chunks)
 
 
-def _fixed_bytes(file: Any) -> int:
+def _fixed_bytes(file: Parquet) -> int:
     """Bytes of a row's values of a fixed length, outside of lists."""
-    columns = (file.schema.column(n) for n in range(len(file.schema)))
+    schema = file.reader.schema
+    columns = (schema.column(number) for number in range(len(schema)))
     return sum(column.length for column in columns if column.physical_type == "FIXED_LEN_BYTE_ARRAY")
 
 
-def _check_sizes(path: Path, file: Any) -> None:
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        for place in range(group.num_columns):
-            chunk, column = group.column(place), file.schema.column(place)
-            entries = chunk.num_values * (8 + max(0, column.length))
-            size, stored = max(chunk.total_uncompressed_size, entries), max(1, chunk.total_compressed_size)
-            if size > max(UNFOLDED, RATIO * stored):
+def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
+    """That no column chunk unfolds without bound, as far as the footer says. Raises DataError."""
+    for number, group in enumerate(groups):
+        if len(group.chunks) != len(columns):
+            raise ValueError(f"row group {number} has {len(group.chunks)} columns, of {len(columns)} in its schema")
+        for chunk, column in zip(group.chunks, columns, strict=True):
+            size = max(chunk.size, chunk.values * (8 + max(0, column.length)))
+            if size > max(UNFOLDED, RATIO * max(1, chunk.stored)):
                 raise DataError(
-                    f"{path}: column {reading.printable(chunk.path_in_schema)!r} of row group {number} takes {size} "
-                    f"bytes decoded, of {stored} in the file; write it in smaller row groups, or leave it out"
+                    f"{path}: column {reading.printable(chunk.path)!r} of row group {number} takes {size} bytes "
+                    f"decoded, of {chunk.stored} in the file; write it in smaller row groups, or leave it out"
                 )

@@ -23,7 +23,7 @@ import pyarrow as pa
 from octavo.data.columnar import too_large
 from octavo.data.content import stat_of
 from octavo.data.errors import BadSample, DataError
-from octavo.data.parquet_files import parquet_file, read_group
+from octavo.data.parquet_files import Parquet, parquet_file, read_group
 from octavo.data.table import Text, keys_of, parsed, row_of
 from octavo.vault import Reader, begins
 
@@ -147,10 +147,9 @@ class Groups:
 
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
         self.path, self._open, self._number = path, open_file, next(_NUMBERS)
-        self._parquet: Any = None
+        self._parquet: Parquet | None = None
         self._stat = stat_of(os.stat(path)) if open_file is None else None
-        metadata = self._file().metadata
-        self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
+        self._ends = list(accumulate(group.rows for group in self._file().groups))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -167,7 +166,7 @@ class Groups:
         return [end - start for start, end in pairwise([0, *self._ends])]
 
     def keys(self) -> set[str]:
-        return {*self._file().schema_arrow.names}
+        return {*self._file().schema.names}
 
     def __getitem__(self, row: int) -> Any:
         number = bisect_right(self._ends, row)
@@ -177,7 +176,7 @@ class Groups:
             raise BadSample(self.path, row, problem)
         return row_of(self.path, row, group.table.slice(row - first, 1))
 
-    def _file(self) -> Any:
+    def _file(self) -> Parquet:
         if self._parquet is None:
             self._parquet = parquet_file(self.path, self._open)
         return self._parquet

@@ -50,6 +50,9 @@ class Text(NamedTuple):
 class Mapped:
     """An Arrow table in memory, or in a file that is mapped into it; then the file's name is what is pickled."""
 
+    schema: pa.Schema | None = None
+    """What the table must have, where every one of a kind has the same."""
+
     def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
         self.path, self.kept = path, kept
         self._open()
@@ -62,6 +65,8 @@ class Mapped:
             self._table = pa.ipc.open_file(file).read_all()
         except Exception as cause:  # whatever a damaged file makes the library raise
             raise self._damaged(cause) from cause
+        if self.schema is not None and self._table.schema != self.schema:
+            raise self._damaged(ValueError(f"its columns are {', '.join(self._table.schema.names)[:99]!r}"))
         self._batches = self._table.to_batches()
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -107,6 +112,8 @@ class Mapped:
 
 class TextRows(Mapped):
     """Rows kept as the text of their JSON, of whatever shape: what is wrong with one is wrong with it alone."""
+
+    schema = TEXTS
 
     def line(self, row: int) -> int:
         """The line number (from 1) that holds a row of a file of lines."""

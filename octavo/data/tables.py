@@ -147,13 +147,13 @@ def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = l
     and `RATIO` times the file."""
     stored = path.stat().st_size
     with parquet_file(path) as file:
-        done, size, rows = 0, 0, max(1, file.metadata.num_rows)
+        done, size, rows = 0, 0, max(1, file.rows)
         try:
-            schema = pa.schema([*map(plain_field, file.schema_arrow), pa.field(PROBLEM, pa.string())])
+            schema = pa.schema([*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())])
         except Exception as cause:
             raise unreadable(path, cause) from cause
         with writer(target, schema) as out:
-            for group in range(file.metadata.num_row_groups):
+            for group in range(len(file.groups)):
                 for batch in parquet_files.batches(path, file, group):
                     for piece in _pieces(path, batch, schema):
                         size += piece.nbytes
@@ -239,7 +239,7 @@ def _rows_of(file: Path) -> int:
     if file.suffix.lower() != ".parquet":
         return _COUNT
     with parquet_file(file) as opened:
-        return int(opened.metadata.num_rows)
+        return opened.rows
 
 
 class DatasetRows:

@@ -59,6 +59,8 @@ class Member(NamedTuple):
 class TarRows(Mapped):
     """The rows of a tar file by its index. `path`: what rows are called after, if not the `file` that is read."""
 
+    schema = INDEX
+
     def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
         super().__init__(path, index)
         self.file = Path(path) if file is None else file
