@@ -194,6 +194,7 @@ def _system(url: str) -> tuple[Any, str]:
 def _copied(remote: Remote, to: Path, watch: _Watch) -> None:
     system, path = _system(remote.url)
     with system.open(path, "rb", block_size=_BLOCK) as source, open(to, "r+b") as out:
+        out.truncate(remote.size)  # of an earlier try that brought more
         while piece := source.read(_BLOCK):
             watch.move()
             with watch.lock:
