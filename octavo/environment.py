@@ -40,7 +40,7 @@ REQUIRED: dict[str, str] = {
     "rich": ">=13",
     "matplotlib": ">=3.8",
     "tensorboard": ">=2.16.2",
-    "scikit-learn": ">=1.4",
+    "scipy": ">=1.11",
     "peft": ">=0.19",
 }
 

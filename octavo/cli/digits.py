@@ -1,7 +1,7 @@
 """Writes the embedded dataset: images of four handwritten digits, or videos in which digits follow each other, and a
 short conversation about each.
 
-Real handwriting (scikit-learn's bundled digits); train and test are made of different samples.
+Real handwriting (UCI's digits, shipped with Octavo); train and test are made of different samples.
   octavo digits ./digits
   octavo digits ./clips --video                     a digit every half second, and the question which they were
 """

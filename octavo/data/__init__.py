@@ -20,9 +20,10 @@ from octavo import accelerator
 from octavo.config.texts import is_url
 from octavo.config.video import VideoSection
 from octavo.data import digits, text
-from octavo.data.cache import Say, files_of, quiet
+from octavo.data.cache import Say, default_folder, files_of, quiet
 from octavo.data.clips import as_video
 from octavo.data.collate import Boundaries, Meta, collate, collate_pack
+from octavo.data.content import Content, content_of, digests
 from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.counting import counts
 from octavo.data.documents import Document, DocumentEncoder
@@ -48,7 +49,7 @@ from octavo.data.pairs import (
     labelled_batches,
 )
 from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
-from octavo.data.remote import print_of
+from octavo.data.remote import local_files, print_of
 from octavo.data.report import SkipReport
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.sealed import Sealed, SealedEncoder, SealedHeldOut, SealedPairs, read_sealed
@@ -62,13 +63,14 @@ if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 __all__ = [
-    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
-    "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader", "LongSample", "Meta",
-    "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source",
-    "Sealed", "Split", "Text", "Turn", "check_sealed", "collate", "collate_pack", "compared", "digits", "encoder",
-    "eval_set", "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare",
-    "print_of", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots",
-    "text", "train_loader", "waste", "workers_of",
+    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Content", "Conversation", "DataError", "Document",
+    "DocumentEncoder", "Encoder", "EvalSet", "ImageRef", "Joined", "LabelledEncoder", "LabelledSample", "Loader",
+    "LongSample", "Meta", "Mixture", "PackLoader", "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample",
+    "SkipReport", "Source", "Say", "Sealed", "Split", "Text", "Turn", "check_sealed", "collate", "collate_pack",
+    "compared", "content_of", "default_folder", "digests", "digits", "encoder", "local_files", "quiet", "eval_set",
+    "file_limits", "files_of", "learned", "pack", "packs_of", "pair_loader", "pair_set", "parse", "prepare", "print_of",
+    "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns", "rows_of_an_epoch", "shots", "text",
+    "train_loader", "waste", "workers_of",
 ]  # fmt: skip
 E = TypeVar("E", bound=Encoder)
 Rows = Source | Split | Joined | Sealed

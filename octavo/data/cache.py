@@ -1,12 +1,12 @@
 """What is made of data files once: a folder of files that processes map into memory and share.
 
-A file of the cache is named after what it was made of (path, size, time of the last change), appears whole or not at
-all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so ranks, workers, runs
-and several machines with one mount may all use the folder. Whoever comes while another process converts the same file
-waits for it, where the file system has locks that reach so far; where it has none (NFS without its lock service, Lustre
-mounted without flock) two make the file, the first to finish gives it its name by a hard link, which no file system
-lets a second one take, and the other's is dropped: what somebody has mapped into memory is never exchanged beneath it.
-Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
+A file of the cache is named after what it was made of (path, and a digest of all bytes: `content.py`), appears whole or
+not at all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so ranks,
+workers, runs and several machines with one mount may all use the folder. Whoever comes while another process converts
+the same file waits for it, where the file system has locks that reach so far; where it has none (NFS without its lock
+service, Lustre mounted without flock) two make the file, the first to finish gives it its name by a hard link, which no
+file system lets a second one take, and the other's is dropped: what somebody has mapped into memory is never exchanged
+beneath it. Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
 
 What is made of an encrypted file lies in memory in place of the folder, made anew by each process.
 """
@@ -24,6 +24,7 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from octavo import atomic
+from octavo.data import content
 from octavo.data.errors import DataError
 from octavo.hub import is_name
 from octavo.vault import VaultError, anonymous, check_folder, is_encrypted
@@ -63,7 +64,7 @@ def kept(
     if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
         return _in_memory(source, write, say, more, form)
     before = _identity(source)
-    target = place(folder, source, more, form)
+    target = place(folder, source, more, form, say)
     folder = target.parent
     if target.is_file():
         return target
@@ -72,9 +73,11 @@ def kept(
         with locked(target.with_suffix(".lock")):
             if not target.is_file():
                 _make(target, source, write, say, form)
-                if _identity(source) != before:
+                if _identity(source) != before and place(folder, source, more, form) != target:
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
+                if form in ("Arrow", "index"):  # written here, so it need not be read once more for its form
+                    content.note_valid(target, folder)
     except OSError as cause:
         why = atomic.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
@@ -101,11 +104,18 @@ def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Pa
 _MADE: dict[str, Path] = {}  # of this process, and open as long as it lives
 
 
-def place(folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow") -> Path:
-    """Where `kept` has what is made of a source, there or not yet."""
-    text = f"{FORM}:{_identity(source)}:{more}"
-    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:20]
-    return (default_folder() if folder is None else folder) / f"{name}.{form.lower()}"
+def place(
+    folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow", say: Say = quiet
+) -> Path:  # fmt: skip
+    """Where `kept` has what is made of a source, there or not yet. Raises `DataError` where it cannot be read."""
+    folder = default_folder() if folder is None else folder
+    held = str(source)
+    if not _named_elsewhere(source):
+        files = files_of(Path(source))
+        of_each = zip(files, content.digests(files, folder, say), strict=True)
+        held = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
+    name = hashlib.sha256(f"{FORM}:{held}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
+    return folder / f"{name}.{form.lower()}"
 
 
 def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -> None:
@@ -183,7 +193,12 @@ def of_kinds(names: Sequence[str]) -> list[str]:
 
 
 def _identity(source: Path | str) -> str:
-    if isinstance(source, str) or is_name(str(source)):  # whoever asks says which revision, or what it holds
+    """What changes whenever a source does, without reading it."""
+    if _named_elsewhere(source):
         return str(source)
-    found = [(str(file.resolve()), file.stat()) for file in files_of(source)]
-    return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)
+    return ";".join(f"{file.resolve()}:{content.stat_of(file.stat())}" for file in files_of(Path(source)))
+
+
+def _named_elsewhere(source: Path | str) -> bool:
+    """Whether a source is a URL or of the hub: the caller says which revision, or what it holds."""
+    return isinstance(source, str) or is_name(str(source))

@@ -11,13 +11,15 @@
     train_text.json  the same handwriting for models without eyes: one digit a row, drawn in characters
     test_text.json
 
-The digits are the 1797 of scikit-learn. Every fifth sample is kept for the test images, so that no handwriting in a
-test image was ever seen in training.
+The digits are the 1797 of UCI that scikit-learn has as `load_digits`, in uci_digits/. Every fifth sample is kept for
+the test images, so that no handwriting in a test image was ever seen in training.
 """
 
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ from octavo.reading import Unreadable, read_json
 
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
-WHITE = 16  # scikit-learn's grey values are counts of 0 to 16
+WHITE = 16  # grey values are counts of 0 to 16
+HANDWRITING = Path(__file__).with_name("uci_digits") / "digits.npz"
 INK = " .+#"  # four shades, for the rows that draw a digit in characters
 LAYOUT = 5  # rises when the same settings give other files
 
@@ -118,13 +121,21 @@ def accept(directory: Path, settings: dict[str, int], folder: str, ending: str, 
 
 
 def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(all samples [1797, 8, 8] uint8; which digits they are; train and test -> numbers of samples)."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    greys = np.rint(bunch.images * (255 / WHITE)).astype(np.uint8)
+    """(all samples [1797, 8, 8] uint8; which digits they are [1797] int64; train and test -> numbers of samples).
+    Raises DataError where the file that is part of Octavo is missing or damaged."""
+    levels, labels = samples()
+    greys = np.rint(levels * (255 / WHITE)).astype(np.uint8)
     held_out = np.arange(len(greys)) % 5 == 4
-    return greys, bunch.target, {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+    return greys, labels.astype(np.int64), {"train": np.flatnonzero(~held_out), "test": np.flatnonzero(held_out)}
+
+
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    """(levels [1797, 8, 8] uint8, 0 to 16; labels [1797] uint8), in scikit-learn's order. Raises DataError."""
+    try:
+        with np.load(HANDWRITING, allow_pickle=False) as file:
+            return file["levels"], file["labels"]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as cause:
+        raise DataError(f"{HANDWRITING}, a file of Octavo, cannot be read ({cause}); install Octavo again") from cause
 
 
 def _write(directory: Path, settings: dict[str, int], console: Any) -> None:

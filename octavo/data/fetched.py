@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import pyarrow as pa
-
 from octavo import atomic
-from octavo.data import cache, remote, tables, tar
+from octavo.data import cache, content, remote, tables, tar
 from octavo.data.errors import DataError
 from octavo.data.files import texts_of
+from octavo.data.footer import groups_of
 from octavo.data.order import WINDOW
 from octavo.data.remote import Remote
 from octavo.data.table import ColumnRows, Rows, TextRows, write_texts
@@ -108,6 +107,9 @@ class Store:
         finally:
             aside.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
+        if target.suffix != cache.TAR:  # written here, so it need not be read once more for its form
+            with contextlib.suppress(FileNotFoundError):  # another process needed its room
+                content.note_valid(target, self.folder.parent)
 
     @contextlib.contextmanager
     def _room(self, shard: Remote, size: int, *own: Path) -> Iterator[None]:
@@ -233,11 +235,9 @@ def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> 
 
 def _by_footer(shard: Remote) -> int:
     def rows(file: Any) -> int:
-        import pyarrow.parquet as parquet
-
         try:
-            return int(parquet.read_metadata(file).num_rows)
-        except pa.ArrowException as cause:
+            return sum(group.rows for group in groups_of(file))
+        except ValueError as cause:
             raise tables.unreadable(shard.url, cause) from cause
 
     return remote.read(shard.url, rows)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from octavo.data import cache, tables
+from octavo.data.content import Stat, stat_of
 from octavo.data.errors import DataError
 from octavo.data.streams import Groups, Lines, Place
 from octavo.data.table import Rows, Text, TextRows, write_texts
@@ -56,7 +57,7 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
             raise DataError(f"{path}: what `datasets` saved is read where it lies in any case; leave `stream` out")
-        return tables.open_saved(path)
+        return tables.open_saved(path, folder)
     files = [file for file in cache.files_of(path) if file.suffix.lower() in (*cache.SHARDS, cache.TAR)]
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) != 1:
@@ -93,8 +94,7 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
         look_up([path], folder, say)
         return open_tar(path, folder)
     if stream:
-        stat = path.stat()
-        return _where_it_lies(path, stat.st_size, stat.st_mtime_ns)
+        return _where_it_lies(path, stat_of(path.stat()))
     if path.suffix.lower() == ".parquet":
         return tables.open_parquet(path, folder, say, small)
     if size < small:
@@ -109,7 +109,7 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
 
 
 @lru_cache(maxsize=64)
-def _where_it_lies(path: Path, size: int, changed: int) -> Rows:
+def _where_it_lies(path: Path, stat: Stat) -> Rows:
     """The rows of a file that is streamed. Several readers of one file, as it is, share what says where they are."""
     if path.suffix.lower() == ".parquet":
         return Groups(path)

@@ -23,6 +23,8 @@ def open_named(name: str, revision: str | None, split: str, subset: str | None) 
 
     try:
         return DatasetRows(Path(name), datasets.load_dataset(name, subset, split=split, revision=revision))
+    except DataError:  # of a file in the library's cache
+        raise
     except Exception as cause:  # of a network, of names, of whatever lies in a stranger's repository
         raise _lost(name, revision, split, subset, cause) from cause
 

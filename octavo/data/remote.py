@@ -2,7 +2,8 @@
 
 `s3://`, `gs://`, `hf://`, `https://` and the like need fsspec's package for them (s3fs, gcsfs, aiohttp), which says so
 itself; keys and endpoints are told to fsspec, by its own configuration or the provider's environment. What fails in a
-way that may pass is tried again, `TRIES` times in all.
+way that may pass is tried again, `TRIES` times in all, and each try is reported. A server that accepts and sends
+nothing for `SECONDS` has failed, too: fsspec's packages wait for minutes, some of them without end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -22,11 +25,13 @@ from octavo.data.errors import DataError
 from octavo.reading import COUNT, TEXT, check_form, first_line, parse_json
 
 TRIES = 4
+SECONDS = 120.0  # without a byte, after which a try has failed
 WAIT = 0.5  # seconds before the second try; twice as long before each further one
 _BLOCK = 16 << 20  # bytes that are asked for at a time
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
 #: what services call that by which one sees that a file holds something else
 _MARKS = ("ETag", "etag", "md5Hash", "blob_id", "oid", "LastModified", "last_modified", "mtime", "created")
+_AND = "|"  # between marks of which only the first is in the fingerprint of a run
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _SHARDS = {"shardlist!": [{"url!": TEXT, "nsamples!": COUNT}]}
 _T = TypeVar("_T")
@@ -55,7 +60,7 @@ def listed(url: str) -> tuple[Remote, ...]:
     """The files of rows at a URL: a file, files by number (`shard-{000..127}.tar`), or those of a folder by name. Where
     a folder of tars has an `index.json` as WebDataset writes it, each with the rows that it says. Raises `DataError`;
     and it is asked once in a process."""
-    found = _tried(url, lambda: _looked_up(url))
+    found = _tried(url, lambda watch: _looked_up(url))
     if kinds := sorted({remote.suffix for remote in found} - {*cache.SHARDS, cache.TAR}):
         raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
                         f"{', '.join((*cache.SHARDS, cache.TAR))}")  # fmt: skip
@@ -68,19 +73,27 @@ def listed(url: str) -> tuple[Remote, ...]:
 def print_of(url: str) -> dict[str, Any]:
     """{"size": bytes in all, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
     found = listed(url)
-    digest = hashlib.sha256(json.dumps([remote[:3] for remote in found]).encode("utf-8", "surrogatepass"))
+    marks = [(remote.url, remote.size, remote.mark.partition(_AND)[0]) for remote in found]
+    digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
     return {"size": sum(remote.size for remote in found), "sha256": digest.hexdigest()}
+
+
+def local_files(url: str) -> list[Path]:
+    """The files at a URL of this machine (`file://`); none at another. Raises `DataError`."""
+    if not url.startswith("file://"):
+        return []
+    return [Path(remote.url.removeprefix("file://")) for remote in listed(url)]
 
 
 def download(remote: Remote, to: Path) -> None:
     """Copy a file to a path that is there, whole. Raises `DataError`, and OSError where the path cannot be written."""
-    _tried(remote.url, lambda: _copied(remote, to))
+    _tried(remote.url, lambda watch: _copied(remote, to, watch))
 
 
 def read(url: str, work: Callable[[Any], _T]) -> _T:
     """What `work` makes of a file, open for reading by place. Raises `DataError`."""
 
-    def opened() -> _T:
+    def opened(watch: _Watch) -> _T:
         system, path = _system(url)
         with system.open(path, "rb") as file:
             return work(file)
@@ -92,23 +105,82 @@ class _Lost(Exception):
     """What may be there at the next try."""
 
 
-def _tried(url: str, work: Callable[[], _T]) -> _T:
+def report(text: str) -> None:
+    """Where tries are reported: on standard error, since files are fetched by threads and workers too."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
     for tries in range(1, TRIES + 1):
         try:
-            return work()
+            return _watched(work)
         except DataError:
             raise
-        except _LASTING as cause:
-            raise DataError(f"{url} cannot be had ({first_line(cause)[:300]}); check the URL and who may read it, or "
-                            "copy it here and name the folder") from cause  # fmt: skip
         except Exception as cause:  # of a network, of whatever package serves this kind of URL
+            if isinstance(cause, _LASTING) and not _of_network(cause):
+                raise DataError(
+                    f"{url} cannot be had ({first_line(cause)[:300]}); check the URL and who may read it, or copy it "
+                    "here and name the folder"
+                ) from cause
             if atomic.no_room(Path(), cause):
                 raise
+            why = first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
+            report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
-                raise DataError(f"{url} cannot be had, in {TRIES} tries ({first_line(cause)[:300]}); check that this "
-                                "machine reaches it") from cause  # fmt: skip
+                raise DataError(
+                    f"{url} cannot be had, in {TRIES} tries ({why}); check that this machine reaches it"
+                ) from cause
             time.sleep(WAIT * 2 ** (tries - 1))
     raise AssertionError
+
+
+def _of_network(cause: BaseException) -> bool:
+    """Whether a file that is called missing is one whose server failed: fsspec's HTTP says FileNotFoundError of any
+    error, with that error as its cause. A server that says 404 or 410 means it."""
+    before = cause.__cause__
+    status = getattr(before, "status", None)
+    if isinstance(status, int):
+        return status >= 500 or status in (408, 425, 429)
+    network = (TimeoutError, ConnectionError)
+    return isinstance(before, network) or type(before).__module__.partition(".")[0] in ("aiohttp", "botocore")
+
+
+class _Watch:
+    """What a try has in common with those who wait for it: when it last came on, and whether it was given up."""
+
+    def __init__(self) -> None:
+        self.moved, self.ended = threading.Event(), threading.Event()
+        self.lock, self.given_up = threading.Lock(), False
+
+    def move(self) -> None:
+        self.moved.set()
+
+
+def _watched(work: Callable[[_Watch], _T]) -> _T:
+    """Do it in a thread, as long as something comes every `SECONDS`. A thread that waits for a server cannot be ended:
+    it is left behind, and writes nothing any more."""
+    watch, results, errors = _Watch(), [], []
+
+    def run() -> None:
+        try:
+            results.append(work(watch))
+        except BaseException as cause:
+            errors.append(cause)
+        watch.ended.set()
+        watch.moved.set()
+
+    threading.Thread(target=run, daemon=True, name="octavo-fetch").start()
+    while not watch.ended.is_set():
+        if not watch.moved.wait(SECONDS):
+            with watch.lock:
+                if watch.ended.is_set():
+                    break
+                watch.given_up = True
+            raise _Lost(f"nothing came for {SECONDS:g} s")
+        watch.moved.clear()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _system(url: str) -> tuple[Any, str]:
@@ -119,13 +191,22 @@ def _system(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _copied(remote: Remote, to: Path) -> None:
+def _copied(remote: Remote, to: Path, watch: _Watch) -> None:
     system, path = _system(remote.url)
     with system.open(path, "rb", block_size=_BLOCK) as source, open(to, "r+b") as out:
+        out.truncate(remote.size)  # of an earlier try that brought more
         while piece := source.read(_BLOCK):
-            out.write(piece)
+            watch.move()
+            with watch.lock:
+                if watch.given_up:  # another try writes there now
+                    return
+                out.write(piece)
+                out.flush()
+            if out.tell() > remote.size:  # it grew, or it is packed and unfolds on its way
+                break
         if out.tell() != remote.size:
-            raise _Lost(f"{out.tell()} bytes came, and it has {remote.size}")
+            more = " or more" if out.tell() > remote.size else ""
+            raise _Lost(f"{out.tell()} bytes{more} came, and it has {remote.size}")
 
 
 def _looked_up(url: str) -> list[Remote]:
@@ -174,6 +255,8 @@ def _remote(system: Any, url: str, about: dict[str, Any]) -> Remote:
     if about.get("size") is None:
         raise DataError(f"{url}: its server does not say how many bytes it has; copy it here and name the file")
     mark = next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
+    if "ino" in about:  # of this machine: a copy may have the former time, and has another inode or ctime
+        mark += f"{_AND}{about.get('created')}{_AND}{about['ino']}"
     return Remote(url, int(about["size"]), mark)
 
 

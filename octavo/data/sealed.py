@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from octavo import reading
-from octavo.data.cache import kept
+from octavo.data.cache import default_folder, kept
+from octavo.data.columnar import sentence
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import COUNTED, Input
 from octavo.data.pairs import Pair
@@ -91,7 +92,10 @@ class Sealed(Mapped):
         self.name, self._limit = str(folder), limit
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({cause}); seal the data again")
+        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({sentence(cause)}); seal the data again")
+
+    def _notes_in(self, file: Path) -> Path:
+        return default_folder()  # nothing is written into a folder of data
 
     def __len__(self) -> int:
         rows = len(self._table) // self.each

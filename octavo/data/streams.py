@@ -14,17 +14,18 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo import reading
-from octavo.data.errors import DataError
+from octavo.data.columnar import too_large
+from octavo.data.content import stat_of
+from octavo.data.errors import BadSample, DataError
+from octavo.data.parquet_files import Parquet, parquet_file, read_group
 from octavo.data.table import Text, keys_of, parsed, row_of
-from octavo.vault import Reader, begins, check_plain, is_encrypted
+from octavo.vault import Reader, begins
 
 KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
 
@@ -39,17 +40,18 @@ class Place(NamedTuple):
 
 
 class Pieces:
-    """Bytes of a file by where they lie: `pieces.read(start, size)`. The file is opened when it is first asked."""
+    """Bytes of a file by where they lie: `pieces.read(start, size)`. The file is opened when it is first asked.
+    `used`: the time of its use is kept with it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, used: bool = False) -> None:
+        self.path, self._used = path, used
         self._file: int | None = None
         self._plain: Reader | None = None  # of an encrypted file
         self._at = self._identity(os.stat(path))
 
-    @staticmethod
-    def _identity(stat: os.stat_result) -> tuple[int, int]:
-        return stat.st_size, stat.st_mtime_ns
+    def _identity(self, stat: os.stat_result) -> tuple[int, ...]:
+        """What other bytes would change. Of a file in a store the ctime says when it was used (`fetched.Store`)."""
+        return (stat.st_size, stat.st_mtime_ns, stat.st_ino) if self._used else stat_of(stat)
 
     def open(self) -> int:
         """Its number, from now on whatever becomes of its name."""
@@ -107,28 +109,11 @@ class Lines:
         return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
 
 
-def unreadable(path: Path | str, cause: Exception) -> DataError:
-    """What is said of a parquet file whose reading raises ArrowException, or the OSError that Arrow's readers raise."""
-    return DataError(f"{path} is no parquet file that can be read ({cause})")
+class _Group(NamedTuple):
+    """A row group, its texts in dictionaries, and the rows of it that are too large to decode: row -> why."""
 
-
-def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Any:
-    """A parquet file, open. `open_file`: what is read, where it is not the path. Raises DataError, also where two of
-    its columns have one name."""
-    import pyarrow.parquet as parquet
-
-    try:
-        if open_file is None and is_encrypted(path):
-            open_file = partial(reading.open_file, path, DataError, 0)
-        elif open_file is None:
-            check_plain(path, DataError)
-        file = parquet.ParquetFile(path if open_file is None else open_file())
-        names = file.schema_arrow.names
-    except (pa.ArrowException, OSError) as cause:
-        raise unreadable(path, cause) from cause
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{path}: its columns are {names!r}, {', '.join(map(repr, twice))} more than once; rename one")
-    return file
+    table: pa.Table
+    problems: dict[int, str]
 
 
 class _Tables:
@@ -136,19 +121,19 @@ class _Tables:
     go."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _Group] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, key: tuple[int, int], read: Callable[[], pa.Table]) -> pa.Table:
+    def get(self, key: tuple[int, int], read: Callable[[], _Group]) -> _Group:
         """The row group of a key, read now where it is not there."""
         if (found := self._kept.get(key)) is None:
             found = self._kept[key] = read()
-            self._bytes += found.nbytes
+            self._bytes += found.table.nbytes
             while len(self._kept) > 1 and self._bytes > KEPT:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+                self._bytes -= self._kept.popitem(last=False)[1].table.nbytes
         self._kept.move_to_end(key)
         return found
 
@@ -162,9 +147,9 @@ class Groups:
 
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
         self.path, self._open, self._number = path, open_file, next(_NUMBERS)
-        self._parquet: Any = None
-        metadata = self._file().metadata
-        self._ends = list(accumulate(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)))
+        self._parquet: Parquet | None = None
+        self._stat = stat_of(os.stat(path)) if open_file is None else None
+        self._ends = list(accumulate(group.rows for group in self._file().groups))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -181,23 +166,26 @@ class Groups:
         return [end - start for start, end in pairwise([0, *self._ends])]
 
     def keys(self) -> set[str]:
-        return {*self._file().schema_arrow.names}
+        return {*self._file().schema.names}
 
     def __getitem__(self, row: int) -> Any:
         number = bisect_right(self._ends, row)
         first = self._ends[number - 1] if number else 0
-        return row_of(self.path, row, self._group(number).slice(row - first, 1))
+        group = self._group(number)
+        if (problem := group.problems.get(row - first)) is not None:
+            raise BadSample(self.path, row, problem)
+        return row_of(self.path, row, group.table.slice(row - first, 1))
 
-    def _file(self) -> Any:
+    def _file(self) -> Parquet:
         if self._parquet is None:
             self._parquet = parquet_file(self.path, self._open)
         return self._parquet
 
-    def _group(self, number: int) -> pa.Table:
+    def _group(self, number: int) -> _Group:
         return TABLES.get((self._number, number), lambda: self._read(number))
 
-    def _read(self, number: int) -> pa.Table:
-        try:
-            return self._file().read_row_group(number, use_threads=False)
-        except (pa.ArrowException, OSError) as cause:
-            raise DataError(f"{self.path}: row group {number} cannot be read ({cause})") from cause
+    def _read(self, number: int) -> _Group:
+        if self._stat is not None and stat_of(os.stat(self.path)) != self._stat:
+            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        table = read_group(self.path, self._file(), number)
+        return _Group(table, too_large(table))

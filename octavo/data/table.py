@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from octavo.atomic import write_bytes
-from octavo.data import json_columns
+from octavo.data import columnar, content, json_columns
 from octavo.data.errors import BadSample, DataError
 from octavo.reading import Unreadable, parse_json
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a record batch: what is written at a time
 TEXTS = pa.schema([("text", pa.large_binary()), ("line", pa.int64()), ("problem", pa.string())])
+PROBLEM = "octavo: problem"  # a column of `ColumnRows`
 # What Arrow says of a value that Python cannot hold; KeyError: of a time zone.
 UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
@@ -50,25 +51,47 @@ class Text(NamedTuple):
 class Mapped:
     """An Arrow table in memory, or in a file that is mapped into it; then the file's name is what is pickled."""
 
+    schema: pa.Schema | None = None
+    """What the table must have, where every one of a kind has the same."""
+
     def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
         self.path, self.kept = path, kept
         self._open()
 
     def _open(self) -> None:
-        file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
+        if isinstance(self.kept, Path):
+            self._validate(self.kept)
         try:
+            file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
             self._table = pa.ipc.open_file(file).read_all()
-        except (pa.ArrowException, OSError) as cause:
+        except Exception as cause:  # whatever a damaged file makes the library raise
             raise self._damaged(cause) from cause
+        if self.schema is not None and self._table.schema != self.schema:
+            raise self._damaged(ValueError(f"its columns are {', '.join(self._table.schema.names)[:99]!r}"))
         self._batches = self._table.to_batches()
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
+    def _validate(self, file: Path) -> None:
+        """Once for a file as it is: all of it is read."""
+        fetched = isinstance(self.path, str)  # into CACHE/fetched/SET, where the time of use is kept with the file
+        home = file.parents[1] if fetched else self._notes_in(file)
+        try:
+            content.once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+        except OSError as cause:
+            if isinstance(cause, FileNotFoundError):  # another process removed it
+                raise
+            raise self._damaged(cause) from cause
+
+    def _notes_in(self, file: Path) -> Path:
+        """The folder of the cache that notes which files are whole."""
+        return file.parent
+
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({cause}); delete it")
+        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.sentence(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
-        """One row, none of whose offsets points out of the file: Arrow follows them blindly. Those inside of a list are
-        not looked at, which would read its whole batch. Raises `DataError`."""
+        """One row. The file was validated when it was opened; its own offsets are looked at again, which costs
+        microseconds, since a disk may fail later. Raises `DataError`."""
         number = bisect_right(self._ends, row)
         found = self._batches[number].slice(row - (self._ends[number - 1] if number else 0), 1)
         try:
@@ -90,6 +113,8 @@ class Mapped:
 
 class TextRows(Mapped):
     """Rows kept as the text of their JSON, of whatever shape: what is wrong with one is wrong with it alone."""
+
+    schema = TEXTS
 
     def line(self, row: int) -> int:
         """The line number (from 1) that holds a row of a file of lines."""
@@ -147,13 +172,19 @@ def keys_of(rows: Rows) -> set[str]:
 
 
 class ColumnRows(Mapped):
-    """Rows of columns with types. What a row has not, it lacks: a column, or a field in it, that is null there."""
+    """Rows of columns with types. What a row has not, it lacks: a column, or a field in it, that is null there. In
+    the column `PROBLEM`, the last one, is why a row could not be kept."""
 
     def keys(self) -> set[str]:
-        return {*self._table.column_names}
+        return {*self._table.column_names} - {PROBLEM}
 
     def __getitem__(self, row: int) -> Any:
-        return row_of(self.path, row, self._row(row))
+        found = self._row(row)
+        if found.schema.names[-1:] == [PROBLEM]:
+            if (problem := found.column(found.num_columns - 1)[0].as_py()) is not None:
+                raise BadSample(self.path, row, problem)
+            found = found.select(range(found.num_columns - 1))
+        return row_of(self.path, row, found)
 
 
 def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
@@ -185,8 +216,8 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
             plainly = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
             return column.cast(plainly).cast(pa.string())[0].as_py()
         raise BadSample(
-            path, row, f"its column {name!r} ({column.type}) cannot be read ({cause}); mend the value, or leave "
-            "out the row or the column"
+            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
+            "value, or leave out the row or the column"
         ) from cause  # fmt: skip
 
 

@@ -7,6 +7,7 @@ stand in the rows themselves, as `datasets` writes them: {"bytes": ..., "path": 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -20,12 +21,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 
-from octavo.data import cache
-from octavo.data.errors import DataError
-from octavo.data.streams import Lines, Place, parquet_file, unreadable
-from octavo.data.table import BATCH_ROWS, ColumnRows, Rows, Text, row_of, writer
+from octavo.data import cache, columnar, content, parquet_files
+from octavo.data.columnar import plain_field, row_bytes, too_large
+from octavo.data.errors import BadSample, DataError
+from octavo.data.parquet_files import RATIO, UNFOLDED, parquet_file, unreadable
+from octavo.data.streams import Lines, Place
+from octavo.data.table import BATCH_BYTES, PROBLEM, ColumnRows, Rows, Text, row_of, writer
 from octavo.reading import open_file
 from octavo.vault import is_encrypted
 
@@ -116,37 +120,75 @@ def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[s
         raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause
 
 
+class _TooMuch(Exception):
+    """Rows of a small file that take more memory than a small file is worth."""
+
+
 def open_parquet(path: Path, folder: Path | None, say: cache.Say, small: int) -> ColumnRows:
     """The rows of a parquet file, converted in memory below `small` bytes. Raises DataError where it is none, and as
     `cache.kept` does."""
     write = partial(write_parquet, path)
-    if path.stat().st_size >= small:
-        return ColumnRows(path, cache.kept(folder, path, write, say))
-    sink = pa.BufferOutputStream()
-    write(sink)
-    return ColumnRows(path, sink.getvalue())
+    if path.stat().st_size < small:
+        sink = pa.BufferOutputStream()
+
+        def bounded(share: float) -> None:
+            if sink.tell() > 4 * small:
+                raise _TooMuch
+
+        with contextlib.suppress(_TooMuch):
+            write(sink, bounded)
+            return ColumnRows(path, sink.getvalue())
+    return ColumnRows(path, cache.kept(folder, path, write, say))
 
 
 def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
-    """Write the rows of a parquet file as Arrow. Raises DataError where it is none."""
-    try:
-        with parquet_file(path) as file:
-            done, rows = 0, max(1, file.metadata.num_rows)
-            with writer(target, file.schema_arrow) as out:
-                for batch in _batches(path, file):
-                    out.write_batch(batch)
+    """Write the rows of a parquet file as Arrow, a few MB at a time whatever they take decoded. A row that is too large
+    is kept as the reason. Raises DataError where the file is none, and where its rows take more than `UNFOLDED` bytes
+    and `RATIO` times the file."""
+    stored = path.stat().st_size
+    with parquet_file(path) as file:
+        done, size, rows = 0, 0, max(1, file.rows)
+        try:
+            schema = pa.schema([*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())])
+        except Exception as cause:
+            raise unreadable(path, cause) from cause
+        with writer(target, schema) as out:
+            for group in range(len(file.groups)):
+                for batch in parquet_files.batches(path, file, group):
+                    for piece in _pieces(path, batch, schema):
+                        size += piece.nbytes
+                        if size > max(UNFOLDED, RATIO * stored):
+                            raise DataError(
+                                f"{path} has {stored} bytes and takes more than {size} decoded, up to row "
+                                f"{done + batch.num_rows} of {rows}; remove what is repeated, or set `stream: true`"
+                            )
+                        out.write_batch(piece)
+                        progress(done / rows)
                     done += batch.num_rows
-                    progress(done / rows)
-    except pa.ArrowException as cause:
-        raise unreadable(path, cause) from cause
 
 
-def _batches(path: Path, file: Any) -> Iterator[pa.RecordBatch]:
-    """The rows of an open parquet file. Its errors are of the file, whatever folder is written to meanwhile."""
-    try:
-        yield from file.iter_batches(BATCH_ROWS)
-    except (pa.ArrowException, OSError) as cause:
-        raise unreadable(path, cause) from cause
+def _pieces(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """A batch of dictionaries as batches of plain values, each of at most `BATCH_BYTES` or of one row."""
+    problems, sizes = too_large(batch), np.minimum(row_bytes(batch), BATCH_BYTES)
+    start, until = 0, np.cumsum(sizes)
+    while start < batch.num_rows:
+        end = start + 1
+        if start in problems:
+            columns = [pa.nulls(1, field.type) for field in schema][:-1]
+            yield pa.RecordBatch.from_arrays([*columns, pa.array([problems[start]], pa.string())], schema=schema)
+        else:
+            before = int(until[start - 1]) if start else 0
+            end = max(end, int(np.searchsorted(until, before + BATCH_BYTES, side="right")))
+            end = min([end, *(row for row in problems if row > start)])
+            try:
+                part = pa.Table.from_batches([batch])
+                if end - start < batch.num_rows:  # a cast of a slice decodes all entries of the lists that it is of
+                    part = part.take(pa.array(range(start, end)))
+                plain = part.cast(pa.schema([*schema][:-1])).append_column(schema[-1], pa.nulls(len(part), pa.string()))
+            except Exception as cause:  # of a type that cannot be stored plain
+                raise unreadable(path, cause) from cause
+            yield from plain.to_batches()
+        start = end
 
 
 class Shards:
@@ -201,18 +243,19 @@ def _rows_of(file: Path) -> int:
     """How many rows a file says that it has."""
     if file.suffix.lower() != ".parquet":
         return _COUNT
-    try:
-        with parquet_file(file) as opened:
-            return int(opened.metadata.num_rows)
-    except (pa.ArrowException, OSError) as cause:
-        raise unreadable(file, cause) from cause
+    with parquet_file(file) as opened:
+        return opened.rows
 
 
 class DatasetRows:
-    """The rows of a `datasets.Dataset`, memory-mapped by that library."""
+    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder`:
+    of the cache that notes it (None: the default). Raises DataError where one is damaged."""
 
-    def __init__(self, path: Path, dataset: Any) -> None:
+    def __init__(self, path: Path, dataset: Any, folder: Path | None = None) -> None:
+        for file in dataset.cache_files:
+            validate(Path(file["filename"]), folder)
         self.path, self._dataset = path, dataset.with_format("arrow")
+        self._repeats = any(columnar.repeats(field.type) for field in dataset.data.schema)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -221,10 +264,27 @@ class DatasetRows:
         return {*self._dataset.column_names}
 
     def __getitem__(self, row: int) -> Any:
-        return row_of(self.path, row, self._dataset[row : row + 1])
+        found = self._dataset[row : row + 1]
+        if (self._repeats or found.nbytes > columnar.TEXT_BYTES) and (problems := too_large(found)):
+            raise BadSample(self.path, row, problems[0])
+        return row_of(self.path, row, found)
 
 
-def open_saved(path: Path) -> DatasetRows:
+def validate(file: Path, folder: Path | None) -> None:
+    """That an Arrow file that `datasets` wrote is whole: read through once for a file as it is. Raises DataError."""
+
+    def damaged(cause: Exception) -> DataError:
+        return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
+
+    try:
+        content.once(
+            file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
+        )
+    except OSError as cause:
+        raise damaged(cause) from cause
+
+
+def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
     """A folder that `Dataset.save_to_disk` wrote. Raises DataError where it cannot be read, and for one of several
     splits."""
     import datasets
@@ -236,8 +296,12 @@ def open_saved(path: Path) -> DatasetRows:
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
         raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"
                         if splits else f"{path} names splits, and none of them is there")  # fmt: skip
+    for file in sorted(path.glob("*.arrow")):
+        validate(file, folder)
     try:
-        return DatasetRows(path, datasets.load_from_disk(os.fspath(path)))
+        return DatasetRows(path, datasets.load_from_disk(os.fspath(path)), folder)
+    except DataError:
+        raise
     except Exception as cause:  # whatever a stranger's files make that library run into
         raise DataError(
             f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo.data import cache
+from octavo.data import cache, content
 from octavo.data.clips import VIDEO_KEYS
 from octavo.data.errors import BadSample
 from octavo.data.members import entries
@@ -59,10 +59,12 @@ class Member(NamedTuple):
 class TarRows(Mapped):
     """The rows of a tar file by its index. `path`: what rows are called after, if not the `file` that is read."""
 
+    schema = INDEX
+
     def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
         super().__init__(path, index)
         self.file = Path(path) if file is None else file
-        self._pieces = Pieces(self.file)
+        self._pieces = Pieces(self.file, used=file is not None)
         self._pieces.open()
 
     def keys(self) -> set[str]:
@@ -162,7 +164,9 @@ def open_tar(path: Path, folder: Path | None) -> TarRows:
 def look_up(files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
     """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
     Raises as `open_tar` does."""
-    missing = [f for f in files if not is_encrypted(f) and not cache.place(folder, f, form="index").is_file()]
+    plain = [file for file in files if not is_encrypted(file)]
+    content.digests(plain, cache.default_folder() if folder is None else folder, say)
+    missing = [file for file in plain if not cache.place(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)

@@ -56,10 +56,10 @@ REQUIRED = (
         required=True,
     ),
     Package(
-        "scikit-learn",
-        "from sklearn.datasets import load_digits",
-        "octavo digits and octavo demo have no handwriting",
-        "pip install --upgrade scikit-learn",
+        "scipy",
+        "from scipy.stats import nct, t",
+        "octavo demo, trial and compare cannot judge their runs",
+        "pip install --upgrade scipy",
         required=True,
     ),
     Package(

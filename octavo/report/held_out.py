@@ -28,7 +28,9 @@ FOLDER = "held-out"
 def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
     """The model that ``cfg`` begins with, in high precision."""
     weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
-    sizes = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights]
+    stats = [(file.name, file.stat()) for file in weights]
+    # a copy over a file may set the former size and time (`cp -p`), and never its ctime
+    sizes = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     random = ["random", cfg.run.seed, cfg.model.init_std] if cfg.model.init == "random" else None
     of = {"model": cfg.model.path, "weights": random or sizes}
     return _kept(directory / FOLDER / "before.json", of, Path(cfg.model.path), cfg, "off", "before training", console)

@@ -15,7 +15,6 @@ from octavo.config.texts import is_url
 from octavo.models.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
-_READ = 64 << 20  # bytes that are hashed of a file, from its start
 #: What of a model folder decides a run's numbers, weights aside: those of a checkpoint, and the fingerprint of a frozen
 #: base, stand for themselves. generation_config.json decides none: it may change, as answers are greedy without it;
 #: what it says of where answers end is a print of phase rl.
@@ -23,25 +22,32 @@ _MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
 _NO_MATTER = "generation_config.json"
 
 Prints = Mapping[str, Mapping[str, Any]]
-"""``data``, ``model``: path or name -> {"size", "sha256"}; ``phase``: name -> digest of what else decides numbers."""
+"""``data``, ``model``: path or name -> {"size", "sha256", "whole"}; ``phase``: name -> digest of what else decides
+numbers."""
 
 
-def fingerprints(cfg: Config) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, say: data.Say = data.quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
-    as {"size": bytes, "sha256": of its first 64 MiB}; a data folder likewise, of its files that hold rows.
+    as {"size": bytes, "sha256": of its first 64 MiB, as 0.4.0 has it, "whole": of all}; a data folder likewise, of its
+    files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.content`).
 
     What is not there is left out: who reads it refuses it with better words. Images are not looked at. Files at a URL
     are known by their sizes and by what their server says of them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
-    found = {path: _of_data(Path(path)) for path in paths if Path(path).is_file() or Path(path).is_dir()}
-    found |= {path: data.print_of(path) for path in paths if is_url(path)}
+    folder = data.default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
+    here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
+    found = {path: _of_data(Path(path), folder, say) for path in here}
+    for url in filter(is_url, paths):
+        found[url] = data.print_of(url)
+        if files := data.local_files(url):
+            found[url]["whole"] = _digest([one.sha256 for one in data.digests(files, folder, say)])
     return {"data": found, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
-    return {name: _fingerprint(folder / name) for name in files_of_model(folder)}
+    return {name: _printed(data.content_of(folder / name)) for name in files_of_model(folder)}
 
 
 def files_of_model(folder: Path) -> list[str]:
@@ -67,7 +73,7 @@ def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
 def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
     """Refuse to go on from `where` beside a model folder of which a file came, went or changed. None: a checkpoint that
     says nothing of it, as those of 0.4.0. Raises TrainError naming the files."""
-    changed = [] if saved is None else [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    changed = [] if saved is None else [name for name in {**saved, **now} if _differ(saved.get(name), now.get(name))]
     if saved is None or not changed:
         return
     how = [
@@ -82,7 +88,7 @@ def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: 
 
 
 def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    changed = [path for path, value in saved.items() if path in now and now[path] != value]
+    changed = [path for path, value in saved.items() if path in now and _differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
@@ -92,18 +98,29 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         )
 
 
-def _of_data(path: Path) -> dict[str, Any]:
+def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two fingerprints are of other bytes. One of 0.4.0 has no "whole"."""
+    if one is None or other is None:
+        return one != other
+    return any(one[key] != other[key] for key in {*one} & {*other})
+
+
+def _of_data(path: Path, folder: Path, say: data.Say = data.quiet) -> dict[str, Any]:
+    files = [path] if path.is_file() else data.files_of(path)
+    every = {file.name: one for file, one in zip(files, data.digests(files, folder, say), strict=True)}
     if path.is_file():
-        return _fingerprint(path)
-    inside = {file.name: _fingerprint(file) for file in data.files_of(path)}
-    named = hashlib.sha256(json.dumps(inside).encode("utf-8", "surrogatepass"))
-    return {"size": sum(found["size"] for found in inside.values()), "sha256": named.hexdigest()}
+        return _printed(every[path.name])
+    heads = {name: {"size": one.size, "sha256": one.head} for name, one in every.items()}
+    return {
+        "size": sum(one.size for one in every.values()),
+        "sha256": _digest(heads),
+        "whole": _digest({name: one.sha256 for name, one in every.items()}),
+    }
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest, left = hashlib.sha256(), _READ
-    with path.open("rb") as file:
-        while left and (piece := file.read(min(left, 1 << 20))):
-            digest.update(piece)
-            left -= len(piece)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _printed(content: data.Content) -> dict[str, Any]:
+    return {"size": content.size, "sha256": content.head, "whole": content.sha256}

@@ -192,7 +192,7 @@ def enter(
     if forked:
         chosen = Path(str(cfg.run.fork))
     first = starting.find(cfg, world, say) if chosen is None else None
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints))
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
     found["place"] = tuple(found["place"])  # JSON knows lists
@@ -309,9 +309,10 @@ def _prepare(
     first: Path | None,
     forked: bool,
     prints: Mapping[str, str] | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, place, files = 0, 0, (0, 0, 0), {**datafiles.fingerprints(cfg), "phase": dict(prints or {})}
+    step, rows, place, files = 0, 0, (0, 0, 0), {**datafiles.fingerprints(cfg, say), "phase": dict(prints or {})}
     begun = None if first is None else starting.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)

@@ -21,6 +21,28 @@ def quarters(path):
     return [image[r : r + 8, c : c + 8] for r in (0, 8) for c in (0, 8)]
 
 
+def test_the_shipped_handwriting_is_that_of_scikit_learn():
+    levels, labels = digits.samples()
+    bunch = load_digits()
+    assert levels.dtype == labels.dtype == np.uint8 and levels.shape == (1797, 8, 8)
+    assert (levels == bunch.images).all() and (labels == bunch.target).all()
+    greys, answers, pools = digits.handwriting()
+    assert (greys == np.rint(bunch.images * (255 / 16)).astype(np.uint8)).all() and (answers == bunch.target).all()
+    assert sorted([*pools["train"], *pools["test"]]) == [*range(1797)]
+    notice = digits.HANDWRITING.with_name("NOTICE.txt").read_text()
+    assert "CC BY 4.0" in notice and "Alpaydin" in notice and "10.24432/C50P49" in notice
+
+
+@pytest.mark.parametrize("damage", (lambda raw: raw[:-9], lambda raw: b"", lambda raw: raw[:3000] + b"x" + raw[3001:]))
+def test_damaged_handwriting_is_named(tmp_path, monkeypatch, damage):
+    file = tmp_path / "digits.npz"
+    file.write_bytes(damage(digits.HANDWRITING.read_bytes()))
+    monkeypatch.setattr(digits, "HANDWRITING", file)
+    with pytest.raises(DataError, match=r"digits\.npz, a file of Octavo, cannot be read \(.*\); install Octavo again"):
+        digits.write(tmp_path / "set", train=1, test=1)
+    assert not (tmp_path / "set").exists()
+
+
 def test_real_digits_in_reading_order_and_a_clean_split(made):
     bunch = load_digits()
     known = {np.rint(image * (255 / 16)).astype(np.uint8).tobytes(): n for n, image in enumerate(bunch.images)}

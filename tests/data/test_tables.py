@@ -58,7 +58,7 @@ def test_every_kind_of_file_gives_the_same_batches(folder, models, kind, stream,
         return [next(loader)[0]["input_ids"].tolist() for _ in range(15 - first // 4)]
 
     whole = tokens(kind, stream=stream)
-    assert whole[8:] == tokens(kind, 32, stream) and (folder.path / "cache").exists() == (
+    assert whole[8:] == tokens(kind, 32, stream) and any((folder.path / "cache").glob("*.arrow")) == (
         not stream and kind != "saved"
     )
     assert whole == tokens("json")

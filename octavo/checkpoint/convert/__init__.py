@@ -232,8 +232,10 @@ def _ends(source: str | Path, destination: str | Path) -> tuple[Path, Path]:
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """What tells a source from another: its place, and name, size and time of each file."""
-    files = {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(folder.iterdir()) if p.is_file()}
+    """What tells a source from another: its place, and of each file name, size and what a copy over it changes, also
+    one that sets the former time (`cp -p`, `rsync -t`): ctime or inode."""
+    stats = {p.name: p.stat() for p in sorted(folder.iterdir()) if p.is_file()}
+    files = {name: [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats.items()}
     return {"path": str(folder.resolve()), "files": files}
 
 

@@ -1,0 +1,28 @@
+"""Write octavo/data/uci_digits/digits.npz, the handwriting of `octavo digits`, from scikit-learn's copy.
+
+    python benchmarks/digits_data.py octavo/data/uci_digits/digits.npz
+
+`levels` [1797, 8, 8] uint8, 0 to 16, and `labels` [1797] uint8: equal to `load_digits().images` and `.target`, which
+tests/data/test_digits.py holds. Needs scikit-learn, which Octavo itself does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+
+def main(target: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    levels, labels = bunch.images.astype(np.uint8), bunch.target.astype(np.uint8)
+    assert (levels == bunch.images).all() and (labels == bunch.target).all()
+    np.savez_compressed(target, levels=levels, labels=labels)
+    print(f"{target}: {len(labels)} digits, {target.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

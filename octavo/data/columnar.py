@@ -1,0 +1,280 @@
+"""Arrow columns of files that others wrote: whether their structure is whole, and what their values take once decoded.
+
+Arrow believes the offsets, lengths and indices of a file. One that points elsewhere ends the process or gives bytes of
+another place, so a file is validated in full before a value is read. And a value may be named many times: by a
+dictionary, a run of equal values, views. A row is decoded only where its size is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from octavo.data.errors import DataError
+from octavo.reading import first_line, printable
+
+TEXT_BYTES = 64 << 20  # of text in a row, as of a line of JSONL
+ROW_BYTES = 1 << 30  # of a row in all: a video may be in it
+COMPRESSED = (
+    1 << 30
+)  # bytes that the buffers of a compressed Arrow file may take: they are decoded whole when it is read
+
+
+def sentence(cause: BaseException) -> str:
+    """The first line of an error of Arrow's library, printable and short."""
+    return printable(first_line(cause))[:160]
+
+
+# Structure -------------------------------------------------------------------------------------------------------
+
+
+def check_file(path: Path, refused: Callable[[Exception], DataError]) -> None:
+    """That an Arrow file (of the file or the stream format, Feather too) can be read without looking out of it. Reads
+    it through once. Raises what `refused` makes of the error."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(8 if is_file else 0)
+            check_compressed(file)
+            file.seek(0)
+            for batch in _of_file(file) if is_file else pa.ipc.open_stream(file):
+                check_batch(batch)
+    except Exception as cause:  # whatever a damaged file makes the library raise
+        raise refused(cause) from cause
+
+
+def _of_file(file: Any) -> Iterator[pa.RecordBatch]:
+    reader = pa.ipc.open_file(file)
+    return (reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
+    """That every offset, length, index and null count of a batch fits its buffers. Raises ArrowInvalid. Bytes that are
+    no UTF-8 are the fault of their row, and pass."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as cause:
+        if "UTF8" not in str(cause):
+            raise
+        for column in batch.columns:
+            for array in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+                _as_bytes(array).validate(full=True)
+
+
+def _as_bytes(array: pa.Array) -> pa.Array:
+    """The same array with its texts as bytes, whose content is not looked at. No value is read."""
+    kind = array.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        plain = pa.binary() if pa.types.is_string(kind) else pa.large_binary()
+        return pa.Array.from_buffers(plain, len(array), array.buffers(), offset=array.offset)
+    if pa.types.is_dictionary(kind):
+        return pa.DictionaryArray.from_arrays(array.indices, _as_bytes(array.dictionary), safe=False)
+    if pa.types.is_struct(kind) and array.offset == 0:
+        children = [_as_bytes(array.field(n)) for n in range(kind.num_fields)]
+        fields = [kind.field(n).with_type(child.type) for n, child in enumerate(children)]
+        return pa.Array.from_buffers(pa.struct(fields), len(array), array.buffers()[:1], children=children)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        child, own = _as_bytes(array.values), array.buffers()[:2]
+        return pa.Array.from_buffers(make(child.type), len(array), own, offset=array.offset, children=[child])
+    if pa.types.is_fixed_size_list(kind):
+        child, own = _as_bytes(array.values), array.buffers()[:1]
+        made = pa.list_(child.type, kind.list_size)
+        return pa.Array.from_buffers(made, len(array), own, offset=array.offset, children=[child])
+    return array
+
+
+def check_compressed(file: Any) -> None:
+    """That the compressed buffers of Arrow messages do not unfold to more than `COMPRESSED` bytes, by the sizes that
+    stand before them: nothing is decoded. Raises ValueError."""
+    total, stored = 0, file.size()
+    with contextlib.suppress(EOFError, StopIteration):
+        while (message := _message(file)) is not None:
+            total += sum(_sizes(message))
+            if total > COMPRESSED:
+                raise ValueError(
+                    f"its compressed buffers take {total} bytes or more decoded, of {stored} in the file, and "
+                    f"{COMPRESSED} are the most; save it without compression, or as parquet"
+                )
+
+
+def _message(file: Any) -> Any:
+    """The next message, None at the end of them: in the file format a footer follows."""
+    at = file.tell()
+    head = file.read(8)
+    if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff" or head[4:] == b"\0\0\0\0":
+        return None
+    file.seek(at)
+    return pa.ipc.read_message(file)
+
+
+def _sizes(message: Any) -> Iterator[int]:
+    """Bytes that each compressed buffer of a message takes decoded; of one that is not compressed none."""
+    if message.type not in ("record batch", "dictionary"):
+        return
+    flat, body = message.metadata.to_pybytes(), message.body
+    header = _table_at(flat, struct.unpack_from("<I", flat)[0])(2)
+    if header is not None and message.type == "dictionary":  # its second field is a record batch
+        header = _table_at(flat, _follow(flat, header))(1)
+    if header is None or body is None:
+        return
+    batch = _table_at(flat, _follow(flat, header))
+    buffers = batch(2)
+    if batch(3) is None or buffers is None:  # no compression, no buffers
+        return
+    start = _follow(flat, buffers)
+    for number in range(struct.unpack_from("<I", flat, start)[0]):
+        offset, length = struct.unpack_from("<qq", flat, start + 4 + 16 * number)
+        if length >= 8:
+            yield max(0, struct.unpack_from("<q", body, offset)[0])  # -1: this one is stored plain
+
+
+def _table_at(flat: bytes, at: int) -> Callable[[int], int | None]:
+    """Of a table of FlatBuffers: number of a field -> where it is, None where it is not set."""
+    vtable = at - struct.unpack_from("<i", flat, at)[0]
+    size = struct.unpack_from("<H", flat, vtable)[0]
+
+    def field(number: int) -> int | None:
+        slot = 4 + 2 * number
+        offset = struct.unpack_from("<H", flat, vtable + slot)[0] if slot + 2 <= size else 0
+        return at + offset if offset else None
+
+    return field
+
+
+def _follow(flat: bytes, at: int) -> int:
+    return at + int(struct.unpack_from("<I", flat, at)[0])
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------
+
+
+def repeats(kind: pa.DataType) -> bool:
+    """Whether values of a type may name the same bytes many times, so that they take more than their buffers."""
+    if isinstance(kind, pa.ExtensionType):
+        return repeats(kind.storage_type)
+    if str(kind).startswith(("dictionary", "run_end_encoded", "dense_union", "sparse_union")) or "view" in str(kind):
+        return True
+    return any(repeats(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type whose values are each stored once, for the same values: what a dictionary or a view stands for. (Parquet
+    gives no other types that repeat.)"""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if str(kind) in ("string_view", "binary_view"):
+        return pa.large_string() if "string" in str(kind) else pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([plain_field(kind.field(n)) for n in range(kind.num_fields)])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(plain_field(kind.value_field), kind.list_size)
+    if pa.types.is_map(kind):
+        return pa.map_(plain_field(kind.key_field), plain_field(kind.item_field), kind.keys_sorted)
+    if pa.types.is_list(kind):
+        return pa.list_(plain_field(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(plain_field(kind.value_field))
+    return kind
+
+
+def plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_type(field.type))
+
+
+def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarray:
+    """[rows] int64: bytes that each row takes once decoded; with `texts` only those of text."""
+    total = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        if chunks:
+            total += np.concatenate([value_bytes(chunk, texts) for chunk in chunks])
+    return total
+
+
+def too_large(batch: pa.RecordBatch | pa.Table) -> dict[int, str]:
+    """Row -> why it is not decoded."""
+    every, texts = row_bytes(batch), row_bytes(batch, texts=True)
+    rows = np.flatnonzero((every > ROW_BYTES) | (texts > TEXT_BYTES))
+    return {int(row): large(int(every[row]), int(texts[row])) for row in rows}
+
+
+def large(size: int, texts: int) -> str:
+    """What is said of a row of so many bytes, `texts` of them of text."""
+    if texts > TEXT_BYTES:
+        return f"has {texts} bytes of text, and {TEXT_BYTES} are the most; split or remove it"
+    return f"takes {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+
+
+def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
+    """[len(array)] int64: bytes that each value takes once decoded; with `texts` only those of text. The array is
+    valid."""
+    kind, count = array.type, len(array)
+    if isinstance(kind, pa.ExtensionType):
+        return value_bytes(array.storage, texts)
+    if pa.types.is_dictionary(kind):
+        each = value_bytes(array.dictionary, texts)
+        indices = array.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        used = array.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(used, each[indices], 0) if len(each) else np.zeros(count, np.int64)
+    if pa.types.is_run_end_encoded(kind):
+        ends = array.run_ends.to_numpy(zero_copy_only=False)
+        of = np.searchsorted(ends, np.arange(array.offset, array.offset + count), side="right")
+        return value_bytes(array.values, texts)[of]
+    if pa.types.is_struct(kind):
+        return sum((value_bytes(array.field(n), texts) for n in range(kind.num_fields)), np.zeros(count, np.int64))
+    if pa.types.is_union(kind):
+        return _of_union(array, texts)
+    if pa.types.is_nested(kind):
+        return _of_lists(array, texts)
+    if str(kind) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
+        return _lengths(array) if "string" in str(kind) or not texts else np.zeros(count, np.int64)
+    if texts or pa.types.is_null(kind):
+        return np.zeros(count, np.int64)
+    return np.full(count, max(1, kind.bit_width // 8), np.int64)
+
+
+def _lengths(array: pa.Array) -> np.ndarray:
+    if "view" in str(array.type):  # its buffer of views: 16 bytes each, the first four the length
+        views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)
+        lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
+        return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
+    return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _of_lists(array: pa.Array, texts: bool) -> np.ndarray:
+    """A list takes its entries and 8 bytes for each, since many that are empty are many too."""
+    kind, count = array.type, len(array)
+    if pa.types.is_fixed_size_list(kind):
+        starts = (array.offset + np.arange(count, dtype=np.int64)) * kind.list_size
+        ends = starts + kind.list_size
+    elif "view" in str(kind):
+        starts = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)[:count]
+        ends = starts + array.sizes.to_numpy(zero_copy_only=False)
+    else:
+        offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+        starts, ends = offsets[:-1], offsets[1:]
+    if count == 0:
+        return np.zeros(0, np.int64)
+    first, last = int(starts.min()), int(max(ends.max(), starts.min()))
+    each = value_bytes(array.values.slice(first, last - first), texts) + (0 if texts else 8)
+    until = np.concatenate([np.zeros(1, np.int64), np.cumsum(each)])
+    return until[ends - first] - until[starts - first]
+
+
+def _of_union(array: pa.Array, texts: bool) -> np.ndarray:
+    codes, result = array.type_codes.to_numpy(zero_copy_only=False), np.zeros(len(array), np.int64)
+    dense = array.type.mode == "dense"
+    places = array.offsets.to_numpy(zero_copy_only=False) if dense else np.arange(len(array))
+    for number, code in enumerate(array.type.type_codes):
+        mine = codes == code
+        if mine.any():
+            result[mine] = value_bytes(array.field(number), texts)[places[mine]]
+    return result

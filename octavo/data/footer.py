@@ -1,0 +1,142 @@
+"""What the footer of a parquet file says of its column chunks: sizes, counts and encodings.
+
+Read here and not by pyarrow, which ends the process (`terminate called after throwing ... ParquetException`) where
+statistics in a damaged footer contradict each other and a column chunk is asked for. The footer is a structure of
+Thrift's compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md) with the
+fields of https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any, BinaryIO, NamedTuple
+
+MOST = 64 << 20  # bytes of a footer: of a file of 100,000 column chunks it has about 20 MB
+DEPTH = 16  # structures within structures; the format has 6
+DICTIONARY, PREFIXES = (2, 8), (7,)  # Encoding.PLAIN_DICTIONARY and RLE_DICTIONARY; DELTA_BYTE_ARRAY
+
+
+class Chunk(NamedTuple):
+    """A column of a row group. `stored`, `size`: bytes of its pages in the file, and unpacked."""
+
+    path: str
+    values: int
+    stored: int
+    size: int
+    encodings: tuple[int, ...]
+
+
+class Group(NamedTuple):
+    """A row group: its rows, bytes unpacked, and columns in the order of the schema."""
+
+    rows: int
+    size: int
+    chunks: tuple[Chunk, ...]
+
+
+def groups_of(file: BinaryIO) -> list[Group]:
+    """The row groups of a parquet file. Raises ValueError where its footer is none."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))
+    tail = file.read(8)
+    if tail[4:] != b"PAR1":
+        raise ValueError("it does not end as a parquet file does (PAR1): it is cut off, or another kind of file")
+    length = int.from_bytes(tail[:4], "little")
+    if length > min(MOST, size - 8):
+        raise ValueError(f"its footer claims {length} bytes, of {size} of the file")
+    file.seek(size - 8 - length)
+    try:
+        footer = _Reader(file.read(length)).struct()
+        return [_group(one) for one in footer.get(4, [])]
+    except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as cause:
+        raise ValueError(f"its footer is damaged ({type(cause).__name__})") from cause
+
+
+def _group(group: dict[int, Any]) -> Group:
+    chunks = []
+    for column in group[1]:
+        about = column[3]
+        path = b".".join(about[3]).decode()
+        chunks.append(Chunk(path, int(about[5]), int(about[7]), int(about[6]), tuple(map(int, about[2]))))
+    return Group(int(group[3]), int(group[2]), tuple(chunks))
+
+
+class _Reader:
+    """Thrift's compact protocol: structures as {number of a field: value}."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.at, self.depth = raw, 0, 0
+
+    def struct(self) -> dict[int, Any]:
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise ValueError(f"its footer nests deeper than {DEPTH}")
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := self.byte():
+            number = number + (head >> 4) if head >> 4 else self.integer()
+            kind = head & 15
+            fields[number] = kind == 1 if kind in (1, 2) else self.value(kind)  # a flag is in its head
+        self.depth -= 1
+        return fields
+
+    def value(self, kind: int) -> Any:
+        if kind in (4, 5, 6):
+            return self.integer()
+        if kind == 8:
+            return self.bytes(self.varint())
+        if kind in (9, 10):
+            return self.list()
+        if kind == 12:
+            return self.struct()
+        if kind in (1, 2, 3):  # in a list each flag is a byte
+            return self.byte()
+        if kind == 7:
+            return struct.unpack("<d", self.bytes(8))[0]
+        if kind == 13:
+            return self.bytes(16)
+        if kind == 11:
+            return self.map()
+        raise ValueError(f"its footer holds a value of the unknown kind {kind}")
+
+    def list(self) -> list[Any]:
+        head = self.byte()
+        count = self.varint() if head >> 4 == 15 else head >> 4
+        self.fits(count)
+        return [self.value(head & 15) for _ in range(count)]
+
+    def map(self) -> dict[Any, Any]:
+        if (count := self.varint()) == 0:
+            return {}
+        self.fits(count)
+        kinds = self.byte()
+        return {str(self.value(kinds >> 4)): self.value(kinds & 15) for _ in range(count)}
+
+    def fits(self, count: int) -> None:
+        if count > len(self.raw) - self.at:  # each entry takes a byte at least
+            raise ValueError(f"its footer claims a list of {count} entries")
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.raw[self.at - 1]
+
+    def bytes(self, count: int) -> bytes:
+        self.fits(count)
+        self.at += count
+        return self.raw[self.at - count : self.at]
+
+    def varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("its footer holds a number of more than 64 bits")
+
+    def integer(self) -> int:
+        value = self.varint()
+        return (value >> 1) ^ -(value & 1)

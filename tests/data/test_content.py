@@ -1,0 +1,205 @@
+"""What files hold decides what is made of them: not their size and time, which a copy may set."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.config import load_config_text
+from octavo.data import DataError, cache, content, remote
+from octavo.data.files import open_rows
+from octavo.train import TrainError, datafiles
+
+
+@pytest.fixture(autouse=True)
+def _settled(monkeypatch, tmp_path):
+    """Files of these tests have just been written; they count as old ones."""
+    monkeypatch.setattr(content, "RECENT", -(10**18))
+    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files whose bytes are read for a digest."""
+    read, names = content._read, []
+    monkeypatch.setattr(content, "_read", lambda file: names.append(file.name) or read(file))
+    return names
+
+
+def write(file: Path, rows: list) -> Path:
+    if file.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        file.write_text("".join(f"{line}\n" for line in ["n", *(row["n"] for row in rows)]))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def in_place(old: Path, new: Path) -> None:
+    """`cp -p`: bytes and time are another's, the inode stays."""
+    with open(old, "r+b") as out:
+        out.write(new.read_bytes())
+    shutil.copystat(new, old)
+
+
+def renamed(old: Path, new: Path) -> None:
+    """`rsync -t` and tar: a new file takes the name."""
+    aside = shutil.copy2(new, old.with_name("aside"))
+    os.replace(aside, old)
+
+
+@pytest.mark.parametrize("replace", (in_place, renamed))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("jsonl", "kept"), ("json", "kept"), ("parquet", "folder"), ("csv", "stream"), ("parquet", "stream")],
+)
+def test_a_file_replaced_by_one_of_equal_size_and_time_is_read_again(tmp_path, replace, kind, how):
+    (tmp_path / "set").mkdir()
+    old, new = write(tmp_path / f"set/a.{kind}", [{"n": 111}] * 3), write(tmp_path / f"b.{kind}", [{"n": 222}] * 3)
+    os.utime(new, ns=(0, old.stat().st_mtime_ns))
+    before = old.stat()
+    path = old.parent if how == "folder" else old
+    assert int(open_rows(path, stream=how == "stream")[2]["n"]) == 111
+    replace(old, new)
+    assert (old.stat().st_size, old.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert int(open_rows(path, stream=how == "stream")[2]["n"]) == 222
+
+
+@pytest.mark.parametrize("kind", ("jsonl", "parquet"))
+def test_a_stream_ends_when_its_file_is_replaced(tmp_path, kind):
+    old, new = (write(tmp_path / f"{name}.{kind}", [{"n": n}] * 3) for name, n in (("a", 111), ("b", 222)))
+    os.utime(new, ns=(0, old.stat().st_mtime_ns))
+    rows = open_rows(old, stream=True)
+    assert rows[0] == {"n": 111}
+    in_place(old, new)
+    if kind == "parquet":  # of another row group than the one in memory
+        from octavo.data import streams
+
+        streams.TABLES._kept.clear()
+    with pytest.raises(DataError, match=rf"a\.{kind} changed while it was read; start again"):
+        rows[1]
+
+
+def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_path, reads):
+    """Also where the file was moved away and back, linked, or copied over itself: its inode or ctime is another."""
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    for _ in range(3):
+        assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
+    content._OWN.clear(), content._READ.clear()  # another process
+    open_rows(file)
+    assert reads == ["a.jsonl"]
+    (tmp_path / "link").hardlink_to(file)
+    open_rows(file)
+    renamed(file, file)
+    open_rows(file)
+    assert reads == ["a.jsonl"] * 3 and len([*(tmp_path / "cache").glob("*.arrow")]) == 1
+
+
+def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch):
+    """It may change once more at the same time of the clock."""
+    monkeypatch.setattr(content, "RECENT", 10**18)
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    open_rows(file), open_rows(file)
+    (notes,) = (tmp_path / "cache/contents").glob("*")
+    assert reads == ["a.jsonl"] * 2 and '"sha256"' not in notes.read_text()
+
+
+def test_broken_notes_cost_a_look_and_nothing_else(tmp_path, reads):
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    home = content._home(file, tmp_path / "cache")[0]
+    open_rows(file)
+    good = home.read_text()
+    for broken in ("", "{", "[]\n", good[: len(good) // 2], good.replace('"stat": [', '"stat": ["a", '), "\xff\n" * 9):
+        home.write_text(broken)
+        content._OWN.clear(), content._READ.clear(), reads.clear()
+        assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
+        content._OWN.clear(), content._READ.clear()
+        assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"], "what is appended to a torn line counts"
+
+
+def test_a_cache_that_cannot_be_written_to_reads_once_a_process(tmp_path, reads):
+    (tmp_path / "cache").write_text("")
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    assert content.digests([file], tmp_path / "cache") == content.digests([file], tmp_path / "cache")
+    assert reads == ["a.jsonl"]
+
+
+def test_a_file_that_is_gone_or_changes_is_named(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        content.digests([tmp_path / "none"], tmp_path)
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    stat, calls = content.stat_of, []
+    monkeypatch.setattr(content, "stat_of", lambda found: (*stat(found)[:3], calls.append(1) or len(calls)))
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
+        content.content_of(file)
+
+
+def config(path: Path, tmp_path: Path):
+    text = f"model: {{path: {tmp_path}}}\ndata: {{train: [{{path: '{path}'}}], cache: {tmp_path / 'cache'}}}\n"
+    return load_config_text(text + "train: {phase: sft, steps: 1}\nrun: {dir: r}\n")
+
+
+@pytest.mark.parametrize("kind", ("file", "folder", "url"))
+def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(content, "HEAD", 64)
+    (tmp_path / "set").mkdir()
+    file = write(tmp_path / "set/a.jsonl", [{"n": n} for n in range(100)])
+    remote.listed.cache_clear()
+    path = {"file": file, "folder": file.parent, "url": f"file://{file}"}[kind]
+    cfg = config(path, tmp_path)
+    saved = json.loads(json.dumps(datafiles.fingerprints(cfg)))
+    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+    new = tmp_path / "new.jsonl"
+    new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
+    os.utime(new, ns=(0, file.stat().st_mtime_ns))
+    renamed(file, new)
+    remote.listed.cache_clear()
+    with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
+        datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+    for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB
+        del prints["whole"]
+    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+
+
+def test_a_run_goes_on_with_a_copy_of_its_data(tmp_path):
+    """Another inode, ctime and mtime, the same bytes."""
+    file = write(tmp_path / "a.jsonl", [{"n": 1}])
+    cfg = config(file, tmp_path)
+    saved = datafiles.fingerprints(cfg)
+    shutil.copy(file, tmp_path / "copy")
+    os.replace(tmp_path / "copy", file)
+    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+
+
+def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
+    """Of a conversion that goes on, and of an evaluation that is kept."""
+    from octavo.checkpoint import convert
+
+    old, new = tmp_path / "m/a.safetensors", tmp_path / "b"
+    old.parent.mkdir()
+    old.write_bytes(b"1"), new.write_bytes(b"2")
+    os.utime(new, ns=(0, old.stat().st_mtime_ns))
+    before = convert._identity(old.parent)
+    in_place(old, new)
+    assert convert._identity(old.parent) != before
+
+
+def test_several_files_are_read_at_a_time_and_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "HEAD", 1)
+    files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
+    said: list[str] = []
+    one = content.digests(files, tmp_path / "cache", said.append)
+    assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
+    assert content.digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
+    assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size

@@ -1,0 +1,156 @@
+"""Servers that fail: silent, slow to fail, of another length than they said. Tried again, bounded, and reported."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import fsspec
+import pytest
+
+from octavo.data import DataError, remote
+from octavo.data.fetched import open_fetched
+
+ROWS = b'{"n": 1}\n{"n": 2}\n'
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers each request as the next of `answers` says, and the rest rightly."""
+
+    answers: list[str] = []
+    over = threading.Event()
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        how = self.answers.pop(0) if self.answers else "right"
+        if how == "silent":
+            self.over.wait()  # until the test is over
+            return
+        self.send_response(int(how) if how.isdecimal() else 200)
+        body = {"shorter": ROWS[:9], "longer": ROWS * 50}.get(how, ROWS)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Plain(fsspec.AbstractFileSystem):
+    """`plain://HOST:PORT/name`: what a server answers, without a limit of time of its own."""
+
+    protocol = "plain"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("plain://")
+
+    def info(self, path: str, **options: object) -> dict[str, object]:
+        return {"name": path, "size": len(ROWS), "type": "file"}
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
+        host, _, name = path.partition("/")
+        connection = http.client.HTTPConnection(host)
+        connection.request("GET", f"/{name}")
+        answer = connection.getresponse()
+        if answer.status >= 400:
+            raise FileNotFoundError(path) from Status(answer.status)  # as fsspec's own HTTP says it
+        return io.BytesIO(answer.read())
+
+
+class Status(Exception):
+    """As aiohttp raises it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server answered {status}")
+        self.status = status
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
+    """Of a file on a server of this process; its first four answers are those in `Server.answers`."""
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    monkeypatch.setattr(remote, "WAIT", 0.0)
+    monkeypatch.setattr(Server, "over", threading.Event())
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+    remote.listed.cache_clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"plain://127.0.0.1:{server.server_port}/rows.jsonl"
+    Server.over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(remote, "report", texts.append)
+    return texts
+
+
+@pytest.mark.parametrize("how", ("500", "503", "429", "shorter", "longer"))
+def test_a_server_that_fails_is_tried_again(url, said, monkeypatch, how):
+    monkeypatch.setattr(Server, "answers", [how] * 3)
+    rows = open_fetched(url, None)
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
+    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? came, and it has 18"
+    assert len(said) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(said, 1))
+    assert all(re.search(why, text) for text in said), said
+
+
+@pytest.mark.parametrize("how", ("500", "shorter", "longer"))
+def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, how, tmp_path):
+    monkeypatch.setattr(Server, "answers", [how] * 99)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(.*\); check that this machine"):
+        open_fetched(url, None)
+    assert len(said) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
+
+
+@pytest.mark.parametrize("how", ("404", "410", "403"))
+def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, how):
+    monkeypatch.setattr(Server, "answers", [how] * 99)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had \(FileNotFoundError"):
+        open_fetched(url, None)
+    assert not said and len(Server.answers) == 98
+
+
+def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
+    """However slow this machine is: the limit is lifted once the server has been given up."""
+    monkeypatch.setattr(Server, "answers", ["silent"])
+    monkeypatch.setattr(remote, "SECONDS", 0.05)
+    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
+    rows = open_fetched(url, None)
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
+    assert said and "rows.jsonl: try 1 of 4 failed (_Lost: nothing came for 0.05 s)" in said[0]
+
+
+def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
+    monkeypatch.setattr(Server, "answers", ["silent"] * 99)
+    monkeypatch.setattr(remote, "SECONDS", 0.05)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(_Lost: nothing came for 0\.05 s\)"):
+        open_fetched(url, None)
+    assert len(said) == 4
+
+
+def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
+    """A try that was given up shares its file with the next one."""
+    file, watch = tmp_path / "x", remote._Watch()
+    file.write_bytes(b"a" * 18)
+    monkeypatch.setattr(Plain, "_open", lambda *call, **options: io.BytesIO(ROWS))
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    watch.given_up = True
+    remote._copied(remote.Remote("plain://h/rows.jsonl", 18, ""), file, watch)
+    assert file.read_bytes() == b"a" * 18
+
+
+def test_tries_are_reported_where_they_are_seen(capsys):
+    remote.report("x")
+    assert capsys.readouterr().err == "x\n"
