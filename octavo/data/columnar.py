@@ -158,7 +158,7 @@ def _follow(flat: bytes, at: int) -> int:
 
 def repeats(kind: pa.DataType) -> bool:
     """Whether values of a type may name the same bytes many times, so that they take more than their buffers."""
-    if isinstance(kind, pa.ExtensionType):
+    if isinstance(kind, pa.BaseExtensionType):
         return repeats(kind.storage_type)
     if str(kind).startswith(("dictionary", "run_end_encoded", "dense_union", "sparse_union")) or "view" in str(kind):
         return True
@@ -217,7 +217,7 @@ def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
     """[len(array)] int64: bytes that each value takes once decoded; with `texts` only those of text. The array is
     valid."""
     kind, count = array.type, len(array)
-    if isinstance(kind, pa.ExtensionType):
+    if isinstance(kind, pa.BaseExtensionType):
         return value_bytes(array.storage, texts)
     if pa.types.is_dictionary(kind):
         each = value_bytes(array.dictionary, texts)
