@@ -33,7 +33,7 @@ LOCAL = (
     *("run.dir", "run.threads", "run.timeout", "run.tensorboard", "run.trackers*", "run.keep"),
     *("data.cache", "data.workers", "data.*.images", "data.*.fetch_gb", "rl.reward_timeout", "rl.show"),
     *("package.accelerate", "package.filelock", "package.fsspec", "package.huggingface-hub", "package.matplotlib"),
-    *("package.rich", "package.scikit-learn", "package.tensorboard", "package.torchao", "package.trl", "package.vllm"),
+    *("package.rich", "package.scipy", "package.tensorboard", "package.torchao", "package.trl", "package.vllm"),
 )
 
 #: Keys whose value is a place on a host; the files there are compared.
