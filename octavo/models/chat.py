@@ -192,7 +192,7 @@ def written(
     asked = options.get("add_generation_prompt", False)
     named = {**tokenizer.special_tokens_map, **more}
     pieces = template.generate(messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **named)
-    return _joined(pieces, _most(conversation))
+    return _joined(pieces, _most(conversation, more))
 
 
 def _most(*given: Any) -> int:
