@@ -8,8 +8,9 @@
 Only names are decided here; what is inside is `state.py`'s matter, except state.json, the list of contents.
 
 Folders hold what users put there too: copies (`step_003`, `step_4 (copy)`), links to another disk, files. A checkpoint
-is a directory, no link, whose name is written as Octavo writes it and whose state.json says the same step. Everything
-else is left alone: no deletion follows a link, and what is in the way of a save is renamed (:func:`publish`).
+is a directory, no link, whose name is written as Octavo writes it and whose state.json says the same step, or is
+damaged: then the name has to do. Everything else is left alone: no deletion follows a link, and what is in the way of a
+save is renamed (:func:`publish`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    found = (_WHOLE.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink())
-    return sorted(int(match[1]) for match in found if match)
+    folders = (entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink())
+    return sorted(int(match[1]) for match in map(_WHOLE.fullmatch, folders) if match)
 
 
 def others(directory: str | os.PathLike[str]) -> list[str]:
@@ -74,10 +75,10 @@ def _why_other(entry: Path) -> str:
     if not (entry / STATE).is_file():
         return f"without {STATE}"
     try:
-        found = read_state(entry)["step"]
+        step = read_state(entry)["step"]
     except CheckpointError:
         return ""  # of the run, and damaged: or encrypted, with another key
-    return "" if found == int(name[1]) else f"of step {found}"
+    return "" if step == int(name[1]) else f"of step {step}"
 
 
 def copied(path: Path, document: Mapping[str, Any]) -> str | None:
@@ -139,9 +140,9 @@ def publish(directory: Path, step: int) -> Path:
 def _free(path: Path) -> Path:
     """A path that nothing has, by a number after it."""
     number = 1
-    while os.path.lexists(found := path if number == 1 else path.with_name(f"{path.name}-{number}")):
+    while os.path.lexists(free := path if number == 1 else path.with_name(f"{path.name}-{number}")):
         number += 1
-    return found
+    return free
 
 
 def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[str]:
@@ -153,9 +154,9 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[str
     """
     directory = Path(directory)
     own = [step for step in steps(directory) if not _why_other(place(directory, step))]
-    kept = [step for step in own if step <= newest][-max(keep, 1) :]
+    stays = [step for step in own if step <= newest][-max(keep, 1) :]
     problems = []
-    for step in (step for step in own if step not in kept):
+    for step in (step for step in own if step not in stays):
         path, gone = place(directory, step), aside(directory, step, "gone")
         try:
             # Renamed first: a deletion cut short must not leave half a checkpoint under a whole one's name.

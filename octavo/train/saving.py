@@ -27,7 +27,7 @@ class Saving(Callback):
     """
 
     def begin(self, run: Run) -> None:
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
 
     def end_step(self, run: Run, step: Step) -> None:
@@ -55,9 +55,9 @@ class Saving(Callback):
             folder, newest, keep = run.directory / rundir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
             for problem in run.world.from_main(lambda: checkpoints.prune(folder, newest, keep)):
-                if problem not in self.told:
+                if problem not in self.reported:
                     run.say(f"note: {problem}")
-                self.told.add(problem)
+                self.reported.add(problem)
 
 
 def interval(cfg: Config) -> int:

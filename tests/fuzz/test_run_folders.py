@@ -4,7 +4,8 @@
 
 Each case is a short life of `checkpoints/`: the run saves, prunes, sweeps and asks for its newest checkpoint; between
 two of these a user does something to the folder. Whatever he put there must stay, under its name or, where a save
-needed the name, under that name and `.other`; what links lead to must be whole; the newest checkpoint must be the
+needed the name, under that name and `.other` (but a copy of a damaged one under a name that a run gives: nothing tells
+it from the run's own); what links lead to must be whole; the newest checkpoint must be the
 run's own.
 """
 
@@ -72,8 +73,9 @@ def disturb(rng: random.Random, directory: Path, outside: Path, step: int, numbe
     if kind == "copy" and own:
         source = rng.choice(own)
         shutil.copytree(source, path)
-        if files._WHOLE.fullmatch(path.name) and path.name == source.name:
-            return kind, None
+        state_of = source / files.STATE
+        if files._WHOLE.fullmatch(path.name) and state_of.exists() and state_of.read_text() == "damaged":
+            return f"copy {path.name!r} of a damaged one", None  # which is the run's, as far as its name says
     elif kind == "link":
         path.symlink_to(outside)
     elif kind == "broken link":
