@@ -64,29 +64,20 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
         _clear(scratch, target)
         try:
             made = scratch / "new"
-            try:
+            with _room(target, refused):
                 made.mkdir()
                 yield made
-                if not replace and not targets.is_free(target):
-                    now = ", ".join(targets.contents(target)[:3])
-                    raise refused(
-                        f"{target} was empty, and now holds {now}; nothing is overwritten. Name another place"
-                    )
-                _publish(made, target, scratch / "old", fixed)
-            except Exception as error:
-                if (reason := no_room(target, error)) is None:
-                    raise
-                raise refused(
-                    f"{target} could not be written: {reason}. Nothing was left half-written; free some space, or "
-                    "name another disk."
-                ) from error
+            if not replace and not targets.is_free(target):
+                now = ", ".join(targets.contents(target)[:3])
+                raise refused(f"{target} was empty, and now holds {now}; nothing is overwritten. Name another place")
+            _publish(made, target, scratch / "old", fixed, refused)
         finally:
             _clear(scratch, target)
             shutil.rmtree(scratch, ignore_errors=True)
             shutil.rmtree(target / targets.STAGE, ignore_errors=True)
 
 
-def _publish(made: Path, target: Path, former: Path, fixed: bool) -> None:
+def _publish(made: Path, target: Path, former: Path, fixed: bool, refused: type[Exception]) -> None:
     """Put a finished directory in place of `target`."""
     if not fixed:
         try:
@@ -95,8 +86,23 @@ def _publish(made: Path, target: Path, former: Path, fixed: bool) -> None:
         except OSError as error:  # EBUSY: a mount point that nothing announced; hours of work are not thrown away
             if error.errno != errno.EBUSY or not target.is_dir():
                 raise
-    targets.move_in(made, target)
+    with _room(target, refused):  # which may copy
+        targets.move_in(made, target)
     sync(target)
+
+
+@contextmanager
+def _room(target: Path, refused: type[Exception]) -> Iterator[None]:
+    """Inside, what fails for want of room raises `refused`; nothing of it stays."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := no_room(target, error)) is None:
+            raise
+        raise refused(
+            f"{target} could not be written: {reason}. Nothing was left half-written; free some space, or name another "
+            "disk."
+        ) from error
 
 
 def swap(made: Path, target: Path, former: Path | None = None) -> None:

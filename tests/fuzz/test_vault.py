@@ -147,7 +147,8 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 def _read(here: Path, folder: Path, case: str, old: bool, found: list[Finding]) -> None:
-    listed = vault.has_list(folder) and (folder / vault.LIST).read_bytes() == (here / "good" / vault.LIST).read_bytes()
+    one, good = folder / vault.LIST, here / "good" / vault.LIST
+    listed = one.is_file() and one.read_bytes() == good.read_bytes()
     for name, wanted in PLAIN.items():
         got: list[bytes] = []
         outcome(lambda: got.append(reading.read_bytes(folder / name)), folder, f"{case}, {name}", found)  # noqa: B023
