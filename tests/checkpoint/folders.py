@@ -176,7 +176,8 @@ def write(form: str, folder: Path, tokenizer: Path, model: str = "qwen3", shards
             shutil.copy(file, folder / file.name)
     if model == "qwen3_vl":  # what belongs to the images is the tiny model's
         theirs = json.loads((tokenizer / "config.json").read_text())
-        edit_json(folder / "config.json", lambda raw: raw.update(image_token_id=theirs["image_token_id"]))
+        media = {key: theirs[key] for key in ("image_token_id", "video_token_id")}
+        edit_json(folder / "config.json", lambda raw: raw.update(media))
     return folder
 
 
