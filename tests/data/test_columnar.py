@@ -1,0 +1,348 @@
+"""Columns of others: damage is a sentence, and what unfolds is bounded before it is decoded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as parquet
+import pytest
+
+from octavo.data import BadSample, DataError, cache, columnar, footer, parquet_files, tables
+from octavo.data.files import open_rows
+from octavo.data.table import ColumnRows, writer
+
+TURNS = [[{"from": "human", "value": f"é{n}"}, {"from": "gpt", "value": None}] for n in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """Bounds that tests reach with kilobytes."""
+    monkeypatch.setattr(columnar, "TEXT_BYTES", 20_000)
+    monkeypatch.setattr(columnar, "ROW_BYTES", 50_000)
+    monkeypatch.setattr(parquet_files, "UNFOLDED", 100_000)
+    monkeypatch.setattr(tables, "UNFOLDED", 100_000)
+    monkeypatch.setattr(parquet_files, "RATIO", 10)
+    monkeypatch.setattr(tables, "RATIO", 10)
+
+
+def saved(path: Path, **columns) -> Path:
+    """A folder as `Dataset.save_to_disk` writes it."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).save_to_disk(str(path))
+    return next(path.glob("*.arrow"))
+
+
+def flipped(file: Path, words: list[int], at: int, bit: int = 0x80) -> None:
+    """Damage the entry `at` of a run of 32-bit numbers in a file."""
+    raw = bytearray(file.read_bytes())
+    place = raw.find(np.array(words, np.int32).tobytes())
+    assert place >= 0
+    raw[place + 4 * at + 3] ^= bit
+    file.write_bytes(raw)
+
+
+def in_a_list(file):
+    flipped(file, [0, 2, 4, 6, 8], 3)
+
+
+def in_a_struct(file):
+    flipped(file, [0, 5, 8, 13, 16], 3)  # "human", "gpt", ...
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def no_arrow(file):
+    file.write_bytes(b"x" * 300)
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", (in_a_list, in_a_struct, half, no_arrow, empty))
+def test_a_damaged_folder_of_datasets_is_named(tmp_path, damage):
+    file = saved(tmp_path / "set", conversations=TURNS)
+    assert len(open_rows(file.parent)) == 12
+    damage(file)
+    with pytest.raises(DataError, match=rf"{file} is damaged \(.*\); copy it again"):
+        open_rows(file.parent)
+
+
+def test_a_file_is_checked_once(tmp_path, monkeypatch):
+    """As long as it is the same; in another process, too."""
+    file, calls = saved(tmp_path / "set", conversations=TURNS), []
+    check = columnar.check_file
+    monkeypatch.setattr(columnar, "check_file", lambda *given: calls.append(1) or check(*given))
+    open_rows(file.parent), open_rows(file.parent)
+    from octavo.data import content
+
+    content._OWN.clear(), content._READ.clear()
+    open_rows(file.parent)
+    assert len(calls) == 1
+    file.write_bytes(file.read_bytes())
+    open_rows(file.parent)
+    assert len(calls) == 2
+
+
+def kept(tmp_path: Path, table: pa.Table) -> Path:
+    with writer(tmp_path / "x.arrow", table.schema) as out:
+        out.write_table(table.combine_chunks())
+    return tmp_path / "x.arrow"
+
+
+@pytest.mark.parametrize(
+    ("column", "words", "at"),
+    [
+        (pa.array(["abc", "de", "f", "g"]), [0, 3, 5, 6, 7], 2),
+        (pa.array([b"abc", b"de", b"f", b"g"]), [0, 3, 5, 6, 7], 1),
+        (pa.array([[1], [2, 3], [4, 5]]), [0, 1, 3, 5], 2),
+        (pa.array([{"a": [[1], [2, 3]]}]), [0, 1, 3], 1),
+        (pa.array(["a", "b", "a", "b"]).dictionary_encode(), [0, 1, 0, 1], 2),
+        (pa.array([[("k", 1)], [("l", 2), ("m", 3)]]  , pa.map_(pa.string(), pa.int64())), [0, 1, 3], 1),
+    ],
+    ids=("text", "bytes", "list", "list in a list", "dictionary", "map"),
+)  # fmt: skip
+def test_offsets_of_every_layout_are_looked_at(tmp_path, column, words, at):
+    file = kept(tmp_path, pa.table({"x": column}))
+    assert len(ColumnRows(file, file)) == len(column)
+    flipped(file, words, at)
+    with pytest.raises(DataError, match=r"x\.arrow is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"):
+        ColumnRows(file, file)
+
+
+def test_a_flipped_null_is_found(tmp_path):
+    """By the count of nulls, which the file has too."""
+    file = kept(tmp_path, pa.table({"x": pa.array([1 << 40, None, 1 << 41] * 40)}))
+    raw = file.read_bytes()
+    bitmap = bytes([0b01101101, 0b11011011, 0b10110110])
+    assert raw.count(bitmap) >= 1
+    file.write_bytes(raw.replace(bitmap, b"\x6f" + bitmap[1:], 1))
+    with pytest.raises(DataError, match="null"):
+        ColumnRows(file, file)
+
+
+def test_texts_that_are_no_utf8_are_the_fault_of_their_row(tmp_path):
+    """And an offset in another column is still found."""
+    bad = pa.array([b"good", b"\xff\xff\xff"]).view(pa.binary())
+    text = pa.StringArray.from_buffers(2, bad.buffers()[1], bad.buffers()[2])
+    nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
+    file = kept(tmp_path, pa.table({"a": text, "b": nested, "n": [[7], [8, 9]]}))
+    rows = ColumnRows(file, file)
+    assert rows[0] == {"a": "good", "b": ["good"], "n": [7]}
+    with pytest.raises(BadSample, match="row 1: its column 'a'"):
+        rows[1]
+    flipped(file, [0, 1, 3], 1)
+    with pytest.raises(DataError, match="is no whole Arrow file any more"):
+        ColumnRows(file, file)
+
+
+def test_a_file_of_other_columns_is_not_taken_for_texts(tmp_path):
+    from octavo.data.table import TextRows
+
+    file = kept(tmp_path, pa.table({"x": [1]}))
+    with pytest.raises(DataError, match="its columns are 'x'"):
+        TextRows(file, file)
+
+
+@pytest.mark.parametrize("codec", ("lz4", "zstd"))
+def test_compressed_buffers_are_bounded_before_they_are_decoded(tmp_path, monkeypatch, codec):
+    file = tmp_path / "x.feather"
+    feather.write_feather(pa.table({"x": ["y" * 1_000_000]}), file, codec)
+    assert file.stat().st_size < 20_000
+    tables.validate(file, tmp_path)
+    monkeypatch.setattr(columnar, "COMPRESSED", 100_000)
+    decoded = []
+    monkeypatch.setattr(columnar, "check_batch", decoded.append)
+    (tmp_path / "again").write_bytes(file.read_bytes())
+    with pytest.raises(DataError, match=r"its compressed buffers take 10000\d\d bytes or more decoded, of \d+ in the"):
+        tables.validate(tmp_path / "again", tmp_path)
+    assert not decoded
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------
+
+TEXT = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (pa.array(["ab", None, "é"]), [2, 0, 2]),
+        (pa.array(["aaaa", "b", None]).dictionary_encode(), [4, 1, 0]),
+        (pa.array([["a", "bb"], None, []]), [19, 0, 0]),
+        (pa.array([{"a": "x", "b": [1]}, None]), [17, 0]),
+        (pa.array([["a", "b"], ["cc", "d"]], pa.list_(pa.string(), 2)), [18, 19]),
+        (pa.array([[("k", "vv")], []], pa.map_(pa.string(), pa.string())), [11, 0]),
+        (pa.RunEndEncodedArray.from_arrays([2, 3], ["aaaa", "b"]), [4, 4, 1]),
+        (pa.array(["ab", "a" * 50, None], pa.string_view()), [2, 50, 0]),
+        (pa.array([["a"], ["bbb", "c"]], pa.list_view(pa.string())), [9, 20]),
+        (pa.array([["a", "a"], None], pa.list_(pa.dictionary(pa.int32(), pa.string()))), [18, 0]),
+        (pa.nulls(2), [0, 0]),
+    ],
+    ids=lambda value: str(getattr(value, "type", ""))[:30],
+)
+def test_what_values_take_decoded(array, expected):
+    """Of slices too, which is what a row is."""
+    assert columnar.value_bytes(array).tolist() == expected
+    for start in range(len(array)):
+        assert columnar.value_bytes(array.slice(start)).tolist() == expected[start:]
+
+
+def bomb(path: Path, rows: int, size: int, **options) -> Path:
+    turns = [{"from": "human", "value": "x" * size}, {"from": "gpt", "value": "a"}]
+    parquet.write_table(pa.table({"conversations": [turns] * rows}), path, compression="zstd", **options)
+    return path
+
+
+@pytest.mark.parametrize("small", (0, 1 << 30))
+def test_a_text_that_is_named_many_times_is_not_unfolded(tmp_path, small_limits, monkeypatch, small):
+    """Converted, the file is refused with both sizes; streamed, each row takes what it takes."""
+    monkeypatch.setattr(cache, "SMALL", small)
+    file = bomb(tmp_path / "b.parquet", 600, 5000)
+    with pytest.raises(DataError, match=r"b\.parquet has \d{3,4} bytes and takes more than \d{6,7} decoded, up to row"):
+        open_rows(file)
+    before = pa.total_allocated_bytes()
+    rows = open_rows(file, stream=True)
+    assert rows[599]["conversations"][0]["value"] == TEXT and rows[0] == rows[300]
+    assert pa.total_allocated_bytes() - before < 200_000, "the row group is in memory as it is in the file"
+    assert not [*tmp_path.glob("cache/*.arrow")]
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_cell_that_is_too_large_is_a_bad_row(tmp_path, small_limits, stream):
+    values = ["a", "y" * 20_001, None, "z" * 20_000]
+    table = pa.table({"text": values, "n": [1, 2, 3, 4], "raw": [b"1", b"2", b"3" * 60_000, b"4"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    rows = open_rows(tmp_path / "a.parquet", stream=stream)
+    assert len(rows) == 4 and rows.keys() == {"text", "n", "raw"}
+    assert rows[0] == {"text": "a", "n": 1, "raw": b"1"} and rows[3]["text"] == values[3]
+    with pytest.raises(BadSample, match=r"a\.parquet, row 1: has 20001 bytes of text, and 20000 are the most; split"):
+        rows[1]
+    with pytest.raises(BadSample, match=r"a\.parquet, row 2: takes 600\d\d bytes, and 50000 are the most; split or"):
+        rows[2]
+
+
+def test_a_cell_that_is_too_large_in_what_datasets_saved(tmp_path, small_limits):
+    rows = open_rows(saved(tmp_path / "set", text=["a", "y" * 20_001]).parent)
+    assert rows[0] == {"text": "a"}
+    with pytest.raises(BadSample, match=r"set, row 1: has 20001 bytes of text"):
+        rows[1]
+
+
+def test_a_repeated_dictionary_of_an_arrow_file(tmp_path, small_limits):
+    """60 bytes of indices, and a row of 300 kB."""
+    names = pa.DictionaryArray.from_arrays(pa.array([0] * 60, pa.int8()), pa.array([TEXT]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 60], pa.int32()), names)
+    file = kept(tmp_path, pa.table({"x": lists}))
+    assert columnar.too_large(pa.ipc.open_file(str(file)).read_all()) == {
+        1: "has 290000 bytes of text, and 20000 are the most; split or remove it"
+    }
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_runs_of_a_list_and_pages_that_unfold_are_refused_by_the_footer(tmp_path, small_limits, stream, monkeypatch):
+    """A million empty entries in a few bytes; a page of equal letters, compressed."""
+    files = {
+        "runs": pa.table({"x": pa.array([[None] * 1_000_000], pa.list_(pa.int64()))}),
+        "page": pa.table({"x": ["y" * 1_000_000]}),
+    }
+    for name, table in files.items():
+        parquet.write_table(table, tmp_path / f"{name}.parquet", compression="zstd", use_dictionary=name == "runs")
+        with monkeypatch.context() as undecoded:
+            undecoded.setattr(parquet.ParquetFile, "iter_batches", None)
+            undecoded.setattr(parquet.ParquetFile, "read_row_group", None)
+            with pytest.raises(DataError, match=rf"{name}\.parquet: column 'x\S*' of row group 0 takes \d{{7}} bytes "):
+                open_rows(tmp_path / f"{name}.parquet", stream=stream)
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_texts_that_share_their_beginnings(tmp_path, small_limits, stream):
+    table = pa.table({"x": [TEXT + str(n) for n in range(100, 400)]})
+    options = {"use_dictionary": False, "column_encoding": {"x": "DELTA_BYTE_ARRAY"}, "compression": "none"}
+    parquet.write_table(table, tmp_path / "a.parquet", **options)
+    with pytest.raises(DataError, match=r"a\.parquet.* takes more than \d{6} .*decoded"):
+        open_rows(tmp_path / "a.parquet", stream=stream)[0]
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_every_layout_of_parquet_gives_the_rows_that_it_had(tmp_path, stream):
+    """Dictionaries are read as such, and none reaches a row."""
+    rows = [
+        {
+            "conversations": TURNS[n], "text": ["a", "b", None][n % 3], "raw": b"x" * (n % 2), "tags": ["p"] * (n % 3),
+            "deep": [[{"k": "v"}], []], "n": n,
+        }
+        for n in range(12)
+    ]  # fmt: skip
+    truth = tmp_path / "plain.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), truth, use_dictionary=False)
+    expected = [open_rows(truth)[n] for n in range(12)]
+    table = pa.Table.from_pylist(rows)
+    typed = table.set_column(1, "text", table["text"].dictionary_encode())
+    for number, (one, options) in enumerate((
+        (table, {"row_group_size": 5}), (typed, {}), (table, {"data_page_version": "2.0", "compression": "gzip"}),
+        (table, {"store_schema": False, "use_compliant_nested_type": False}),
+    )):  # fmt: skip
+        parquet.write_table(one, tmp_path / f"{number}.parquet", **options)
+        found = open_rows(tmp_path / f"{number}.parquet", stream=stream)
+        assert [found[n] for n in range(12)] == expected and found.keys() == {*rows[0]}
+
+
+@pytest.mark.parametrize("damage", ("size", "end", "list", "levels"))
+def test_a_damaged_footer_is_named(tmp_path, damage):
+    """pyarrow ends the process where statistics in it contradict the schema."""
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"x": [["a"], None]}), file)
+    raw = bytearray(file.read_bytes())
+    if damage == "size":
+        raw[-8:-4] = (1 << 31).to_bytes(4, "little")
+    elif damage == "end":
+        del raw[-4:]
+    elif damage == "list":
+        at = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+        raw[at + 2 : at + 4] = b"\xfc\xff"
+    else:
+        raw[-8:-4] = (len(raw) - 20).to_bytes(4, "little")
+    file.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read \(.*\); copy or download"):
+        open_rows(file)
+
+
+def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path):
+    table = pa.table({"x": [["a"] * n for n in range(9)], "y": range(9), "z": [b"q"] * 9})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    with open(tmp_path / "a.parquet", "rb") as file:
+        groups = footer.groups_of(file)
+    about = parquet.read_metadata(tmp_path / "a.parquet")
+    assert [(g.rows, g.size) for g in groups] == [
+        (about.row_group(n).num_rows, about.row_group(n).total_byte_size) for n in range(about.num_row_groups)
+    ]
+    for number, group in enumerate(groups):
+        for place, chunk in enumerate(group.chunks):
+            theirs = about.row_group(number).column(place)
+            assert chunk[:4] == (
+                theirs.path_in_schema, theirs.num_values, theirs.total_compressed_size, theirs.total_uncompressed_size
+            )  # fmt: skip
+
+
+def test_compressed_lines_are_not_unfolded(tmp_path):
+    """They are no kind of file that is read, and whoever asks is told so."""
+    import gzip
+
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(json.dumps({"text": "x" * 10_000_000}).encode()))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is not UTF-8 text"):
+        open_rows(file)
