@@ -71,6 +71,8 @@ def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
 def _as_bytes(array: pa.Array) -> pa.Array:
     """The same array with its texts as bytes, whose content is not looked at. No value is read."""
     kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _as_bytes(array.storage)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         plain = pa.binary() if pa.types.is_string(kind) else pa.large_binary()
         return pa.Array.from_buffers(plain, len(array), array.buffers(), offset=array.offset)

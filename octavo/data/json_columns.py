@@ -26,7 +26,6 @@ Places = Mapping[str, Any] | list[Any] | bool
 """Where JSON texts are: True for one, fields of a struct by name, [places of an entry] of a list."""
 
 _EXTENSION = "arrow.json"
-_NOTE = b"octavo: json"  # in the metadata of a schema whose types no longer say it
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
@@ -67,17 +66,9 @@ _ALLOWED: dict[str, Callable[[Any, str], bool]] = {
 @lru_cache(maxsize=256)
 def places_in(schema: pa.Schema) -> dict[str, Places]:
     """Column -> where it holds JSON texts; columns without any are left out."""
-    if _NOTE in (schema.metadata or {}):
-        return json.loads(schema.metadata[_NOTE])  # type: ignore[no-any-return]
     features = _features(schema)
     places = {field.name: _of_field(field, features.get(field.name)) for field in schema}
     return {name: place for name, place in places.items() if place}
-
-
-def noted(schema: pa.Schema, of: pa.Schema) -> pa.Schema:
-    """A schema of plain types which notes where a column of `of` holds JSON texts."""
-    places = places_in(of)
-    return schema.with_metadata({_NOTE: json.dumps(places)}) if places else schema
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from octavo.data import cache, columnar, content, json_columns, parquet_files
+from octavo.data import cache, columnar, content, parquet_files
 from octavo.data.columnar import plain_field, row_bytes, too_large
 from octavo.data.errors import BadSample, DataError
 from octavo.data.parquet_files import RATIO, UNFOLDED, parquet_file, unreadable
@@ -149,8 +149,8 @@ def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = l
     with parquet_file(path) as file:
         done, size, rows = 0, 0, max(1, file.rows)
         try:
-            schema = pa.schema([*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())])
-            schema = json_columns.noted(schema, file.schema)
+            fields = [*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())]
+            schema = pa.schema(fields, file.schema.metadata)  # which names the JSON columns of `datasets`
         except Exception as cause:
             raise unreadable(path, cause) from cause
         with writer(target, schema) as out:
