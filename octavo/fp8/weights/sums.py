@@ -130,7 +130,8 @@ def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     held = q.data.view(torch.uint8)[at]
     bad = scale.isnan()
     known = ~(bad if wide == -1 else bad.repeat_interleave(wide, dim=1)[:, :k])
-    return ((fresh != held) & known).any()
+    zeros = ((fresh | held) & 0x7F) == 0  # of either sign
+    return ((fresh != held) & known & ~zeros).any()
 
 
 def _sum(tensor: Tensor) -> Tensor:

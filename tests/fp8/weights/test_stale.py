@@ -72,6 +72,11 @@ def test_values_at_the_edges_are_no_fault() -> None:
         model[1].weight[:, 7], model[1].weight[8, 9] = 1e-30, float("inf")
     model(X)
     assert fp8.stale_codes(model) == []
+    with torch.no_grad():
+        model[0].weight[5] = 0.0
+    model(X)
+    model[0].weight.data[5].neg_()  # a zero of the other sign
+    assert fp8.stale_codes(model) == []
     model[1].weight.data[:, 100] = 3.0
     assert fp8.stale_codes(model) == ["1"]
 
