@@ -190,6 +190,12 @@ def ensure(
         _done.add((device, name))
     if ran:
         _keep(machine, ran)
+    if open_checks := [name for name in left if (device, name) not in _done]:
+        warnings.warn(
+            f"{' and '.join(phrases)}: {len(open_checks)} of {len(checks)} kernels are not checked yet ({limit:g} s "
+            f"are over; first {open_checks[0]}) and are used. `octavo doctor` checks all; the next start goes on.",
+            stacklevel=3,
+        )
     return tuple(ran)
 
 

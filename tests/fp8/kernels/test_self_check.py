@@ -235,7 +235,8 @@ def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> No
 def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pytest.MonkeyPatch) -> None:
     seconds = iter(range(0, 1000, 3))
     checks, calls = counting("a", "b", "c", "d")
-    assert ran(checks, clock=lambda: next(seconds)) == ("a", "b")
+    with pytest.warns(UserWarning, match=r"2 of 4 kernels are not checked yet \(5 s are over; first c\) and are used"):
+        assert ran(checks, clock=lambda: next(seconds)) == ("a", "b")
     newer.setattr(self_check, "_done", set())
     assert ran(checks, clock=lambda: next(seconds)) == ("c", "d") and calls == ["a", "b", "c", "d"]
     assert ran(checks) == ()
