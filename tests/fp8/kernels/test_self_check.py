@@ -22,8 +22,14 @@ from octavo.fp8.kernels.self_check import Fault, SelfCheckError
 from octavo.fp8.optim import engine
 from octavo.fp8.planning import kernels_of
 
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 CPU = torch.device("cpu")
 TRITON, RECIPE = registry.get("triton"), fp8.recipe("rowwise")
+
+
+def test_the_table_is_what_ci_tests_with() -> None:
+    pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    assert {name: tuple(map(int, number.split(".")[:2])) for name, number in pinned.items()} == self_check.TESTED
 
 
 @pytest.fixture
