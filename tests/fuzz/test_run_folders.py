@@ -62,7 +62,8 @@ def name_of(rng: random.Random, step: int) -> str:
 def disturb(rng: random.Random, directory: Path, outside: Path, step: int, number: int) -> tuple[str, Path | None]:
     """What a user does: (in words, what he put there: None where he only took something away)."""
     path = directory / name_of(rng, step)
-    own = [one for one in directory.glob("step_*") if one.is_dir() and not one.is_symlink()]
+    own = [files.place(directory, n) for n in files.steps(directory)]
+    own = [one for one in own if (one / MARK).is_file() and f"step_{(one / MARK).read_text()[4:]}" == one.name]
     kind = rng.choice(("copy", "copy", "folder", "file", "link", "link to a file", "broken link", "damage"))
     if kind == "damage":
         if own:
