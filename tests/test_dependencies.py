@@ -21,6 +21,7 @@ OPTIONAL = {
     "deep_gemm": "a kernel library that is built on the spot",
     "triton": "comes with torch on Linux",
     "torchvision": "pixels are made by Pillow where it is missing",
+    "transformer_engine": "is compared with by `octavo bench`, where it is installed",
     "torchao": "is compared with by `octavo bench`, where it is installed",
     "benchmarks": "of the repository; `octavo bench` says so without it",
     "reward_functions": "the user's own file, under this name in the worker",
