@@ -134,7 +134,7 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(HANDWRITING, allow_pickle=False) as file:
             return file["levels"], file["labels"]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as cause:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as cause:
         raise DataError(f"{HANDWRITING}, a file of Octavo, cannot be read ({cause}); install Octavo again") from cause
 
 
