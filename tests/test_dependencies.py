@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,11 @@ EXTRAS = {
 }
 
 
+@cache
+def modules(source: str) -> tuple[tuple[str, int], ...]:
+    return tuple(imports(source))
+
+
 def imports(source: str) -> Iterator[tuple[str, int]]:
     """(top module, line) of each import, also of `import_module("name")`."""
     for node in ast.walk(ast.parse(source)):
@@ -62,7 +68,7 @@ def imports(source: str) -> Iterator[tuple[str, int]]:
 def undeclared(source: str, declared: set[str]) -> dict[str, int]:
     own = {"octavo", *sys.stdlib_module_names}
     package = {**PACKAGES, **BROUGHT}
-    others = [(module, line) for module, line in imports(source) if module not in own]
+    others = [(module, line) for module, line in modules(source) if module not in own]
     return {module: line for module, line in others if normal(package.get(module, module)) not in declared}
 
 
@@ -105,5 +111,5 @@ def test_an_undeclared_import_is_found(source: str, expected: dict[str, int]) ->
 def test_scikit_learn_is_not_needed() -> None:
     """Its 190 MB were there for 45 kB of digits."""
     files = (ROOT / "octavo").rglob("*.py")
-    assert not [file for file in files for module, _ in imports(file.read_text()) if module == "sklearn"]
+    assert not [file for file in files for module, _ in modules(file.read_text()) if module == "sklearn"]
     assert "scikit-learn" not in DECLARED and "scipy" in DECLARED

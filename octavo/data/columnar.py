@@ -201,9 +201,12 @@ def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarr
     return total
 
 
-def too_large(batch: pa.RecordBatch | pa.Table) -> dict[int, str]:
-    """Row -> why it is not decoded."""
-    every, texts = row_bytes(batch), row_bytes(batch, texts=True)
+def too_large(batch: pa.RecordBatch | pa.Table, every: np.ndarray | None = None) -> dict[int, str]:
+    """Row -> why it is not decoded. `every`: its `row_bytes`, where they are known."""
+    every = row_bytes(batch) if every is None else every
+    if not len(every) or every.max() <= min(TEXT_BYTES, ROW_BYTES):
+        return {}
+    texts = row_bytes(batch, texts=True)
     rows = np.flatnonzero((every > ROW_BYTES) | (texts > TEXT_BYTES))
     return {int(row): large(int(every[row]), int(texts[row])) for row in rows}
 

@@ -50,8 +50,9 @@ class Pieces:
         self._at = self._identity(os.stat(path))
 
     def _identity(self, stat: os.stat_result) -> tuple[int, ...]:
-        """What other bytes would change. Of a file in a store the ctime says when it was used (`fetched.Store`)."""
-        return (stat.st_size, stat.st_mtime_ns, stat.st_ino) if self._used else stat_of(stat)
+        """What other bytes would change, whatever time is set. Of a file in a store the ctime says when it was used
+        (`fetched.Store`). Not the inode, which some network file systems give anew while a file is open."""
+        return (stat.st_size, stat.st_mtime_ns) if self._used else stat_of(stat)[:3]
 
     def open(self) -> int:
         """Its number, from now on whatever becomes of its name."""
@@ -148,7 +149,7 @@ class Groups:
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
         self.path, self._open, self._number = path, open_file, next(_NUMBERS)
         self._parquet: Parquet | None = None
-        self._stat = stat_of(os.stat(path)) if open_file is None else None
+        self._stat = stat_of(os.stat(path))[:3] if open_file is None else None
         self._ends = list(accumulate(group.rows for group in self._file().groups))
 
     def __len__(self) -> int:
@@ -185,7 +186,7 @@ class Groups:
         return TABLES.get((self._number, number), lambda: self._read(number))
 
     def _read(self, number: int) -> _Group:
-        if self._stat is not None and stat_of(os.stat(self.path)) != self._stat:
+        if self._stat is not None and stat_of(os.stat(self.path))[:3] != self._stat:
             raise DataError(f"{self.path} changed while it was read; start again when it is whole")
         table = read_group(self.path, self._file(), number)
         return _Group(table, too_large(table))

@@ -170,8 +170,8 @@ def write_parquet(path: Path, target: Any, progress: Callable[[float], None] = l
 
 def _pieces(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """A batch of dictionaries as batches of plain values, each of at most `BATCH_BYTES` or of one row."""
-    problems, sizes = too_large(batch), np.minimum(row_bytes(batch), BATCH_BYTES)
-    start, until = 0, np.cumsum(sizes)
+    every = row_bytes(batch)
+    problems, start, until = too_large(batch, every), 0, np.cumsum(np.minimum(every, BATCH_BYTES))
     while start < batch.num_rows:
         end = start + 1
         if start in problems:

@@ -186,6 +186,12 @@ def test_damaged_columns() -> None:
     assert run(seed=2, cases=60) == []
 
 
+@pytest.mark.parametrize(("seed", "case"), [(100, 1661), (100, 3359), (101, 1000)])
+def test_cases_that_were_findings(seed: int, case: int) -> None:
+    """Columns of another file taken for texts; statistics in a footer that made pyarrow end the process."""
+    assert run(seed, 1, only=case) == []
+
+
 @pytest.mark.long
 def test_more_damaged_columns() -> None:
     assert run(seed=13, cases=600) == []
