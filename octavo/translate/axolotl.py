@@ -245,9 +245,9 @@ def _data(draft: Draft, phase: str) -> None:
     if phase == "pretrain" and (single := draft.text("pretraining_dataset")):
         parts.dataset(draft, "train", 0, single, "pretraining_dataset")
     for of, name in (("train", section), ("eval", "test_datasets")):
-        for number in range(draft.count(name)):
-            _entry(draft, of, number, f"{name}.{number}.", phase)
-    streaming, trained = draft.flag("streaming"), draft.count(section)
+        for number, at in enumerate(draft.entries(name)):
+            _entry(draft, of, number, f"{at}.", phase)
+    streaming, trained = draft.flag("streaming"), len(draft.entries(section))
     if streaming or (phase == "pretrain" and streaming is None):
         for number in range(max(trained, 1)):
             if f"data.train.{number}.path" in draft.settings:
@@ -292,7 +292,7 @@ def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
     if len(files) > 1:
         draft.none(f"{at}data_files", why=f"{len(files)} files: one entry of data.{of} each, or their folder")
     if of == "train" and number == 0 and draft.sizes is None:
-        draft.sizes = course.rows_of(draft.root / path)
+        draft.sizes = course.rows_of(draft, path)
     kind = draft.text(f"{at}type") or ""
     layout = {"alpaca": "alpaca", "completion": "text", "pretrain": "text"}.get(kind.partition(".")[0])
     mapping = draft.mapping(f"{at}message_property_mappings")

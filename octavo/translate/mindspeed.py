@@ -105,7 +105,7 @@ def _data(draft: Draft) -> None:
         if u.flag("streaming"):
             draft.put(f"{entry}.stream", True, u("streaming"))
         if number == 0 and draft.sizes is None:
-            draft.sizes = course.rows_of(draft.root / name)
+            draft.sizes = course.rows_of(draft, name)
     held = "data.val_dataset_param.basic_parameters."
     for number, name in enumerate(draft.words(f"{held}dataset")):
         entry = parts.dataset(draft, "eval", number, name, f"{held}dataset", hub=False)
@@ -182,7 +182,7 @@ def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
         u.dead("train_iters", why="train_epochs decides there where both are given")
     else:
         u.put("train.steps", u.whole("train_iters") or 10000, "train_iters")
-    u.put("train.lr", u.number("lr") or 5e-5, "lr")
+    u.put("train.lr", u.number("lr", 5e-5), "lr")
     style = choice(draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant")}) or "constant"
     u.put("train.schedule", style, "lr_decay_style")
     if (least := u.number("lr_min")) and style != "constant":

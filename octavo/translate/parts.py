@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo import reading
 from octavo.hub import is_name
 from octavo.translate.draft import Draft, choice, globs
+from octavo.translate.given import TranslateError
+from octavo.translate.local import section, whole
 
 _SEES = re.compile(
     r"(vl\b|[-_]vl[-_.\d]|vision|llava|vila|internvl|pixtral|smolvlm|idefics|mllama|gemma-3-(4|12|27)b|gemma-?(4|3n)|"
@@ -18,6 +19,8 @@ _SEES = re.compile(
 )
 #: families whose videos train here -> what their names look like; `model_type` of config.json decides where it is here
 _FILMED = {"qwen3_vl": r"qwen-?3[-_]?vl", "qwen2_5_vl": r"qwen-?2\.?5[-_]?vl", "internvl": r"internvl"}
+#: data sets of one file
+_MOST_SETS = 1000
 #: pixels of the side of a token: patches of 16 or 14, two by two
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: what training freezes by component, in Octavo's order
@@ -39,8 +42,7 @@ def config_of(draft: Draft, path: str | None) -> dict[str, Any]:
     """config.json of a model's folder, where it lies here."""
     if path is None or is_name(path, draft.root):
         return {}
-    file = draft.root / path / "config.json"
-    return reading.read_json(file) if file.is_file() else {}
+    return draft.folder.json(path, "config.json")
 
 
 def sees(draft: Draft, path: str | None) -> bool:
@@ -65,9 +67,9 @@ def filmed(draft: Draft, path: str | None) -> str | None:
 
 def token_side(draft: Draft, path: str | None) -> int | None:
     """Pixels of the side of an image's token, for models that count an image's tokens; None where it is not known."""
-    vision = config_of(draft, path).get("vision_config") or {}
-    if isinstance(vision.get("patch_size"), int) and isinstance(vision.get("spatial_merge_size"), int):
-        return int(vision["patch_size"] * vision["spatial_merge_size"])
+    vision = section(config_of(draft, path), "vision_config")
+    if (patch := whole(vision, "patch_size")) and (merged := whole(vision, "spatial_merge_size")):
+        return patch * merged
     return next((side for name, side in _SIDES.items() if path and re.search(name, path, re.IGNORECASE)), None)
 
 
@@ -179,6 +181,8 @@ def eight_bits(draft: Draft, key: str, bits: int) -> None:
 
 def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
     """A data set's path; gives the prefix of its further keys."""
+    if number >= _MOST_SETS:
+        raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them in fewer files, or name their folder.")
     at = f"data.{of}.{number}"
     draft.put(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
     return at
@@ -217,9 +221,9 @@ def thinking(draft: Draft, *keys: str) -> None:
 
 def _variable(draft: Draft, key: str, name: str, found: bool) -> None:
     source = draft.settings["model.path"].source
-    folder = draft.root / str(source[0].value) if source else draft.root / "nowhere"
-    files = [folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    texts = [reading.read_text(file) for file in files if file.is_file()]
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json") if source else ()
+    read = [draft.folder.text(str(source[0].value), file) for file in names]
+    texts = [text for text in read if text is not None]
     if texts and not any(name in text for text in texts):
         draft.dead(key, why="the chat template of this model reads no such variable")
         return
