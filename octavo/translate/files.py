@@ -16,6 +16,8 @@ from octavo.translate.local import Folder
 
 #: bytes of a file that somebody wrote by hand
 LIMIT = 4 << 20
+#: keys of a file; the longest that is published has some 200
+_MOST_KEYS = 100_000
 #: why a file that a script names is not read
 KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
 _WORD_KEYS = "a key must be a word"
@@ -36,6 +38,9 @@ def read(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> lis
     in. Raises ConfigError for files that cannot be read as what they are, and for text that is none."""
     parts = [Part(path, *_one(path, known, folder)) for path in paths]
     for part in parts:
+        if len(part.given) > _MOST_KEYS:
+            held = f"{printable(part.path.name)} holds {len(part.given):,} keys"
+            raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
         check_text(part.given)
     return parts
 
