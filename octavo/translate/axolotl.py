@@ -117,6 +117,9 @@ def translate(draft: Draft) -> None:
     seeing = parts.sees(draft, path)
     phase = _phase(draft)
     packed = parts.packs(draft, phase, "sample_packing")
+    if all(re.search("liger|cut_cross_entropy", word, re.IGNORECASE) for word in draft.words("plugins")):
+        draft.same("plugins", why="losses never make full logits, and norms are fused where that is faster (fp8.fuse)")
+    _trained_turns(draft)
     lora = _adapters(draft, seeing)
     _attention(draft, packed)
     _data(draft, phase)
@@ -145,6 +148,14 @@ def translate(draft: Draft) -> None:
     draft.table("none", NONE)
     draft.table("default", SAME)
     hf_trainer.rest(draft)
+
+
+def _trained_turns(draft: Draft) -> None:
+    """The turns that have loss, where they are the usual ones."""
+    for at in ("", *(f"{entry}." for entry in draft.entries("datasets"))):
+        for key, usual in (("roles_to_train", "assistant"), ("train_on_eos", "turn")):
+            if draft.words(f"{at}{key}") == [usual]:
+                draft.same(f"{at}{key}", why="loss falls on the assistant's turns with the token that ends them")
 
 
 def _phase(draft: Draft) -> str:

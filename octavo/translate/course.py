@@ -34,6 +34,7 @@ def processes(draft: Draft) -> int:
     if draft.world and found and draft.world != found:
         draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
     opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    draft.same(*(opened if draft.world else ()), why="--world says how many")
     if opened and not draft.world:
         names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
         draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")

@@ -199,9 +199,12 @@ class Draft:
         """Equal to what Octavo does anyway."""
         self._say("default", keys, why)
 
-    def none(self, *keys: str, why: str) -> None:
-        """Nothing here does that: why, and what to do instead."""
+    def none(self, *keys: str, why: str, apart: bool = False) -> None:
+        """Nothing here does that: why, and what to do instead. ``apart``: no number of the training depends on it."""
         self._say("none", keys, why)
+        for key in keys if apart else ():
+            if key in self.rows:
+                self.rows[key].apart = True
 
     def dead(self, *keys: str, why: str) -> None:
         """It did nothing there."""
@@ -225,7 +228,14 @@ class Draft:
                     self._say(kind, (name,), why, late=True)
             if patterns := [name for name in names.split() if any(sign in name for sign in "*?[")]:
                 self.patterns += patterns
-                self._say(kind, filter(_any_of(patterns), self.given), why, late=True)
+                # what is open and was asked for has its own reason (finish)
+                found = [
+                    k for k in filter(_any_of(patterns), self.given) if not (k in self.asked and self.given[k].open)
+                ]
+                self._say(kind, found, why, late=True)
+                for key in found:  # a variable of the environment that nothing here reads
+                    if key.startswith("$") and key in self.rows:
+                        self.rows[key].apart = True
 
     def note(self, text: str) -> None:
         """Something to know that is of no single key."""
@@ -264,7 +274,8 @@ class Draft:
                 yaml = given.place.source.endswith((".yaml", ".yml", ".json"))
                 settable = [name for name in given.open if name.isidentifier()]
                 text = _REFERS if yaml else _OPEN if settable else _RUN
-                self.rows[key] = Row(given, "none", text.format(", ".join(given.open), settable[0] if settable else ""))
+                why = text.format(", ".join(given.open), settable[0] if settable else "")
+                self.rows[key] = Row(given, "none", why)
             elif theirs and given.value in (None, "", [], {}):
                 self.rows[key] = Row(given, "default", _EMPTY)
             elif not theirs and key in self.referred:

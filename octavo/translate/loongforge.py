@@ -146,6 +146,8 @@ def _data(draft: Draft, phase: str) -> None:
         )
     for number, path in enumerate(draft.words("valid_data_path", " ")):
         parts.dataset(draft, "eval", number, path, "valid_data_path", hub=False)
+    if (draft.words("split") or ["0"])[0] in ("100", "1", "1.0"):
+        draft.same("split", why="all rows are trained")
     draft.put("train.seq_length", draft.whole("seq_length") or 2048, "seq_length")
     drop = draft.flag("enable_discard_sample")
     draft.put(

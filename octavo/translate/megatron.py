@@ -354,7 +354,10 @@ def aux_loss(draft: Draft, u: Under, key: str = "moe_aux_loss_coeff") -> None:
     if u.words(kind) == ["none"]:
         draft.put("train.router_aux_loss_coef", 0.0, u(kind))
         u.dead(key, why=f"{kind} is none, so routers are not balanced by a loss")
-    elif (coefficient := u.number(key)) is not None:
+        return
+    if u.words(kind) == ["aux_loss"]:
+        u.same(kind, why="train.router_aux_loss_coef")
+    if (coefficient := u.number(key)) is not None:
         draft.put("train.router_aux_loss_coef", coefficient, u(key))
 
 

@@ -380,9 +380,9 @@ def _fp8(draft: Draft, lora: bool) -> None:
               why="by their filter only layers.N match: never the vision tower")  # fmt: skip
     at.same("quant_format", why="mxfp8 is E4M3 throughout, dy too")
     at.same("block_size", why="32 values share a scale")
-    at.none(
-        "quant_apply_modules", "apply_modules", why="the language model's layers (fp8.foundation); others by fp8.rules"
-    )
+    for key in ("quant_apply_modules", "apply_modules"):
+        inner = all(word.startswith(("model.language_model", "language_model")) for word in at.words(key))
+        (at.same if inner else at.none)(key, why="the language model's layers (fp8.foundation); others by fp8.rules")
     ignored = at.words("quant_ignored_modules") or at.words("ignored_modules")
     odd = [word for word in ignored if word.strip("*") not in ("lm_head", "gate")]
     for number, word in enumerate(odd):

@@ -79,7 +79,7 @@ def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], us
     theirs = [key for key in keys.values() if key in draft.given]
     taken = phase != "pretrain"
     if not taken or family is None:
-        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos")
+        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos", apart=True)
         return
     for ours, key in keys.items():
         value = draft.number(key, usual.get(ours))

@@ -10,7 +10,7 @@ from pathlib import Path
 from octavo.config import Problem
 from octavo.config.problems import Place
 from octavo.reading import printable
-from octavo.translate import detect, files, written
+from octavo.translate import detect, files, lost, written
 from octavo.translate.draft import Draft
 from octavo.translate.given import Given
 from octavo.translate.local import Folder
@@ -19,9 +19,8 @@ from octavo.translate.rows import HEADINGS, Kind, Row
 
 @dataclass(frozen=True)
 class Translation:
-    """``content`` is the text of the file ``out``; ``extra`` are files of a model's folder beside it; ``refused`` "
-    "is what
-    Octavo says against the file as it stands."""
+    """``content`` is the text of the file ``out``; ``extra`` are files of a model's folder beside it; ``refused`` is
+    what Octavo says against the file as it stands."""
 
     framework: str
     sources: str
@@ -37,6 +36,11 @@ class Translation:
     @property
     def report(self) -> Path:
         return self.out.with_name(f"{self.out.stem}.report.md")
+
+    @property
+    def lost_keys(self) -> tuple[str, ...]:
+        """Keys that decide numbers and have no translation."""
+        return tuple(row.given.key for row in self.rows if lost.is_lost(row))
 
     @property
     def counts(self) -> dict[Kind, int]:
