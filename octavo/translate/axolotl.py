@@ -263,7 +263,7 @@ def _data(draft: Draft, phase: str) -> None:
         for number in range(max(trained, 1)):
             if f"data.train.{number}.path" in draft.settings:
                 why = "" if streaming else "rows of pretraining are read as they come there"
-                draft.put(f"data.train.{number}.stream", True, "streaming", why=why)
+                parts.stream(draft, f"data.train.{number}", "streaming", why)
     else:
         draft.same("streaming", why="rows are read into the cache")
     further = draft.mapping("chat_template_kwargs")

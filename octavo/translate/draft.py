@@ -14,6 +14,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ class Draft:
         self.notes: list[str] = []
         self.problems: dict[Problem, None] = {}
         self.files: dict[str, str] = {}
+        self.sets: dict[str, str] = {}  # data.train.0 -> its path as it is seen from the folder
         self._noted: set[str] = set()
         self._order = {key: number for number, key in enumerate(self.given)}
         self._sorted = sorted(self.given)
@@ -172,6 +174,13 @@ class Draft:
         heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.under(f"{prefix}.")}
         numbers = [head for head in heads if head.isdecimal() and head.isascii()]
         return [f"{prefix}.{head}" for head in sorted(numbers, key=lambda head: (len(head), head))]
+
+    def add(self, given: Iterable[Given], prefix: str) -> None:
+        """Keys of a further file, which a key of theirs names."""
+        for one in given:
+            self.given.setdefault(f"{prefix}{one.key}", replace(one, key=f"{prefix}{one.key}"))
+        self._order = {key: number for number, key in enumerate(self.given)}
+        self._sorted = sorted(self.given)
 
     # ---- what becomes of it
 

@@ -100,11 +100,9 @@ def _one(
     name = printable(path.name)
 
     def look(named: str) -> str | None:
-        """A file that a script sources: as seen from the folder it was started in, or from its own."""
-        for at in (folder.root, path.parent.absolute()):
-            if not Path(named).is_absolute() and (file := folder.file(str(at / named))) is not None:
-                return reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
-        return None
+        """A file that a script sources."""
+        file = folder.named(named)
+        return None if file is None else reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
 
     if path.suffix in (".yaml", ".yml", ".json"):
         return _mapping(text, name, path.suffix == ".json")

@@ -273,8 +273,8 @@ def _data(draft: Draft, phase: str) -> None:
             if limit is not None:
                 draft.put(f"{at}.max_samples", limit, "max_samples")
             if streaming:
-                draft.put(f"{at}.stream", True, "streaming")
-                if of == "train" and (size := draft.whole("buffer_size")):
+                able = parts.stream(draft, at, "streaming")
+                if able and of == "train" and (size := draft.whole("buffer_size")):
                     draft.put(f"{at}.shuffle_buffer", size, "buffer_size")
     if not draft.has("dataset"):
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")

@@ -141,6 +141,15 @@ def _lora(draft: Draft) -> bool:
     return True
 
 
+#: how MDS shards become rows, by the library that wrote them
+_SHARDS = (
+    "data.{of}.0.path: {folder} holds MDS shards, which are not read. Where mosaicml-streaming is installed, write "
+    "them as JSON lines: python -c \"import json, streaming; rows = streaming.StreamingDataset(local='{folder}', "
+    'shuffle=False, batch_size=1); print(*map(json.dumps, rows), sep=chr(10))" > {rows} (rows of text or of messages; '
+    "shards of token ids have to be made again from their text)"
+)
+
+
 def _data(draft: Draft, phase: str) -> None:
     for of, loader in (("train", "train_loader"), ("eval", "eval_loader")):
         at = f"{loader}.dataset."
@@ -156,9 +165,10 @@ def _data(draft: Draft, phase: str) -> None:
         elif str(local).endswith((".jsonl", ".json", ".parquet", ".tar", ".txt")):
             parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
-            why = "to be filled in: MDS shards are not read; name the text or JSON that they were made of"
-            parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False, why=why)
-            draft.note(f"data.{of}.0.path: {local} holds MDS shards, which are not read; name what they were made of")
+            why = "to be filled in: MDS shards are not read; a note says how they become JSON lines"
+            rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
+            parts.dataset(draft, of, 0, rows, f"{at}local", hub=False, why=why)
+            draft.note(_SHARDS.format(of=of, folder="/".join(word for word in (local, split) if word), rows=rows))
         draft.same(f"{at}split", f"{at}local", why="a part of the data's folder there")
         draft.same(f"{at}max_seq_len", why="train.seq_length")
         draft.same(f"{loader}.name", why="by train.phase")

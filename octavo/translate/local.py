@@ -4,6 +4,7 @@ asked. What is outside is not read, and the report says so."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ _LIMIT = 16 << 20
 
 
 class Folder:
-    """The folder that relative paths are seen from (``--root``). ``refused`` holds the names that lead out of it."""
+    """The folder that relative paths are seen from (``--root``). ``refused`` holds the names that lead out of it;
+    ``homes``: the folders of the files that were given, from which some of their paths are seen too."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, homes: Iterable[Path] = ()) -> None:
+        self.root, self.homes = root, tuple(dict.fromkeys(homes))
         self._inside = os.path.realpath(root)
         self.refused: dict[str, None] = {}
 
@@ -33,6 +35,13 @@ class Folder:
             return path
         self.refused["/".join(names)] = None
         return None
+
+    def named(self, name: str) -> Path | None:
+        """A file that a script sources, or a configuration takes keys from: seen from the folder, or from that of the
+        file that names it."""
+        if Path(name).is_absolute():
+            return self.file(name)
+        return next((file for home in (self.root, *self.homes) if (file := self.file(str(home / name)))), None)
 
     def there(self, *names: str) -> bool:
         """Whether a path of this folder is a file or a folder."""
@@ -48,6 +57,14 @@ class Folder:
         """The text of a file; None where there is none. Raises TranslateError for what is no UTF-8."""
         file = self.file(*names)
         return None if file is None else reading.read_text(file, TranslateError, _LIMIT)
+
+    def begins(self, *names: str) -> str:
+        """The first character of a text file that is no space; empty where there is none."""
+        file = self.file(*names)
+        if file is None:
+            return ""
+        with reading.open_file(file, TranslateError) as opened:
+            return opened.read(4096).decode("utf-8-sig", "replace").lstrip()[:1]
 
     def _path(self, *names: str) -> Path | None:
         path = str(self.root.joinpath(*names))

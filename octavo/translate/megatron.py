@@ -307,19 +307,24 @@ def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: st
             ulysses: str = "context_parallel_ulysses_degree") -> None:  # fmt: skip
     """Ulysses, ring and USP: all are `parallel.context`; which part exchanges heads is `parallel.ulysses`."""
     size = course.counted(draft, u(key)) or 1
-    algo, degree = u.text(kind), u.whole(ulysses)
+    algo, degree = u.text(kind), course.counted(draft, u(ulysses))
+    hybrid = "hybrid" in (algo or "")
     if size == 1:
         u.same(key, why="no rows are shared")
         u.dead(kind, ulysses, "cp_comm_type", why=f"{key} is 1, so no row is shared by ranks")
         return
-    draft.put("parallel.context", size, u(key), why=RING if algo is None or "ulysses" not in algo else ULYSSES)
-    if degree:
+    draft.put("parallel.context", size, u(key), why=USP if hybrid else ULYSSES if "ulysses" in (algo or "") else RING)
+    if degree and (hybrid or algo is None or "ulysses" in algo):
         draft.put(
-            "parallel.ulysses", degree, u(ulysses), why="ranks that exchange heads; the others gather keys and values"
+            "parallel.ulysses",
+            degree,
+            u(ulysses),
+            *([u(kind)] if hybrid else []),
+            why="ranks that exchange heads; the others gather keys and values",
         )
     elif algo and "ulysses" in algo:
         draft.put("parallel.ulysses", size, u(kind), why=ULYSSES)
-    elif algo:
+    elif algo and not hybrid:
         draft.put("parallel.ulysses", 1, u(kind), why=RING)
     u.none("cp_comm_type", why=RING)
     if "data.packing" not in draft.settings:

@@ -3,7 +3,7 @@ tools), and the older ``gpt_args`` with ``lora_args`` and a ``model`` tree (read
 
 from __future__ import annotations
 
-from octavo.translate import course, hf_trainer, megatron, parts
+from octavo.translate import course, files, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
 from octavo.translate.keys import Under
 
@@ -27,7 +27,7 @@ NONE = {
     "keys of rows are recognised; others are renamed by data.train.0.columns": "data.dataset_param.attr.*",
     "rows are read as they are, and kept as Arrow (data.cache)": "data.*.cache_dir data.*.overwrite_cache "
     "data.*.preprocessing_* data.dataset_param.dataset_type data.*.use_fast_tokenizer data.*.split_special_tokens "
-    "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code data.*.streaming",
+    "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code",
     "one order of rows, from run.seed, which every number of workers gives": "data.dataloader_param.*",
     "PMCC hides weights and rows by a permutation; Octavo seals folders instead, by keys": "*use_pmcc_data",
     "the model's class is found by its config.json": "model.model_id model.*.model_id",
@@ -103,7 +103,9 @@ def _data(draft: Draft) -> None:
         if (limit := u.whole("max_samples")) is not None:
             draft.put(f"{entry}.max_samples", limit, u("max_samples"))
         if u.flag("streaming"):
-            draft.put(f"{entry}.stream", True, u("streaming"))
+            parts.stream(draft, entry, u("streaming"))
+        else:
+            u.same("streaming", why="rows are read into the cache")
         if number == 0 and draft.sizes is None:
             draft.sizes = course.rows_of(draft, name)
     held = "data.val_dataset_param.basic_parameters."
@@ -119,7 +121,7 @@ def _data(draft: Draft) -> None:
     length = u.whole("cutoff_len") or draft.whole("gpt_args.seq_length") or 2048
     draft.put("train.seq_length", length, u("cutoff_len"), "gpt_args.seq_length")
     draft.put("data.on_long", "cut", why="longer rows are cut there")
-    parts.thinking(draft, u("enable_thinking"))
+    _thinking(draft, u)
     if u.flag("train_on_prompt"):
         u.put("data.train_on_prompt", True, "train_on_prompt")
     else:
@@ -135,6 +137,29 @@ def _data(draft: Draft) -> None:
     parts.video(draft, parts.filmed(draft, draft.text("model.model_name_or_path")), "sft", film, parts.FILMED)
     if (workers := draft.whole("data.dataloader_param.num_workers")) is not None:
         draft.put("data.workers", workers, "data.dataloader_param.num_workers")
+
+
+#: chat templates that write a block of thinking there
+_REASONING = ("qwen3_vl", "qwen3_omni", "qwen3_6", "kimi_k25", "glm4.1v", "glm4v_moe")
+
+
+def _thinking(draft: Draft, u: Under) -> None:
+    """`enable_thinking` there is no variable of the chat template, but a rule about reasoning in the rows: false takes
+    it out of the answers; true gives an empty block that was added to an answer a loss of its own. Templates that know
+    no reasoning do not read it."""
+    key, template = u("enable_thinking"), u.text("template")
+    if template is None:
+        parts.thinking(draft, key)
+        return
+    if template not in _REASONING:
+        draft.dead(key, why=f"the template {template} knows no reasoning, and reads no such rule")
+    elif u.flag("enable_thinking") is False:
+        why = "reasoning is taken out of answers there; here it is read, and has no loss"
+        draft.put("data.mask_reasoning", True, key, why=why)
+    elif key not in draft.given or u.has("enable_thinking"):
+        draft.put("data.mask_empty_think", False, key, why="an empty block of thinking has loss there")
+    else:
+        draft.same(key, why="an empty block of thinking has no loss (data.mask_empty_think)")
 
 
 def _parallel(draft: Draft) -> int:
@@ -166,9 +191,47 @@ def _parallel(draft: Draft) -> int:
 
 
 def _parallel_old(draft: Draft, u: Under) -> int:
-    megatron.context(draft, u)
+    megatron.context(draft, u, ulysses="ulysses_degree_in_cp")
     megatron.expert(draft, u)
+    _fsdp2(draft, u)
     return course.counted(draft, u("context_parallel_size")) or 1
+
+
+def _fsdp2(draft: Draft, u: Under) -> None:
+    """The file that `fsdp2_config_path` names: its keys are read too, as ``fsdp2_config.*``."""
+    word = u.text("fsdp2_config_path")
+    file = draft.folder.named(word) if word else None
+    if file is None:
+        why = "the file of FSDP2's settings is not here: copy it to this path, as seen from --root or from the YAML"
+        u.none("fsdp2_config_path", why=why)
+        return
+    draft.add(files.read([file], {}, draft.folder)[0].given, "fsdp2_config.")
+    u.same("fsdp2_config_path", why="its keys are translated: fsdp2_config.*")
+    f = Under(draft, "fsdp2_config.")
+    if (course.counted(draft, f("expert_parallel_size")) or 1) > 1:
+        megatron.expert(draft, f, "expert_parallel_size", lora=bool(draft.under("lora_args.")))
+    else:
+        f.same("expert_parallel_size", why="experts are sharded, not dealt")
+    if f.flag("offload_to_cpu"):
+        f.put("optimizer.offload", True, "offload_to_cpu", why="states go to the host; parameters stay on the GPU here")
+    else:
+        f.same("offload_to_cpu", why="off")
+    if towers := f.words("recompute_modules"):
+        found = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
+        value = "full" if len(found) == 2 else {part: "full" if part in found else "none" for part in parts.TOWERS}
+        f.put("train.recompute", value, "recompute_modules", why="blocks of these modules are computed again")
+    kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+    if kind := choice(draft, f("param_dtype"), kinds):
+        f.put("train.precision", kind, "param_dtype")
+    reduced = choice(draft, f("reduce_dtype"), kinds)
+    (f.same if reduced in (None, "fp32") else f.none)("reduce_dtype", why="gradients are summed in FP32")
+    f.same("output_dtype", "cast_forward_inputs", why="what layers take and give has the precision of training")
+    draft.table("none", {
+        "FSDP2 wraps blocks, prefetches and shards them by itself": "fsdp2_config.sharding_size "
+        "fsdp2_config.reshard_* fsdp2_config.num_to_*_prefetch fsdp2_config.sub_modules_to_wrap "
+        "fsdp2_config.ignored_modules fsdp2_config.use_reentrant fsdp2_config.align_fsdp_param_groups "
+        "fsdp2_config.moe_modules fsdp2_config.pin_memory",
+    })  # fmt: skip
 
 
 def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
@@ -348,12 +411,25 @@ def _features(draft: Draft) -> None:
         draft.put("model.attention", kernel, "model.attn_implementation", why="torch takes flash where it can")
 
 
+def _wrapped(draft: Draft) -> bool:
+    """Whether it is a Qwen3-VL of the older trainer, each of whose blocks is in a checkpoint wrapper."""
+    kind = draft.text("model.model_id") or ""
+    path = draft.text("model.init_from_hf_path") or draft.text("model.model_name_or_path")
+    return kind.startswith("qwen3_vl") or parts.filmed(draft, path) == "qwen3_vl"
+
+
 def _recompute(draft: Draft, f: Under) -> None:
     trees = {"image_encoder": "model.image_encoder.vision_encoder", "foundation": "model.text_decoder"}
     keys = {ours: f"{at}.recompute_granularity" for ours, at in trees.items()}
     found = {
         ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
+    if draft.under("gpt_args.") and _wrapped(draft):
+        draft.put("train.recompute", "full", why="their code of Qwen3-VL recomputes every block, whatever is set")
+        draft.dead(*keys.values(), f("recompute"), why="every block is recomputed by their code of this model")
+        return
+    if "train.recompute" in draft.settings:  # of fsdp2_config
+        return
     if found:
         value = found["foundation"] if len(set(found.values())) == 1 and len(found) == 2 else found
         draft.put("train.recompute", value, *keys.values())
@@ -398,7 +474,33 @@ def _fp8(draft: Draft, lora: bool) -> None:
     at.none("fsdp_low_precision_all_gather_mode", why="fp8.weight_codes says which layouts are kept")
 
 
+def _weights(draft: Draft, u: Under) -> None:
+    """What training begins with. A DCP copy of the model's own folder is that folder here. With `load_base_model` it
+    is the base of adapters, and `load` is the adapters' checkpoint."""
+    model = draft.settings["model.path"].source
+    base = u.text("load_base_model")
+    if base and "lora.rank" in draft.settings:
+        if not model:
+            draft.put(
+                "model.path",
+                draft.path(base),
+                u("load_base_model"),
+                why="octavo convert dcp_to_hf makes a folder of it",
+            )
+        else:
+            u.same("load_base_model", why="the base of the adapters, which is model.path here")
+        if adapters := u.text("load"):
+            draft.put("run.start_from", draft.path(adapters, hub=False), u("load"), why="the adapters to go on from")
+            draft.note("run.start_from reads checkpoints that Octavo wrote: convert theirs to a PEFT folder by octavo "
+                       "convert dcp_to_hf, and name that in lora.adapter instead")  # fmt: skip
+    elif (word := u.text("load")) and model and parts.same_model(word, str(model[0].value)):
+        u.same("load", why="a copy of the model's folder, which model.path names")
+
+
 def _checkpoints(draft: Draft, u: Under) -> None:
+    if draft.flag("$ENABLE_GC_THRESHOLD"):
+        draft.put("train.gc", "700,10,1000", "$ENABLE_GC_THRESHOLD", why="the thresholds that it sets there")
+    _weights(draft, u)
     megatron.saving(draft, u)
     u.none("load", "load_base_model", "load_checkpoint_path",
            why="weights of theirs: a Hugging Face folder is named in model.path, and octavo convert dcp_to_hf makes "

@@ -196,7 +196,7 @@ def _data(draft: Draft, phase: str, path: str | None) -> None:
             if subset:
                 draft.put(f"{at}.subset", subset, key)
             if draft.flag("streaming"):
-                draft.put(f"{at}.stream", True, "streaming")
+                parts.stream(draft, at, "streaming")
             if columns := {v: k for k, v in draft.mapping("columns").items()}:
                 draft.put(f"{at}.columns", columns, "columns", *draft.under("columns."))
             if of == "train" and number == 0 and draft.sizes is None:

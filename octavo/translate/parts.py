@@ -24,6 +24,7 @@ _MOST_SETS = 1000
 #: pixels of the side of a token: patches of 16 or 14, two by two
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: what training freezes by component, in Octavo's order
+TOWERS = ("image_encoder", "foundation")
 COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
 
@@ -63,6 +64,19 @@ def filmed(draft: Draft, path: str | None) -> str | None:
     kind = str(config_of(draft, path).get("model_type") or "")
     by_name = (name for name, pattern in _FILMED.items() if path and re.search(pattern, path, re.IGNORECASE))
     return next((name for name in _FILMED if kind.startswith(name)), None) if kind else next(by_name, None)
+
+
+_COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp|ep|etp|vpp)_?\d+))+$")
+
+
+def same_model(path: str, model: str) -> bool:
+    """Whether a checkpoint of another layout is by its name a copy of a model's folder: ``ckpt/mm/Qwen3-VL-8B-dcp`` of
+    ``Qwen/Qwen3-VL-8B``."""
+    names = []
+    for text in (path, model):
+        words = [word for word in text.lower().split("/") if word and word != "release"]
+        names.append(_COPY.sub("", words[-1]) if words else "")
+    return bool(names[0]) and names[0] == names[1]
 
 
 def token_side(draft: Draft, path: str | None) -> int | None:
@@ -115,12 +129,28 @@ def lora(
     none."""
     draft.put("lora.rank", rank, keys.get("rank", ""))
     draft.put("lora.alpha", float(alpha), keys.get("alpha", ""))
-    draft.put("lora.dropout", float(dropout), keys.get("dropout", ""))
+    _dropout(draft, dropout, keys.get("dropout", ""))
     named = [word for word in targets if word not in COMPONENTS]
     found = [word for word in targets if word in COMPONENTS] + globs(named)
     draft.put("lora.targets", found, keys.get("targets", ""))
     if named and but:
         draft.put("lora.exclude", list(but), why="modules of the same names may be there")
+
+
+def _dropout(draft: Draft, share: float, key: str) -> None:
+    """The adapters' dropout, which phase preference has not: it would be in the policy and not in its reference.
+
+    TRL's trainers of DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true where nothing is said),
+    and so do LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
+    if draft.settings["train.phase"].value != "preference":
+        draft.put("lora.dropout", float(share), key)
+    elif not share:
+        draft.same(key, why="off")
+    elif "megatron" in draft.command or draft.flag("disable_dropout") is False:
+        draft.none(key, why="dropout is off in phase preference: it would be in the policy, and not in its reference")
+    else:
+        draft.dead(key, why="switched off by their trainer: a policy with dropout is compared with a reference without")
+        draft.same("disable_dropout", why="all dropout is off in phase preference")
 
 
 def freeze(draft: Draft, frozen: dict[str, tuple[str, ...]]) -> None:
@@ -185,7 +215,21 @@ def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool
         raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them in fewer files, or name their folder.")
     at = f"data.{of}.{number}"
     draft.put(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
+    draft.sets[at] = path
     return at
+
+
+def stream(draft: Draft, at: str, key: str, why: str = "") -> bool:
+    """Rows of a data set that are read where they are; gives whether they can be. One JSON list (as a file that ends in
+    .json is, unless it is here and begins otherwise) has no rows that could be read one by one."""
+    path = draft.sets.get(at, "")
+    begins = draft.folder.begins(path)
+    if begins == "[" or (not begins and path.endswith(".json")):
+        found = f"{path} is one JSON list, which is read into the cache; JSONL (an object a line) can be streamed"
+        draft.none(key, why=found, apart=True)
+        return False
+    draft.put(f"{at}.stream", True, key, why=why)
+    return True
 
 
 def kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:

@@ -70,7 +70,10 @@ def translate(
 
     Raises TranslateError for files that cannot be read or recognised, ConfigError for values that are nonsense.
     """
-    given, folder = [Path(path) for path in paths], Folder(Path(root).absolute())
+    given, folder = (
+        [Path(path) for path in paths],
+        Folder(Path(root).absolute(), [Path(path).absolute().parent for path in paths]),
+    )
     module = detect.named(framework) if framework else None
     parts = files.read(_yaml_first(given), variables or {}, folder)
     if module is None:
