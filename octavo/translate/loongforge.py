@@ -26,6 +26,7 @@ MARKS = (
     "task_encoder",
     "packing_sft_data",
     "model.image_encoder.*",
+    "defaults.*@model.foundation",
 )
 FIRST_WINS = True
 _COMPONENTS = {"foundation": "foundation", "image_encoder": "image_encoder", "image_projector": "image_projector"}

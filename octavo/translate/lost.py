@@ -66,7 +66,8 @@ APART: dict[str, str] = {
     "no_create_attention_mask_in_dataloader padding_free compile_config* flex_attn_compile_kwargs.* vit_attn_impl "
     "moe_router_fusion no_check_for_nan_in_loss_and_grad check_* deterministic_mode use_deter_comp full_determinism "
     "enable_full_determinism enable_experimental accumulate_allreduce_grads_in_fp32 patch.* model.patch.* "
-    "lora_register_forward_hook training.plugin training.plugin.* cpu_infer",
+    "lora_register_forward_hook training.plugin training.plugin.* mm_tool "
+    "variable_seq_lengths moe_modules ignored_modules cpu_infer",
     "how rows come: workers, caches, formats that are recognised":
     "dataloader_* *num_workers *num_proc preprocessing_* overwrite_cache *cache_dir dataset_prepared_path "
     "dataset_processes dataset_num_proc dataset_keep_in_memory load_from_cache_file skip_prepare_dataset "

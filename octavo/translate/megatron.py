@@ -281,7 +281,8 @@ def saving(draft: Draft, u: Under) -> None:
 
 def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
     """What a checkpoint holds and gives back."""
-    loads = any(u.has(key) for key in load)
+    # a copy of the model's own folder has weights and no states
+    loads = any(u.has(key) and (u(key) not in draft.rows or draft.rows[u(key)].kind != "default") for key in load)
     if u.flag("no_save_optim"):
         why = "checkpoints held weights alone, so that a run there could not be continued as it was; run.save_states: "
         draft.put(
@@ -295,6 +296,8 @@ def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
     for key, does in (("no_load_optim", NO_LOAD_OPTIM), ("no_load_rng", NO_LOAD_RNG)):
         if not u.flag(key):
             u.same(key, why="a continued run has all that it had")
+        elif "run.start_from" in draft.settings:
+            u.same(key, why="run.start_from begins with a new optimizer and new random states")
         elif loads:
             u.none(key, why=f"{does}; here run.start_from begins anew with the weights, and run.resume with everything")
         else:

@@ -3,13 +3,14 @@ tools), and the older ``gpt_args`` with ``lora_args`` and a ``model`` tree (read
 
 from __future__ import annotations
 
-from octavo.translate import course, files, hf_trainer, megatron, parts
+from octavo.translate import course, files, fsdp2_config, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
 from octavo.translate.keys import Under
 
 NAME = "mindspeed-mm"
 MARKS = ("data.dataset_param.*", "gpt_args.*", "parallel.fsdp_plan.*", "parallel.fully_shard_parallel_size",
-         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*")  # fmt: skip
+         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*", "mm_data",
+         "mm_model")  # fmt: skip
 FIRST_WINS = False
 _LOSSES = {"default": "microbatch", "per_sample_loss": "sample", "per_token_loss": "token", "raw": "microbatch"}
 _KERNELS = {"flash_attention_2": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_3": "sdpa"}
@@ -43,7 +44,9 @@ NONE = {
     "Muon, learning rates by layer and warm-up from another rate are not built": "training.matched_adamw_rms "
     "training.muon_momentum training.ns_steps training.lr_scaling_plan.* training.lr_start training.no_decay_*",
     "profiles are made by octavo bench and torch's own profiler": "tools.* training.profile.* MM_TOOL_PATH",
-    "not set here": "training.allow_hf32 training.clip_grad_foreach training.load_strict training.ckpt_manager "
+    "FSDP2 chooses how ranks talk": "distributed_backend",
+    "not set here": "mm_tool variable_seq_lengths "
+    "training.allow_hf32 training.clip_grad_foreach training.load_strict training.ckpt_manager "
     "training.load_rank0_and_broadcast training.enable_full_determinism training.use_deter_comp training.max_steps "
     "training.val_micro_batch_size "
     "training.load_format training.save_format training.manual_gc_interval gpt_args.log_tps",
@@ -51,7 +54,7 @@ NONE = {
 #: of trees that Megatron builds, which describe every layer
 _BUILT = {
     "the architecture is that of the model's config.json": "model.image_encoder.* model.text_decoder.* "
-    "model.audio_encoder.*",
+    "model.audio_encoder.* model.*_token_id model.text_encoder model.video_encoder",
     "towers of sound are frozen by model.freeze: [audio_encoder]": "model.freeze_audio_*",
 }
 SAME = {
@@ -64,14 +67,15 @@ _UNREAD = "read for a check of Megatron alone; the layers were those of config.j
 
 
 def translate(draft: Draft) -> None:
-    old = bool(draft.under("gpt_args."))
-    u = Under(draft, "gpt_args." if old else "training.")
+    flags = _follow(draft)
+    old = _old(draft)
+    u = Under(draft, "gpt_args." if draft.under("gpt_args.") else "" if flags else "training.")
     world = course.processes(draft)
     draft.put("train.phase", "sft")
     parts.model(draft, "model.model_name_or_path", "model.init_from_hf_path",
                 "data.dataset_param.preprocess_parameters.model_name_or_path")  # fmt: skip
     draft.same("data.dataset_param.preprocess_parameters.model_name_or_path", why="model.path")
-    _data(draft)
+    _data(draft, u)
     context = _parallel_old(draft, u) if old else _parallel(draft)
     packed = context > 1 or "data.packing" in draft.settings
     ranks = megatron.data_parallel(draft, u, world) if old else max(1, world // context)
@@ -83,14 +87,37 @@ def translate(draft: Draft) -> None:
     _checkpoints(draft, u)
     draft.table("none", NONE)
     draft.table("default", SAME)
-    if "model.freeze_vision_model" in draft.given or draft.under("model.text_decoder.tensor_model_parallel_size"):
+    if (
+        flags
+        or "model.freeze_vision_model" in draft.given
+        or draft.under("model.text_decoder.tensor_model_parallel_size")
+    ):
         draft.table("none", _BUILT)
     megatron.rest(draft, u)
     draft.table("none", hf_trainer.ENVIRONMENT)
     draft.table("default", hf_trainer.SAME)
 
 
-def _data(draft: Draft) -> None:
+def _old(draft: Draft) -> bool:
+    """Whether it is of the older trainer: a YAML with `gpt_args`, or flags with two files of JSON."""
+    return bool(draft.under("gpt_args.")) or "mm_data" in draft.given or "mm_model" in draft.given
+
+
+def _follow(draft: Draft) -> bool:
+    """The files that the older trainer's flags `--mm-data` and `--mm-model` name, as ``data.*`` and ``model.*``; gives
+    whether there are such flags."""
+    names = {"mm_data": "data.", "mm_model": "model."}
+    for key, prefix in names.items():
+        word = draft.text(key)
+        if word and (file := draft.folder.named(word)) is not None:
+            draft.add(files.read([file], {}, draft.folder)[0].given, prefix)
+            draft.same(key, why=f"its keys are translated: {prefix}*")
+        elif word:
+            draft.none(key, why=f"{word} is not here: copy it to this path, as seen from --root or from the script")
+    return any(key in draft.given for key in names)
+
+
+def _data(draft: Draft, training: Under) -> None:
     at, before = "data.dataset_param.basic_parameters.", "data.dataset_param.preprocess_parameters."
     u, p = Under(draft, at), Under(draft, before)
     names = u.words("dataset")
@@ -118,8 +145,8 @@ def _data(draft: Draft) -> None:
     if not names:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
         draft.note("data.train is to be filled in")
-    length = u.whole("cutoff_len") or draft.whole("gpt_args.seq_length") or 2048
-    draft.put("train.seq_length", length, u("cutoff_len"), "gpt_args.seq_length")
+    length = u.whole("cutoff_len") or training.whole("seq_length") or 2048
+    draft.put("train.seq_length", length, u("cutoff_len"), training("seq_length"))
     draft.put("data.on_long", "cut", why="longer rows are cut there")
     _thinking(draft, u)
     if u.flag("train_on_prompt"):
@@ -193,45 +220,8 @@ def _parallel(draft: Draft) -> int:
 def _parallel_old(draft: Draft, u: Under) -> int:
     megatron.context(draft, u, ulysses="ulysses_degree_in_cp")
     megatron.expert(draft, u)
-    _fsdp2(draft, u)
+    fsdp2_config.follow(draft, u)
     return course.counted(draft, u("context_parallel_size")) or 1
-
-
-def _fsdp2(draft: Draft, u: Under) -> None:
-    """The file that `fsdp2_config_path` names: its keys are read too, as ``fsdp2_config.*``."""
-    word = u.text("fsdp2_config_path")
-    file = draft.folder.named(word) if word else None
-    if file is None:
-        why = "the file of FSDP2's settings is not here: copy it to this path, as seen from --root or from the YAML"
-        u.none("fsdp2_config_path", why=why)
-        return
-    draft.add(files.read([file], {}, draft.folder)[0].given, "fsdp2_config.")
-    u.same("fsdp2_config_path", why="its keys are translated: fsdp2_config.*")
-    f = Under(draft, "fsdp2_config.")
-    if (course.counted(draft, f("expert_parallel_size")) or 1) > 1:
-        megatron.expert(draft, f, "expert_parallel_size", lora=bool(draft.under("lora_args.")))
-    else:
-        f.same("expert_parallel_size", why="experts are sharded, not dealt")
-    if f.flag("offload_to_cpu"):
-        f.put("optimizer.offload", True, "offload_to_cpu", why="states go to the host; parameters stay on the GPU here")
-    else:
-        f.same("offload_to_cpu", why="off")
-    if towers := f.words("recompute_modules"):
-        found = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
-        value = "full" if len(found) == 2 else {part: "full" if part in found else "none" for part in parts.TOWERS}
-        f.put("train.recompute", value, "recompute_modules", why="blocks of these modules are computed again")
-    kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-    if kind := choice(draft, f("param_dtype"), kinds):
-        f.put("train.precision", kind, "param_dtype")
-    reduced = choice(draft, f("reduce_dtype"), kinds)
-    (f.same if reduced in (None, "fp32") else f.none)("reduce_dtype", why="gradients are summed in FP32")
-    f.same("output_dtype", "cast_forward_inputs", why="what layers take and give has the precision of training")
-    draft.table("none", {
-        "FSDP2 wraps blocks, prefetches and shards them by itself": "fsdp2_config.sharding_size "
-        "fsdp2_config.reshard_* fsdp2_config.num_to_*_prefetch fsdp2_config.sub_modules_to_wrap "
-        "fsdp2_config.ignored_modules fsdp2_config.use_reentrant fsdp2_config.align_fsdp_param_groups "
-        "fsdp2_config.moe_modules fsdp2_config.pin_memory",
-    })  # fmt: skip
 
 
 def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
@@ -354,7 +344,7 @@ def _freeze(draft: Draft, lora: bool) -> None:
 def _features(draft: Draft) -> None:
     """Loss, recomputation, offload, attention: of the new sections and of the old tree."""
     loss_key = next((k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.given), None)
-    word = (draft.text(loss_key) if loss_key else None) or ("default" if draft.under("gpt_args.") else "raw")
+    word = (draft.text(loss_key) if loss_key else None) or ("default" if _old(draft) else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
         draft.none(loss_key, why=f"{word} is a loss of their own code ('custom' raises there); microbatch stands here")
@@ -424,7 +414,7 @@ def _recompute(draft: Draft, f: Under) -> None:
     found = {
         ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
-    if draft.under("gpt_args.") and _wrapped(draft):
+    if _old(draft) and _wrapped(draft):
         draft.put("train.recompute", "full", why="their code of Qwen3-VL recomputes every block, whatever is set")
         draft.dead(*keys.values(), f("recompute"), why="every block is recomputed by their code of this model")
         return
@@ -490,7 +480,7 @@ def _weights(draft: Draft, u: Under) -> None:
         else:
             u.same("load_base_model", why="the base of the adapters, which is model.path here")
         if adapters := u.text("load"):
-            draft.put("run.start_from", draft.path(adapters, hub=False), u("load"), why="the adapters to go on from")
+            draft.put("run.start_from", adapters, u("load"), why="the adapters to go on from")
             draft.note("run.start_from reads checkpoints that Octavo wrote: convert theirs to a PEFT folder by octavo "
                        "convert dcp_to_hf, and name that in lora.adapter instead")  # fmt: skip
     elif (word := u.text("load")) and model and parts.same_model(word, str(model[0].value)):
@@ -502,7 +492,8 @@ def _checkpoints(draft: Draft, u: Under) -> None:
         draft.put("train.gc", "700,10,1000", "$ENABLE_GC_THRESHOLD", why="the thresholds that it sets there")
     _weights(draft, u)
     megatron.saving(draft, u)
-    u.none("load", "load_base_model", "load_checkpoint_path",
+    left = [key for key in ("load", "load_base_model", "load_checkpoint_path") if u(key) not in draft.rows]
+    u.none(*left,
            why="weights of theirs: a Hugging Face folder is named in model.path, and octavo convert dcp_to_hf makes "
            "one of a DCP checkpoint")  # fmt: skip
     if save := u.whole("save_steps"):
