@@ -92,9 +92,11 @@ def translate(draft: Draft) -> None:
     draft.put("train.phase", phase, "training_phase")
     parts.model(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
                 why="the folder of the tokenizer: it holds the model too")  # fmt: skip
-    draft.none(
-        "load", "pretrained_checkpoint", why="a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
-    )
+    model = draft.settings["model.path"].source
+    for key in ("load", "pretrained_checkpoint"):
+        same = bool(model) and parts.same_model(draft.text(key) or "", str(model[0].value))
+        why = "a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
+        (draft.same if same else draft.none)(key, why=why + (" of the same model" if same else ""))
     _kernels(draft)
     _data(draft, phase)
     packed = bool(draft.flag("packing_sft_data"))

@@ -29,7 +29,8 @@ APART: dict[str, str] = {
     "load_best_model_at_end metric_for_best_model greater_is_better early_stop* overwrite_output_dir "
     "only_*_checkpoint autoresume* max_shard_size merge_lora merge_method create_checkpoint_symlink export_* "
     "no_save_* resume_only_model load_strict* load_rank0_and_broadcast total_time_limit pre_terminate_time "
-    "dataloader_save restore_callback_states_from_checkpoint enable_jit_checkpoint save_on_each_node no_load_rng",
+    "dataloader_save restore_callback_states_from_checkpoint enable_jit_checkpoint save_on_each_node "
+    "no_load_rng no_load_optim",
     "evaluation, and answers that are written":
     "eval_* evals_per_epoch evaluation_strategy eval_loaders* *eval_batch_size val_interval val_micro_batch_size "
     "val_dataset_* per_device_eval_batch_size compute_accuracy icl_* lm_eval_* do_bench_eval bench_* "
@@ -46,13 +47,13 @@ APART: dict[str, str] = {
     "resources_per_worker* placement_strategy data_parallel_* strict_fsdp_dtensor_load sharding_strategy "
     "offload_params ring_attn_func heads_k_stride cp_comm_type cp_partition_mode context_parallel_* "
     "seq_parallel_ring_type expert_parallel_* moe_token_dispatcher_type moe_enable_deepep moe_layer_recompute "
-    "max_memory* gpu_memory_limit tp_config* dist_timeout ddp_timeout enable_ep_balance ep_balance_plan.* "
+    "max_memory* gpu_memory_limit tp_config* dist_timeout ddp_timeout enable_ep_balance *.ep_balance_plan.* "
     "enable_fp8_comm local_rollout_* enable_encoder_hetero_dp num_to_*_prefetch reshard_* sharding_size "
     "*modules_to_wrap",
     "memory: what is kept, moved or computed again":
     "use_reentrant* use_cache use_kv_cache use_train_metrics *recompute* *offload* gradient_checkpointing* "
-    "activation_checkpoint* disable_gradient_checkpointing vit_gradient_checkpointing* swap_plan.* enable_chunk_mbs "
-    "chunkmbs_plan.* chunkloss_plan.* chunk_size compute_mode torch_empty_cache_steps *gc_* gc_steps manual_gc "
+    "activation_checkpoint* disable_gradient_checkpointing vit_gradient_checkpointing* *.swap_plan.* enable_chunk_mbs "
+    "*.chunkmbs_plan.* *.chunkloss_plan.* chunk_size compute_mode torch_empty_cache_steps *gc_* gc_steps manual_gc "
     "empty_unused_memory_level low_cpu_mem_usage max_split_size_mb expandable_segments pin_memory "
     "optimizer_cuda_graph lora_on_cpu precompute_ref_log_probs layer_offloading experimental_skip_move_to_device",
     "kernels of the same arithmetic":

@@ -195,8 +195,11 @@ def precision(draft: Draft, u: Under) -> None:
         draft.put("train.precision", "fp16", u("fp16"))
         if (scale := u.whole("loss_scale")) is not None:
             draft.put("train.loss_scale", scale, u("loss_scale"))
+        if u.number("initial_loss_scale") == 1 << 16:
+            u.same("initial_loss_scale", why="dynamic scales begin at 65536")
+        left = ["initial_loss_scale"] if u("initial_loss_scale") not in draft.rows else []
         u.none(
-            "initial_loss_scale",
+            *left,
             "min_loss_scale",
             "loss_scale_window",
             "hysteresis",

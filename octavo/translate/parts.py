@@ -75,7 +75,7 @@ def same_model(path: str, model: str) -> bool:
     names = []
     for text in (path, model):
         words = [word for word in text.lower().split("/") if word and word != "release"]
-        names.append(_COPY.sub("", words[-1]) if words else "")
+        names.append(re.sub(r"[-_.]", "", _COPY.sub("", words[-1])) if words else "")
     return bool(names[0]) and names[0] == names[1]
 
 
