@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ STRANGE = (
     *mutate.STRANGE, "\ud800", "a\udfffb", "${a}", "${a.b}${a.b}", "${oc.env:HOME}", "${oc.env:X,7}", "$X", "$(reboot)",
     "1e400", ".nan", "-1e308", "0x" + "f" * 300, "9" * 1200, "1,2,x", "1ba", "1e999ep", "1.2.3tok", "9" * 400 + "dur",
     "fast", "/etc/passwd", "/dev/zero", "../..", "~", "[", '{"min_lr": []}', "[" * 2000, "a/b", "org/Qwen3-VL-2B",
-    2**62, -(2**62), 1e18, [1, [2]], {"a": {"b": {}}}, ["\ud800"], [None, None], [[]] * 3, "true", "none", "auto",
+    "../outside", "z2.json", ".", "config.json", 2**62, -(2**62), 1e18, [1, [2]], {"a": {"b": {}}}, ["\ud800"], [None, None], [[]] * 3, "true", "none", "auto",
 )  # fmt: skip
 #: lines and words put into files
 PIECES = (
@@ -84,7 +85,7 @@ def _damaged(rng: random.Random, path: Path) -> str:
     return json.dumps(tree)
 
 
-def _side_files(rng: random.Random, folder: Path, files: list[Path]) -> None:
+def _side_files(rng: random.Random, folder: Path) -> None:
     """What a configuration leads to: a model's config.json, a register of data sets, a DeepSpeed file, damaged too."""
     config = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
               "text_config": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}}  # fmt: skip
@@ -94,8 +95,11 @@ def _side_files(rng: random.Random, folder: Path, files: list[Path]) -> None:
     for name, value in (("config.json", config), ("data/dataset_info.json", register), ("z2.json", zero)):
         file = folder / name
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(mutate.strange(rng, value) if rng.random() < 0.7 else value))
-        files.append(file)
+        file.unlink(missing_ok=True)
+        if rng.random() < 0.1:
+            file.symlink_to(folder.parent / "outside")
+        else:
+            file.write_text(json.dumps(mutate.strange(rng, value) if rng.random() < 0.7 else value))
 
 
 def run(seed: int, cases: int) -> list[Finding]:
@@ -105,16 +109,37 @@ def run(seed: int, cases: int) -> list[Finding]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "in"
         folder.mkdir()
+        (Path(place) / "outside").write_text("{}")
+        _watch()
         for number in range(cases):
             rng = random.Random(f"{seed}/{number}")
             path = rng.choice(FILES)
             case = f"{path.name} seed {seed} case {number}"
-            _side_files(rng, folder, [])
+            _side_files(rng, folder)
             file = folder / f"a{path.suffix}"
             file.write_text(_damaged(rng, path), encoding="utf-8", errors="replace")
+            del _opened[1:]
             with bounds(case, found, PATIENCE, cpu=SECONDS, forks=False):
                 _one(rng, file, folder, case, found)
+            found += [Finding(case, f"read {path}") for path in _opened[1:]]
     return found
+
+
+#: what files in the folder lead to, and nothing may read
+_OUTSIDE = ("/etc/passwd", "/dev/zero", "outside")
+_opened: list[str] = []
+
+
+def _watch() -> None:
+    """Note every opening of a path that leads out of the folder; a hook cannot be taken off."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[0].endswith(_OUTSIDE):
+            _opened.append(arguments[0])
+
+    if not _opened:
+        _opened.append("")
+        sys.addaudithook(hook)
 
 
 def _one(rng: random.Random, file: Path, folder: Path, case: str, found: list[Finding]) -> None:
