@@ -8,6 +8,7 @@ is YAML that Octavo reads or refuses by name, with a report of every key.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -29,10 +30,12 @@ SECONDS, PATIENCE, LETTERS = 5, 120, 20_000  # of processor time, by the clock, 
 
 #: values in the place of others
 STRANGE = (
-    *mutate.STRANGE, "\ud800", "a\udfffb", "${a}", "${a.b}${a.b}", "${oc.env:HOME}", "${oc.env:X,7}", "$X", "$(reboot)",
+    *mutate.STRANGE, "\ud800", "a\udfffb", "${a}", "${a.b}${a.b}", "${oc.env:HOME}", "${oc.env:X,7}", "$X",
+    "$(reboot)",
     "1e400", ".nan", "-1e308", "0x" + "f" * 300, "9" * 1200, "1,2,x", "1ba", "1e999ep", "1.2.3tok", "9" * 400 + "dur",
     "fast", "/etc/passwd", "/dev/zero", "../..", "~", "[", '{"min_lr": []}', "[" * 2000, "a/b", "org/Qwen3-VL-2B",
-    "../outside", "z2.json", ".", "config.json", 2**62, -(2**62), 1e18, [1, [2]], {"a": {"b": {}}}, ["\ud800"], [None, None], [[]] * 3, "true", "none", "auto",
+    "../outside", "z2.json", ".", "config.json", 2**62, -(2**62), 1e18, [1, [2]], {"a": {"b": {}}}, ["\ud800"],
+    [None, None], [[]] * 3, "true", "none", "auto",
 )  # fmt: skip
 #: lines and words put into files
 PIECES = (
@@ -77,7 +80,7 @@ def _damaged(rng: random.Random, path: Path) -> str:
     for _ in range(rng.choice((0, 1, 1, 2, 6)) if kind < 0.35 else rng.choice((1, 1, 2, 6))):
         holder, key = rng.choice(mutate.places(tree))
         if rng.random() < 0.9:
-            holder[key] = rng.choice(STRANGE)
+            holder[key] = copy.deepcopy(rng.choice(STRANGE))
         else:
             tree = mutate.strange(rng, tree)
             if not isinstance(tree, dict) or not tree:
