@@ -6,6 +6,8 @@ octavo convert lora_hf_to_dcp ./adapter ./dcp-lora
 octavo convert dcp_to_hf ./dcp ./back                                     bit for bit what it was
 octavo convert dcp_to_hf ./trained ./out --like ./Qwen3-VL-8B-Instruct    what was trained there
 
+MindSpeed-MM's own spelling is taken too: octavo convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y.
+
 Streams tensor by tensor. A conversion that was killed goes on where it was, by the same command; DST appears whole or
 not at all. Every tensor has a checksum, which is compared on the way back.
 """
@@ -18,12 +20,15 @@ import time
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
+#: how MindSpeed-MM's guide calls them: `mm-convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y`
+CONVERTER = "Qwen3VLConverter"
+THEIRS, SWITCHES = ("hf_dir", "dcp_dir", "load_dir", "save_dir", "model_assets_dir"), ("is_lora_base", "to_bf16")
+_TRUE, _FALSE = ("true", "True"), ("false", "False")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("command", metavar="WHAT", choices=COMMANDS, help=", ".join(COMMANDS))
-    parser.add_argument("source", metavar="SRC", help="the folder to convert; it is only read")
-    parser.add_argument("destination", metavar="DST", help="a directory that does not exist yet")
+    what = f"{', '.join(COMMANDS)}; the folder to convert, which is only read; a directory that does not exist yet"
+    parser.add_argument("words", metavar="WHAT SRC DST", nargs="+", help=what)
     parser.add_argument("--is-lora-base", action="store_true", help="hf_to_dcp: keys of the base of a PEFT model")
     parser.add_argument(
         "--tie-weights", action="store_true", help="hf_to_dcp: write lm_head too, where it is only the embeddings'"
@@ -31,10 +36,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-bf16", action="store_true", help="values in BF16; FP8 codes times their scales")
     parser.add_argument("--like", metavar="FOLDER", help="dcp_to_hf: the folder that a trained checkpoint came from")
     parser.add_argument("--workers", type=arguments.positive, metavar="N", help="files at a time; default 4")
+    theirs = parser.add_argument_group(f"as MindSpeed-MM's guide writes it, after {CONVERTER}")
+    for name in THEIRS:
+        theirs.add_argument(f"--{name}", metavar="DIR")
+    for name in SWITCHES:
+        theirs.add_argument(f"--{name}", dest=f"their_{name}", metavar="true|false", choices=[*_TRUE, *_FALSE])
     arguments.add_json(parser)
 
 
+def _named(args: argparse.Namespace) -> None:
+    """What is converted and where, in either spelling, as ``args.command``, ``source`` and ``destination``. Raises
+    UsageError for what is missing, too much or said twice."""
+    words = list(args.words)
+    if words[0].endswith("Converter"):
+        if words[0] != CONVERTER:
+            raise arguments.UsageError(
+                f"{words[0]}: of MindSpeed-MM's converters {CONVERTER} has the layout of keys here"
+            )
+        words.pop(0)
+    args.command, *folders = words or [""]
+    if args.command not in COMMANDS:
+        raise arguments.UsageError(f"{args.command or CONVERTER}: there are {', '.join(COMMANDS)}")
+    own = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
+    for name in THEIRS:
+        if getattr(args, name) is not None and name not in (
+            *own,
+            *(["model_assets_dir"] if own[0] == "load_dir" else []),
+        ):
+            raise arguments.UsageError(f"--{name} does not belong to {args.command}; leave it out")
+    named = [getattr(args, name) for name in own]
+    if folders and any(named):
+        raise arguments.UsageError(f"{' '.join(folders)} and --{own[0]}, --{own[1]} name the same folders; keep one")
+    folders = folders or named
+    if len(folders) != 2 or None in folders:
+        given = f"--{own[0]} SRC --{own[1]} DST"
+        raise arguments.UsageError(
+            f"{args.command} takes two folders: octavo convert {args.command} SRC DST, or {given}"
+        )
+    args.source, args.destination = folders
+    if args.like and args.model_assets_dir:
+        raise arguments.UsageError("--like and --model_assets_dir name the same folder; keep one")
+    args.like = args.like or args.model_assets_dir
+    for name in SWITCHES:
+        theirs = getattr(args, f"their_{name}")
+        setattr(args, name, getattr(args, name) or theirs in _TRUE)
+
+
 def run(args: argparse.Namespace) -> int:
+    _named(args)
     own = {"is_lora_base": "hf_to_dcp", "tie_weights": "hf_to_dcp", "like": "dcp_to_hf"}
     for name, command in own.items():
         if getattr(args, name) and args.command != command:
@@ -42,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.checkpoint import convert
 
+    if args.model_assets_dir and convert.knows_its_folder(args.source):
+        terminal.note(f"{args.source} was converted by Octavo and knows its folder: --model_assets_dir is not needed")
+        args.like = None
     more = {
         "hf_to_dcp": {"lora_base": args.is_lora_base, "tie_weights": args.tie_weights},
         "dcp_to_hf": {"like": args.like},

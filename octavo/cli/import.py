@@ -6,8 +6,10 @@ octavo import sft_qwen_fp8.sh -o run.yaml --world 8           VILA, COAT, ms-swi
 
 Writes OUT.yaml, each line with where it came from, and beside it OUT.report.md: keys that were translated, that Octavo
 does anyway, that have no equivalent here (and why), that did nothing there, and that are unknown. An MPT that the file
-describes by numbers becomes a model's folder, OUT_model. Exit code 1: Octavo refuses the file as it stands, and the
-report says what to change.
+describes by numbers becomes a model's folder, OUT_model.
+
+Exit codes: 0 done; 1 Octavo refuses the file as it stands, and the report says what to change; 2 nothing was written; 4
+keys that decide numbers of the training have no translation, and the last line counts them (--allow-lost accepts that).
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from octavo.config.words import RECIPES
 
 if TYPE_CHECKING:
     from octavo.translate import Translation
+
+#: exit codes, as in octavo/cli/main.py
+DONE, REFUSED, LOST = 0, 1, 4
+#: lost keys that the last line names
+_SHOWN = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp8-recipe", metavar="NAME", choices=names, help=f"train in FP8 though they did not: {', '.join(names)}"
     )
+    parser.add_argument(
+        "--allow-lost", action="store_true", help="exit with 0 though keys that decide numbers have no translation"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite files of an earlier translation")
     arguments.add_json(parser)
 
@@ -54,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
     from octavo import atomic, translate
 
     out = Path(args.out)
+    for option, word in (("-o", args.out), ("--root", args.root), *(("--set", word) for word in args.variables)):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # what the shell gave were other bytes
+            raise UsageError(f"{option} {word}: it is no UTF-8 text, and the file would hold it. Choose another name.")
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"-o {args.out}: a configuration is a .yaml file")
     if not Path(args.root).is_dir():
@@ -73,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         terminal.show_json(translate.plain(made))
     else:
         _show(made, out)
-    return 1 if made.refused else 0
+    return REFUSED if made.refused else LOST if made.lost_keys and not args.allow_lost else DONE
 
 
 def _translated(args: argparse.Namespace, out: Path) -> Translation:
@@ -117,3 +130,6 @@ def _show(made: Translation, out: Path) -> None:
         print(f"\nnote: {brief(note, 400)}")
     for problem in made.refused:
         print(f"\nOctavo refuses {out.name} as it stands: {problem}")
+    if line := translate.lost_line(made):
+        shown, more = ", ".join(brief(key, 60) for key in made.lost_keys[:_SHOWN]), len(made.lost_keys) - _SHOWN
+        print(f"\n{line}: {shown}" + (f" and {more} more" if more > 0 else ""))

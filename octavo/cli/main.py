@@ -1,8 +1,14 @@
 """The entry point: finds the command, imports its file alone, turns what goes wrong into a sentence and an exit code.
 
-Exit codes: 0 done, 1 the work failed or the verdict is bad, 2 wrong usage or configuration (and, where 1 is a verdict,
-work that failed), 130 interrupted, 143 and 129 ended by SIGTERM and SIGHUP. Octavo's own errors are written for users
-and printed as they are; anything else is a defect and keeps its traceback.
+Exit codes:
+0    done
+1    the work failed, or the verdict is bad
+2    wrong usage or configuration; where 1 is a verdict, work that failed
+3    the verdict is undecided (compare, demo)
+4    done, but keys that decide numbers have no translation (import)
+130  interrupted; 143 and 129: ended by SIGTERM and SIGHUP
+
+Octavo's own errors are written for users and printed as they are; anything else is a defect and keeps its traceback.
 """
 
 from __future__ import annotations

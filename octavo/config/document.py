@@ -125,6 +125,10 @@ class _Composer(Composer):
 
     nodes = 0
 
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self.warn_double_anchors = False  # YAML lets an anchor be set again; a warning would not say whose file it is
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
         if self.nodes > 2 * MOST_VALUES:  # keys are nodes too

@@ -117,6 +117,9 @@ def translate(draft: Draft) -> None:
     seeing = parts.sees(draft, path)
     phase = _phase(draft)
     packed = parts.packs(draft, phase, "sample_packing")
+    if all(re.search("liger|cut_cross_entropy", word, re.IGNORECASE) for word in draft.words("plugins")):
+        draft.same("plugins", why="losses never make full logits, and norms are fused where that is faster (fp8.fuse)")
+    _trained_turns(draft)
     lora = _adapters(draft, seeing)
     _attention(draft, packed)
     _data(draft, phase)
@@ -145,6 +148,14 @@ def translate(draft: Draft) -> None:
     draft.table("none", NONE)
     draft.table("default", SAME)
     hf_trainer.rest(draft)
+
+
+def _trained_turns(draft: Draft) -> None:
+    """The turns that have loss, where they are the usual ones."""
+    for at in ("", *(f"{entry}." for entry in draft.entries("datasets"))):
+        for key, usual in (("roles_to_train", "assistant"), ("train_on_eos", "turn")):
+            if draft.words(f"{at}{key}") == [usual]:
+                draft.same(f"{at}{key}", why="loss falls on the assistant's turns with the token that ends them")
 
 
 def _phase(draft: Draft) -> str:
@@ -245,14 +256,14 @@ def _data(draft: Draft, phase: str) -> None:
     if phase == "pretrain" and (single := draft.text("pretraining_dataset")):
         parts.dataset(draft, "train", 0, single, "pretraining_dataset")
     for of, name in (("train", section), ("eval", "test_datasets")):
-        for number in range(draft.count(name)):
-            _entry(draft, of, number, f"{name}.{number}.", phase)
-    streaming, trained = draft.flag("streaming"), draft.count(section)
+        for number, at in enumerate(draft.entries(name)):
+            _entry(draft, of, number, f"{at}.", phase)
+    streaming, trained = draft.flag("streaming"), len(draft.entries(section))
     if streaming or (phase == "pretrain" and streaming is None):
         for number in range(max(trained, 1)):
             if f"data.train.{number}.path" in draft.settings:
                 why = "" if streaming else "rows of pretraining are read as they come there"
-                draft.put(f"data.train.{number}.stream", True, "streaming", why=why)
+                parts.stream(draft, f"data.train.{number}", "streaming", why)
     else:
         draft.same("streaming", why="rows are read into the cache")
     further = draft.mapping("chat_template_kwargs")
@@ -292,7 +303,7 @@ def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
     if len(files) > 1:
         draft.none(f"{at}data_files", why=f"{len(files)} files: one entry of data.{of} each, or their folder")
     if of == "train" and number == 0 and draft.sizes is None:
-        draft.sizes = course.rows_of(draft.root / path)
+        draft.sizes = course.rows_of(draft, path)
     kind = draft.text(f"{at}type") or ""
     layout = {"alpaca": "alpaca", "completion": "text", "pretrain": "text"}.get(kind.partition(".")[0])
     mapping = draft.mapping(f"{at}message_property_mappings")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from octavo import reading
 from octavo.translate.draft import Draft
@@ -20,7 +19,7 @@ _VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 def _launched(draft: Draft, key: str) -> int | None:
     """A number of hosts or of processes; ``gpu``, ``auto`` and ``1:4`` are known at the start alone."""
     if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
-        return draft.whole(key)
+        return counted(draft, key)
     draft.note(f"{key} is {draft.text(key)}, which the start of the run decides there: give --world N")
     return None
 
@@ -30,11 +29,12 @@ def processes(draft: Draft) -> int:
     nodes = next((n for key in _NODES if (n := _launched(draft, key))), 1)
     each = next((n for key in _EACH if (n := _launched(draft, key))), None)
     visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
-    found = draft.whole("num_processes") or (each or len(visible)) * nodes or None
+    found = counted(draft, "num_processes") or (each or len(visible)) * nodes or None
     world = draft.world or found
     if draft.world and found and draft.world != found:
         draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
     opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    draft.same(*(opened if draft.world else ()), why="--world says how many")
     if opened and not draft.world:
         names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
         draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")
@@ -69,13 +69,14 @@ def counted(draft: Draft, key: str) -> int | None:
     found = draft.whole(key)
     if found is not None and found < 1:
         draft.wrong(key, "a whole number from 1")
+        return None
     return found
 
 
-def rows_of(path: str | Path) -> int | None:
+def rows_of(draft: Draft, *names: str) -> int | None:
     """The rows of a local file of JSON or JSON lines, counted; None for what is not there or is not such a file."""
-    file = Path(path)
-    if not file.is_file() or file.stat().st_size > _COUNTED:
+    file = draft.folder.file(*names)
+    if file is None or file.stat().st_size > _COUNTED:
         return None
     try:
         if file.suffix == ".jsonl":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from types import ModuleType
 
-from octavo.config.problems import nearest
+from octavo.config.problems import brief, nearest
 from octavo.translate import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
 from octavo.translate.files import KEYS
 from octavo.translate.given import Foreign, TranslateError
@@ -33,15 +33,16 @@ def framework_of(foreign: Foreign) -> ModuleType:
     """The one framework whose marks a file bears most, by at least two. Raises TranslateError where none or several
     could have written it, with what was seen."""
     seen: dict[str, list[str]] = {}
+    keys = foreign.keys
     for name, module in FRAMEWORKS.items():
-        marks = [mark for mark in module.MARKS if fnmatch.filter(foreign.keys, mark)]
+        marks = [mark for mark in module.MARKS if mark in keys or ("*" in mark and fnmatch.filter(keys, mark))]
         marks += [word for word in getattr(module, "COMMANDS", ()) if word in foreign.words] * 2
         seen[name] = marks
     ranked = sorted(seen, key=lambda name: -len(seen[name]))
     best, second = ranked[0], ranked[1]
     if len(seen[best]) >= 2 and len(seen[best]) > len(seen[second]):
         return FRAMEWORKS[best]
-    some, more = sorted(foreign.keys)[:12], " ..." if len(foreign.keys) > 12 else ""
+    some, more = [brief(key, 60) for key in sorted(keys)[:12]], " ..." if len(keys) > 12 else ""
     if not seen[best] or len(seen[best]) < 2:
         if named := next((text for _, text, why in foreign.unread if why == KEYS), None):
             raise TranslateError(f"this script trains from {named}: give both, octavo import {named} SCRIPT.")

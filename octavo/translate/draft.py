@@ -9,17 +9,22 @@ disagree with the code, and no key can be forgotten.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from octavo import reading
 from octavo.config.problems import ConfigError, Problem, named, nearest
 from octavo.config.texts import is_url
 from octavo.hub import is_name
 from octavo.translate.given import Foreign, Given, TranslateError
+from octavo.translate.local import Folder
 from octavo.translate.rows import Kind, Row, Setting
 
 #: of what a script or a file leaves open, the value cannot be known
@@ -27,17 +32,24 @@ _OPEN = "its value is a variable that the script does not set ({}); give it with
 _RUN = "its value is what only a run of the script would give ({}), and nothing is run; write it out there"
 _REFERS = "its value refers to {}, which only a running process there knows"
 _EMPTY = "empty there, as if it were absent"
+#: of a number that is read: above it are only slips, and their products would leave what a float holds
+LARGEST = float(1 << 63)
+#: words of one key; unknown keys that are compared with all known ones (each costs milliseconds)
+_MOST_WORDS, _SUGGESTIONS = 10_000, 40
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
 
 class Draft:
-    """``root``: the folder that their relative paths are seen from; ``out``: the file that is written; ``world``: the
-    number of processes, and ``sizes``: the rows of the data, where somebody said them."""
+    """``folder``: the one that their relative paths are seen from, and outside of which nothing is read; ``out``: the
+    file that is written; ``world``: the number of processes, and ``sizes``: the rows of the data, where they are given.
+
+    A value that is nonsense (a word where a number belongs) is noted with its line; what is asked for goes on with what
+    is usual there, so that all such values are found at once, and :meth:`finish` raises for them."""
 
     def __init__(
         self,
         foreign: Foreign,
-        root: Path,
+        folder: Folder,
         out: Path,
         *,
         world: int | None = None,
@@ -45,15 +57,20 @@ class Draft:
     ) -> None:
         self.given = {given.key: given for given in foreign.given}
         self.command, self.referred = foreign.words, foreign.referred
-        self.root, self.home, self.world, self.sizes = root, out.parent, world, sizes
+        self.folder, self.root = folder, folder.root
+        self.home, self.world, self.sizes = out.parent, world, sizes
         self.home_name = out.stem
         self.rows: dict[str, Row] = {}
         self.settings: dict[str, Setting] = {}
         self.asked: set[str] = set()
         self.patterns: list[str] = []
         self.notes: list[str] = []
-        self.problems: list[Problem] = []
+        self.problems: dict[Problem, None] = {}
         self.files: dict[str, str] = {}
+        self.sets: dict[str, str] = {}  # data.train.0 -> its path as it is seen from the folder
+        self._noted: set[str] = set()
+        self._order = {key: number for number, key in enumerate(self.given)}
+        self._sorted = sorted(self.given)
 
     # ---- what was given
 
@@ -69,21 +86,30 @@ class Draft:
 
     def number(self, key: str, usual: float | None = None) -> Any:
         """A number; ``usual`` where none is given. 0 is what was asked for, not what is usual."""
-        value = self.value(key)
+        return self._number(key, self.value(key), usual)
+
+    def number_in(self, key: str, name: str) -> Any:
+        """A number within a mapping (:meth:`mapping`); None where it has none of that name."""
+        inner = f"{key}.{name}"
+        return self._number(inner if inner in self.given else key, self.mapping(key).get(name), None)
+
+    def _number(self, key: str, value: Any, usual: float | None) -> Any:
         if isinstance(value, str):
-            value = _number(value)
+            value = as_number(value)
         if value is None:
             return usual
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
             return value
-        return self._wrong(key, "a number")
+        self._wrong(key, "a number" if isinstance(value, str | bool | list | dict) else "a finite number below 2^63")
+        return usual
 
     def whole(self, key: str, usual: int | None = None) -> Any:
         """A whole number; ``usual`` where none is given."""
         value = self.number(key, usual)
         if value is None or value == int(value):
             return None if value is None else int(value)
-        return self._wrong(key, "a whole number")
+        self._wrong(key, "a whole number")
+        return usual
 
     def flag(self, key: str) -> bool | None:
         value = self.value(key)
@@ -106,12 +132,20 @@ class Draft:
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
             return self._wrong(key, "words") or []
         parts = value if isinstance(value, list) else [value]
-        return [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
+        found = [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
+        return found if len(found) <= _MOST_WORDS else self._wrong(key, f"at most {_MOST_WORDS:,} words") or []
+
+    def scalar(self, key: str) -> Any:
+        """A single value of any kind: a word, a number, true or false."""
+        value = self.value(key)
+        if isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
+            return self._wrong(key, "a word, a number, true or false")
+        return value
 
     def numbers(self, key: str) -> list[float]:
         """Several numbers: a list, or a text with commas between."""
-        found = [_number(word) for word in self.words(key)]
-        if any(isinstance(value, str) for value in found):
+        found = [as_number(word) for word in self.words(key)]
+        if any(isinstance(value, str) or not abs(value) <= LARGEST for value in found):
             return self._wrong(key, "numbers") or []
         return [float(value) for value in found]
 
@@ -120,22 +154,33 @@ class Draft:
         value = self.value(key)
         if isinstance(value, str):
             try:
-                value = json.loads(value)
-            except ValueError:
+                value = reading.parse_json(value, key, wanted=None)
+            except reading.Unreadable:
                 return self._wrong(key, "a mapping (JSON)") or {}
         if value is not None and not isinstance(value, dict):
             return self._wrong(key, "a mapping") or {}
-        inner = {k.removeprefix(f"{key}."): g.value for k, g in self.given.items() if k.startswith(f"{key}.")}
+        inner = {k.removeprefix(f"{key}."): self.given[k].value for k in self.under(f"{key}.")}
         return dict(value or {}) | inner
 
     def under(self, prefix: str) -> list[str]:
-        """The keys that begin with a prefix."""
-        return [key for key in self.given if key.startswith(prefix)]
+        """The keys that begin with a prefix, in the order of the files."""
+        first = bisect_left(self._sorted, prefix)
+        found = takewhile(lambda key: key.startswith(prefix), islice(self._sorted, first, None))
+        return sorted(found, key=self._order.__getitem__)
 
-    def count(self, prefix: str) -> int:
-        """How many entries a list of mappings has: ``datasets`` of ``datasets.0.path``, ``datasets.1.path``."""
+    def entries(self, prefix: str) -> list[str]:
+        """The entries of a list of mappings: ``datasets.0``, ``datasets.1`` of ``datasets.0.path``, ``datasets.1.path``
+        (flags may leave some out)."""
         heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.under(f"{prefix}.")}
-        return 1 + max((int(head) for head in heads if head.isdecimal()), default=-1)
+        numbers = [head for head in heads if head.isdecimal() and head.isascii()]
+        return [f"{prefix}.{head}" for head in sorted(numbers, key=lambda head: (len(head), head))]
+
+    def add(self, given: Iterable[Given], prefix: str) -> None:
+        """Keys of a further file, which a key of theirs names."""
+        for one in given:
+            self.given.setdefault(f"{prefix}{one.key}", replace(one, key=f"{prefix}{one.key}"))
+        self._order = {key: number for number, key in enumerate(self.given)}
+        self._sorted = sorted(self.given)
 
     # ---- what becomes of it
 
@@ -163,9 +208,12 @@ class Draft:
         """Equal to what Octavo does anyway."""
         self._say("default", keys, why)
 
-    def none(self, *keys: str, why: str) -> None:
-        """Nothing here does that: why, and what to do instead."""
+    def none(self, *keys: str, why: str, apart: bool = False) -> None:
+        """Nothing here does that: why, and what to do instead. ``apart``: no number of the training depends on it."""
         self._say("none", keys, why)
+        for key in keys if apart else ():
+            if key in self.rows:
+                self.rows[key].apart = True
 
     def dead(self, *keys: str, why: str) -> None:
         """It did nothing there."""
@@ -185,30 +233,37 @@ class Draft:
         for why, names in reasons.items():
             for name in names.split():
                 self.asked.add(name)
-                if any(sign in name for sign in "*?["):
-                    self.patterns.append(name)
-                    for key in fnmatch.filter(self.given, name):
-                        self._say(kind, (key,), why, late=True)
-                else:
+                if not any(sign in name for sign in "*?["):
                     self._say(kind, (name,), why, late=True)
+            if patterns := [name for name in names.split() if any(sign in name for sign in "*?[")]:
+                self.patterns += patterns
+                # what is open and was asked for has its own reason (finish)
+                found = [
+                    k for k in filter(_any_of(patterns), self.given) if not (k in self.asked and self.given[k].open)
+                ]
+                self._say(kind, found, why, late=True)
+                for key in found:  # a variable of the environment that nothing here reads
+                    if key.startswith("$") and key in self.rows:
+                        self.rows[key].apart = True
 
     def note(self, text: str) -> None:
         """Something to know that is of no single key."""
-        if text not in self.notes:
+        if text not in self._noted:
+            self._noted.add(text)
             self.notes.append(text)
 
     def path(self, text: str, *, hub: bool = True) -> str:
         """A path of theirs as it is seen from the folder of the file that is written."""
         if not text or text.startswith(("/", "~", "$")) or is_url(text):
             return text
-        if hub and is_name(text, self.root) and not (self.root / text).exists():
+        if hub and is_name(text, self.root) and not self.folder.there(text):
             return text
         return os.path.relpath(self.root / text, self.home)
 
     def finish(self) -> None:
         """Everything of which nothing was said: open, empty, or unknown. Raises ConfigError for values of nonsense."""
         if self.problems:
-            raise ConfigError(self.problems)
+            raise ConfigError([*self.problems])
         shared = self.settings.get("parallel.context")
         if shared is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
             self.note(
@@ -216,16 +271,20 @@ class Draft:
                 f"counts packs, "
                 "of which each holds several samples; lower it to keep the samples of a step"
             )
+        for name in self.folder.refused:
+            self.note(f"{name} is outside of {self.root} and was not read; give --root with a folder that holds it")
         known = sorted(name for name in self.asked if not any(sign in name for sign in "*?["))
+        matched, left = _any_of(self.patterns), _SUGGESTIONS
         for key, given in self.given.items():
             if key in self.rows:
                 continue
-            theirs = key in self.asked or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.patterns)
+            theirs = key in self.asked or matched(key)
             if given.open:
                 yaml = given.place.source.endswith((".yaml", ".yml", ".json"))
                 settable = [name for name in given.open if name.isidentifier()]
                 text = _REFERS if yaml else _OPEN if settable else _RUN
-                self.rows[key] = Row(given, "none", text.format(", ".join(given.open), settable[0] if settable else ""))
+                why = text.format(", ".join(given.open), settable[0] if settable else "")
+                self.rows[key] = Row(given, "none", why)
             elif theirs and given.value in (None, "", [], {}):
                 self.rows[key] = Row(given, "default", _EMPTY)
             elif not theirs and key in self.referred:
@@ -233,7 +292,8 @@ class Draft:
             elif theirs:
                 self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
             else:
-                close = nearest(key, known)
+                close = nearest(key, known) if left else None
+                left -= left > 0
                 why = "no key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
                 self.rows[key] = Row(given, "unknown", why)
 
@@ -259,18 +319,22 @@ class Draft:
     def _wrong(self, key: str, wanted: str, fix: str = "") -> Any:
         given = self.given[key]
         problem = Problem(given.place, key, f"{named(given.value)}, where {wanted} belongs", fix or "correct it there")
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self.problems[problem] = None
         return None
 
 
-def _number(text: str) -> float | str:
+def _any_of(patterns: Sequence[str]) -> Callable[[str], object]:
+    """Whether a text matches one of several globs. One expression for all of them: a file may have 50,000 keys."""
+    return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
+
+
+def as_number(text: str) -> float | str:
     """PyYAML reads 1e-4 as a text, and whoever takes it makes a number of it; so do we."""
     try:
         found = float(text.strip().replace("_", ""))
     except ValueError:
         return text
-    return int(found) if math.isfinite(found) and found == int(found) and "e" not in text.lower() else found
+    return int(found) if abs(found) <= LARGEST and found == int(found) and "e" not in text.lower() else found
 
 
 def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:

@@ -2,68 +2,107 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo import reading
-from octavo.config.document import Document, read_text, scalar
+from octavo.config.document import Document, read_text
 from octavo.config.problems import ConfigError, Place, Problem, dotted
-from octavo.translate import launch, shell
-from octavo.translate.given import Foreign, Given, TranslateError, flat
+from octavo.reading import printable
+from octavo.translate import launch, references, shell
+from octavo.translate.given import Foreign, Given, TranslateError
+from octavo.translate.local import Folder
 
 #: bytes of a file that somebody wrote by hand
 LIMIT = 4 << 20
-_WITHIN = re.compile(r"\$\{([^${}]*)\}")
+#: keys of a file; the longest that is published has some 200
+_MOST_KEYS = 100_000
 #: why a file that a script names is not read
 KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
 _WORD_KEYS = "a key must be a word"
-#: how many rounds of interpolations within interpolations are followed
-_ROUNDS = 8
 
 
-def read(paths: Sequence[Path], known: Mapping[str, str], first_wins: bool, root: Path) -> Foreign:
-    """All keys of one or two files. ``known``: variables of scripts that the user gives; ``root``: the folder that they
-    were started in. Where both files give a key, the first wins, or the second does. Raises ConfigError for files that
-    cannot be read as what they are."""
+class Part(NamedTuple):
+    """What one file holds; ``words`` stand in its command beside flags."""
+
+    path: Path
+    kind: str
+    given: list[Given]
+    unread: list[tuple[Place, str, str]]
+    words: set[str]
+
+
+def read(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> list[Part]:
+    """One or two files. ``known``: variables of scripts that the user gives; ``folder``: the one that they were started
+    in. Raises ConfigError for files that cannot be read as what they are, and for text that is none."""
+    parts = [Part(path, *_one(path, known, folder)) for path in paths]
+    for part in parts:
+        if len(part.given) > _MOST_KEYS:
+            held = f"{printable(part.path.name)} holds {len(part.given):,} keys"
+            raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
+        check_text(part.given)
+    return parts
+
+
+def check_text(given: Iterable[Given]) -> None:
+    """Raises ConfigError for half a character (a surrogate that a program left when it cut a text) or a NUL in a key or
+    a value: no file, no name and no report can hold it."""
+    problems = []
+    for entry in given:
+        values = entry.value if isinstance(entry.value, list) else [entry.value]
+        for what, text in (("the key", entry.key), *(("its value", text) for text in values)):
+            if isinstance(text, str) and (why := _no_text(text)):
+                found = f"{what} is no valid Unicode: it {why}"
+                problems.append(Problem(entry.place, entry.key, found, "write it again"))
+                break
+    if problems:
+        raise ConfigError(problems)
+
+
+def _no_text(text: str) -> str | None:
+    if text.isprintable() or ("\0" not in text and text.isascii()):
+        return None
+    if "\0" in text:
+        return "holds a NUL character"
+    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    return f"holds half a character (\\u{ord(half):04x})" if half else None
+
+
+def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
+    """All keys of the files. Where both give a key, the first wins, or the second does."""
     given: dict[str, Given] = {}
-    kinds, lost, unread, words, referred = [], [], [], set(), set()
-    for path in paths:
-        kind, found, skipped, seen = _one(path, known, root)
-        referred |= {name for entry in found for name in entry.refers}
-        skipped = [line for line in skipped if line[2] != KEYS or Path(line[1]).name not in {p.name for p in paths}]
-        kinds.append(kind)
-        unread += skipped
-        words |= seen
-        for entry in found:
-            before = given.get(entry.key)
-            if before is None or before.place.source == entry.place.source:
-                if before is not None:
-                    lost.append((before, f"given again on line {entry.place.line}, and the last one wins"))
-                given[entry.key] = entry
-            elif first_wins:
-                lost.append((entry, f"{before.place} gives it too, and wins there"))
-            else:
-                lost.append((before, f"{entry.place} gives it too, and wins there"))
-                given[entry.key] = entry
+    lost: list[tuple[Given, str]] = []
+    names = {part.path.name for part in parts}
+    for entry in (entry for part in parts for entry in part.given):
+        before = given.get(entry.key)
+        if before is None or before.place.source == entry.place.source:
+            if before is not None:
+                lost.append((before, f"given again on line {entry.place.line}, and the last one wins"))
+            given[entry.key] = entry
+        elif first_wins:
+            lost.append((entry, f"{before.place} gives it too, and wins there"))
+        else:
+            lost.append((before, f"{entry.place} gives it too, and wins there"))
+            given[entry.key] = entry
+    unread = [line for part in parts for line in part.unread if line[2] != KEYS or Path(line[1]).name not in names]
     return Foreign(
-        tuple(given.values()), tuple(kinds), tuple(lost), tuple(unread), frozenset(words), frozenset(referred)
-    )
+        tuple(given.values()), tuple(part.kind for part in parts), tuple(lost), tuple(unread),
+        frozenset(word for part in parts for word in part.words),
+        frozenset(name for entry in given.values() for name in entry.refers),
+    )  # fmt: skip
 
 
 def _one(
-    path: Path, known: Mapping[str, str], root: Path
+    path: Path, known: Mapping[str, str], folder: Folder
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
     text = reading.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
-    name = path.name
+    name = printable(path.name)
 
     def look(named: str) -> str | None:
-        """A file that a script sources: as seen from the folder it was started in, or from its own."""
-        for file in (root / named, path.parent / named):
-            if not Path(named).is_absolute() and file.is_file():
-                return reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
-        return None
+        """A file that a script sources."""
+        file = folder.named(named)
+        return None if file is None else reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
 
     if path.suffix in (".yaml", ".yml", ".json"):
         return _mapping(text, name, path.suffix == ".json")
@@ -106,86 +145,23 @@ def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[t
     odd = [problem for problem in document.problems if problem.found == _WORD_KEYS]
     if document.broken or len(odd) < len(document.problems):
         raise ConfigError([problem for problem in document.problems if problem not in odd])
-    found = _leaves(document, name)
+    found = _leaves(document)
     # keys that are numbers (a tokenizer's ids, devices): their values are not ours either, but they are told
     found += [Given(problem.key, "(a key that is no word)", problem.place) for problem in odd]
     return "json" if json else "yaml", found, [], set()
 
 
-def _leaves(document: Document, name: str) -> list[Given]:
-    begun = {path: tuple(_open(value)) for path, value in flat(document.value) if path}
-    values = _resolved(document, name)
+def _leaves(document: Document) -> list[Given]:
     return [
-        Given(dotted(path), value, _place(document, path), tuple(_open(value)), begun.get(path, ()))
-        for path, value in flat(values)
-        if path
+        Given(_joined(dotted(path)), _joined(value), references.place_of(document, path), still_open, refers)
+        for path, (value, refers, still_open) in references.resolve(document).items()
     ]
 
 
-def _place(document: Document, path: tuple[str | int, ...]) -> Place:
-    while path and path not in document.places:
-        path = path[:-1]
-    return document.places[path]
-
-
-def _open(value: Any) -> list[str]:
-    return [found[1] for found in _WITHIN.finditer(value)] if isinstance(value, str) else []
-
-
-def _resolved(document: Document, name: str) -> dict[str, Any]:
-    """The values with ``${a.b}`` in the place of what stands there (OmegaConf); calls of resolvers
-    (``${act:gelu}``) stay open, ``${oc.env:NAME,default}`` gives its default."""
-    root = document.value
-    values = {path: value for path, value in flat(root) if path}
-    for _ in range(_ROUNDS):
-        changed = False
-        for path, value in list(values.items()):
-            if not isinstance(value, str) or "${" not in value:
-                continue
-            filled = _filled(value, path, root, values)
-            if filled != value or type(filled) is not type(value):
-                values[path], changed = filled, True
-                _set(root, path, filled)
-        if not changed:
-            break
-    for path, value in values.items():
-        inside = _open(value)
-        if inside and all(_there(name, root) for name in inside):
-            found = f"{value!r} refers to itself, or through more than {_ROUNDS} others"
-            raise ConfigError([Problem(_place(document, path), dotted(path), found, "write the value out")])
-    return root
-
-
-def _filled(value: str, path: tuple, root: dict, values: dict) -> Any:
-    def look(inside: str) -> Any:
-        if inside.startswith("oc.env:"):
-            return scalar(inside.partition(",")[2]) if "," in inside else None
-        if ":" in inside or not inside:
-            return None
-        keys = inside.lstrip(".").split(".")
-        at: Any = root
-        for key in keys:
-            at = at.get(key) if isinstance(at, dict) else None
-        return at if not isinstance(at, dict | list) else None
-
-    whole = _WITHIN.fullmatch(value)
-    if whole:
-        found = look(whole[1])
-        # a key that is there and empty makes an empty value
-        return found if found is not None else None if _there(whole[1], root) else value
-    return _WITHIN.sub(lambda m: m[0] if (found := look(m[1])) is None else str(found), value)
-
-
-def _there(inside: str, root: dict) -> bool:
-    at: Any = root
-    for key in inside.lstrip(".").split("."):
-        if not isinstance(at, dict) or key not in at:
-            return False
-        at = at[key]
-    return True
-
-
-def _set(root: Any, path: tuple, value: Any) -> None:
-    for key in path[:-1]:
-        root = root[key]
-    root[path[-1]] = value
+def _joined(value: Any) -> Any:
+    """Text whose characters beyond 16 bits JSON wrote as two halves (``"\\ud83d\\ude00"``), with them as one each."""
+    if isinstance(value, list):
+        return [_joined(one) for one in value]
+    if not isinstance(value, str) or value.isprintable() or value.isascii():
+        return value
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

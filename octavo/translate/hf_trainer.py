@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo import reading
 from octavo.translate import course
 from octavo.translate.draft import Draft, choice
+from octavo.translate.local import section
 
 _TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
 _STATES = {
@@ -105,13 +105,13 @@ def steps(draft: Draft, usual: Usual, ranks: int, packed: bool = False) -> None:
     )
     draft.put("train.lr", draft.number("learning_rate", usual.lr), "learning_rate")
     kind = course.schedule(draft, "lr_scheduler_type", usual.schedule)
-    further = draft.mapping("lr_scheduler_kwargs")
     inner = ["lr_scheduler_kwargs", *draft.under("lr_scheduler_kwargs.")]
-    if kind == "cosine" and "min_lr" in further:
-        draft.put("train.min_lr", float(further["min_lr"]), *inner)
-    elif kind == "cosine" and "min_lr_rate" in further:
+    least, rate = (draft.number_in("lr_scheduler_kwargs", name) for name in ("min_lr", "min_lr_rate"))
+    if kind == "cosine" and least is not None:
+        draft.put("train.min_lr", float(least), *inner)
+    elif kind == "cosine" and rate is not None:
         peak = draft.settings["train.lr"].value
-        draft.put("train.min_lr", float(further["min_lr_rate"]) * peak, *inner, why="min_lr_rate x lr")
+        draft.put("train.min_lr", rate * peak, *inner, why="min_lr_rate x lr")
     else:
         draft.none(*inner, why="Octavo's schedules have train.min_lr alone")
     course.warmup(draft, ranks, "warmup_steps", "warmup_ratio")
@@ -291,13 +291,10 @@ def ranks(draft: Draft) -> None:
 
 def _deepspeed(draft: Draft, word: str) -> tuple[str | None, bool, bool]:
     """(stage, whether the optimizer is offloaded, whether its file was read)."""
-    inside: dict = {}
-    file = draft.root / word
-    if Path(word).suffix == ".json" and file.is_file():
-        inside = reading.read_json(file, limit=1 << 20).get("zero_optimization") or {}
+    inside = section(draft.folder.json(word), "zero_optimization") if Path(word).suffix == ".json" else {}
     name = Path(word).stem.lower()
     stage = inside.get("stage", next((d for d in "3210" if f"z{d}" in name or f"zero{d}" in name), None))
-    device = (inside.get("offload_optimizer") or {}).get("device")
+    device = section(inside, "offload_optimizer").get("device")
     offload = device not in (None, "none") if inside else "offload" in name
     return None if stage is None else str(stage), offload, bool(inside) or Path(word).suffix != ".json"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from octavo import reading
 from octavo.translate import course, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
+from octavo.translate.given import TranslateError
 from octavo.translate.keys import Under
 
 NAME = "llama-factory"
@@ -145,13 +146,13 @@ def _phase(draft: Draft, stage: str) -> str:
     draft.put("train.phase", phase, "stage")
     if stage == "kto":
         draft.put("preference.loss", "kto", "stage")
-        draft.put("preference.beta", draft.number("pref_beta") or 0.1, "pref_beta")
+        draft.put("preference.beta", draft.number("pref_beta", 0.1), "pref_beta")
         for ours, theirs in (("desirable_weight", "kto_chosen_weight"), ("undesirable_weight", "kto_rejected_weight")):
             if (weight := draft.number(theirs)) is not None:
                 draft.put(f"preference.{ours}", weight, theirs)
         draft.dead("pref_loss", why="stage is kto")
     elif stage == "dpo":
-        loss = hf_trainer.preference(draft, "pref_loss", _LOSSES, draft.number("pref_beta") or 0.1, "pref_beta")
+        loss = hf_trainer.preference(draft, "pref_loss", _LOSSES, draft.number("pref_beta", 0.1), "pref_beta")
         if (share := draft.number("pref_ftx")) and loss != "orpo":
             draft.put("preference.sft", share, "pref_ftx")
         if smooth := draft.number("dpo_label_smoothing"):
@@ -272,8 +273,8 @@ def _data(draft: Draft, phase: str) -> None:
             if limit is not None:
                 draft.put(f"{at}.max_samples", limit, "max_samples")
             if streaming:
-                draft.put(f"{at}.stream", True, "streaming")
-                if of == "train" and (size := draft.whole("buffer_size")):
+                able = parts.stream(draft, at, "streaming")
+                if able and of == "train" and (size := draft.whole("buffer_size")):
                     draft.put(f"{at}.shuffle_buffer", size, "buffer_size")
     if not draft.has("dataset"):
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
@@ -303,28 +304,26 @@ def _data(draft: Draft, phase: str) -> None:
 
 
 def _register(draft: Draft, where: str) -> dict:
-    file = draft.root / where / "dataset_info.json"
-    if not file.is_file():
-        return {}
-    return reading.read_json(file)
+    return draft.folder.json(where, "dataset_info.json")
 
 
 def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, register: dict) -> str:
     """One data set: as dataset_info.json says, a file by its name, or a path to be filled in."""
     entry = register.get(name)
     if not isinstance(entry, dict):
-        direct = (draft.root / where / name).exists()
+        direct = draft.folder.there(where, name)
         if direct or Path(name).suffix:
             return parts.dataset(draft, of, number, str(Path(where) / name), key, "dataset_dir", hub=False)
         why = f"to be filled in: the file that {where}/dataset_info.json gives for {name}, which is not here"
         draft.note(f"data.{of}.{number}.path is to be filled in: the data set {name}")
         return parts.dataset(draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why)
-    if "file_name" in entry:
+    reading.check_form(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
+    if entry.get("file_name"):
         at = parts.dataset(draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False,
                            why=name)  # fmt: skip
         if draft.sizes is None and of == "train" and number == 0:
-            draft.sizes = course.rows_of(draft.root / where / entry["file_name"])
-    elif "hf_hub_url" in entry:
+            draft.sizes = course.rows_of(draft, where, entry["file_name"])
+    elif entry.get("hf_hub_url"):
         at = parts.dataset(draft, of, number, entry["hf_hub_url"], key, why=name)
         for ours, theirs in (("split", "split"), ("subset", "subset")):
             if isinstance(entry.get(theirs), str):
@@ -332,7 +331,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     else:
         draft.note(f"data.{of}.{number}: dataset_info.json takes {name} by {', '.join(entry)}, which Octavo does not")
         at = parts.dataset(draft, of, number, f"{where}/{name}.json", key, hub=False, why="to be filled in")
-    formatting = entry.get("formatting", "alpaca")
+    formatting = entry.get("formatting") or "alpaca"
     if formatting in _FORMATS and not entry.get("ranking"):
         draft.put(f"{at}.format", _FORMATS[formatting], key)
     columns = entry.get("columns") or {}
@@ -352,6 +351,8 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     return at
 
 
+_ENTRY = {"file_name": reading.TEXT, "hf_hub_url": reading.TEXT, "formatting": reading.TEXT,
+          "columns": {...: reading.TEXT}, "tags": {...: reading.TEXT}}  # fmt: skip
 _USUAL_TAGS = {("role_tag", "from"), ("role_tag", "role"), ("content_tag", "value"), ("content_tag", "content"),
                ("user_tag", "human"), ("user_tag", "user"), ("assistant_tag", "gpt"), ("assistant_tag", "assistant"),
                ("system_tag", "system")}  # fmt: skip

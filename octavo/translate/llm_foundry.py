@@ -9,13 +9,15 @@ import math
 import re
 
 from octavo.translate import course, hf_trainer, mpt, parts
-from octavo.translate.draft import Draft
+from octavo.translate.draft import LARGEST, Draft
 
 NAME = "llm-foundry"
 MARKS = ("max_duration", "global_train_batch_size", "device_train_microbatch_size", "model.name", "train_loader.*",
          "scheduler.t_warmup", "max_seq_len")  # fmt: skip
 FIRST_WINS = False
-_TIME = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(ba|ep|tok|sp|dur|iter|sec)?\s*")
+_TIME = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(ba|ep|tok|sp|dur|iter|sec)?\s*")
+#: sizes of micro-batches that are tried
+_BATCH = 1 << 16
 _SCHEDULES = {
     "cosine_with_warmup": "cosine",
     "cosine": "cosine",
@@ -139,6 +141,15 @@ def _lora(draft: Draft) -> bool:
     return True
 
 
+#: how MDS shards become rows, by the library that wrote them
+_SHARDS = (
+    "data.{of}.0.path: {folder} holds MDS shards, which are not read. Where mosaicml-streaming is installed, write "
+    "them as JSON lines: python -c \"import json, streaming; rows = streaming.StreamingDataset(local='{folder}', "
+    'shuffle=False, batch_size=1); print(*map(json.dumps, rows), sep=chr(10))" > {rows} (rows of text or of messages; '
+    "shards of token ids have to be made again from their text)"
+)
+
+
 def _data(draft: Draft, phase: str) -> None:
     for of, loader in (("train", "train_loader"), ("eval", "eval_loader")):
         at = f"{loader}.dataset."
@@ -148,15 +159,16 @@ def _data(draft: Draft, phase: str) -> None:
         if name:
             entry = parts.dataset(draft, of, 0, name, f"{at}hf_name")
             if of == "train" and draft.sizes is None:
-                draft.sizes = course.rows_of(draft.root / name)
-            if split and not (draft.root / name).exists():
+                draft.sizes = course.rows_of(draft, name)
+            if split and not draft.folder.there(name):
                 draft.put(f"{entry}.split", split, f"{at}split")
         elif str(local).endswith((".jsonl", ".json", ".parquet", ".tar", ".txt")):
             parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
-            why = "to be filled in: MDS shards are not read; name the text or JSON that they were made of"
-            parts.dataset(draft, of, 0, str(local), f"{at}local", hub=False, why=why)
-            draft.note(f"data.{of}.0.path: {local} holds MDS shards, which are not read; name what they were made of")
+            why = "to be filled in: MDS shards are not read; a note says how they become JSON lines"
+            rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
+            parts.dataset(draft, of, 0, rows, f"{at}local", hub=False, why=why)
+            draft.note(_SHARDS.format(of=of, folder="/".join(word for word in (local, split) if word), rows=rows))
         draft.same(f"{at}split", f"{at}local", why="a part of the data's folder there")
         draft.same(f"{at}max_seq_len", why="train.seq_length")
         draft.same(f"{loader}.name", why="by train.phase")
@@ -196,10 +208,11 @@ def _time(draft: Draft, key: str, batch: int, length: int) -> tuple[float, str] 
     if word is None:
         return None
     found = _TIME.fullmatch(word)
-    if found is None:
+    number = float(found[1]) if found else math.inf
+    if found is None or number > LARGEST:
         draft.wrong(key, "a duration such as 100ba, 1ep, 26000000tok or 0.1dur")
         return None
-    number, unit = float(found[1]), found[2] or "ep"
+    unit = found[2] or "ep"
     if unit == "tok":
         return max(1.0, number // (batch * length)), "ba"
     if unit == "sp":
@@ -217,8 +230,9 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
                    "--card 80GB --fit finds one that fits")  # fmt: skip
         draft.none("device_train_microbatch_size", why="octavo plan --fit finds the micro-batch before the run")
     else:
-        micro = min(draft.whole("device_train_microbatch_size") or 1, own)  # Composer takes no more than its share
-    micro = next(n for n in range(micro, 0, -1) if own % n == 0)
+        asked = course.counted(draft, "device_train_microbatch_size") or 1
+        micro = min(asked, own)  # Composer takes no more than its share
+    micro = _largest_divisor(own, micro)
     why = "one pack" if packed else f"of {own} a process" if word not in (None, "auto", str(micro)) else ""
     keys = ["device_train_microbatch_size"] if word != "auto" else []
     draft.put("train.micro_batch", 1 if packed else micro, *keys, why=why)
@@ -261,6 +275,12 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
         why="" if clip else "not clipped by norm there",
     )
     draft.table("none", {"algorithms of Composer are not built": "algorithms.*"})
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above ``most``; looked for among those of batches that exist."""
+    pairs = ((n, number // n) for n in range(1, min(math.isqrt(number), _BATCH) + 1) if number % n == 0)
+    return max(n for pair in pairs for n in pair if n <= most or n == 1)
 
 
 def _warmup(draft: Draft, world: int, total: int, length: int) -> None:

@@ -7,9 +7,13 @@ from the folder of the model; what it says of FP8, freezing and adapters is what
 from __future__ import annotations
 
 import fnmatch
+import re
+from pathlib import Path
+from typing import NoReturn
 
-from octavo.translate import course, hf_trainer, megatron, parts
+from octavo.translate import course, files, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
+from octavo.translate.given import TranslateError
 from octavo.translate.keys import Under
 
 NAME = "loongforge"
@@ -22,6 +26,7 @@ MARKS = (
     "task_encoder",
     "packing_sft_data",
     "model.image_encoder.*",
+    "defaults.*@model.foundation",
 )
 FIRST_WINS = True
 _COMPONENTS = {"foundation": "foundation", "image_encoder": "image_encoder", "image_projector": "image_projector"}
@@ -40,7 +45,7 @@ NONE = {
     "model.*.rotary_emb_func model.*.activation_func model.model_type model.*.model_type *_target_* model.*.provider",
     "the architecture is that of the model's config.json": "model.foundation.* model.image_encoder.* "
     "model.image_projector.* model.video_* model.audio_* model.*_token_id convert_file",
-    "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split dataloader_save "
+    "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split "
     "packing_buffer_size sft_sort_batch sft_num_preprocess_workers is_tokenized_data use_fixed_seq_lengths sample_type "
     "sft_dataset_config sft_test_dataset task_encoder sft_data_mix_strategy max_buffer_size max_packed_tokens "
     "num_images_expected strict_mode replacement group_by_length dataset_metadata_path valid_data_path test_data_path",
@@ -61,24 +66,37 @@ NONE = {
     "freeze_parameters_regex max_text_length max_timestep_boundary min_timestep_boundary",
 }  # fmt: skip
 SAME = {
-    "the file that was given": "config_file",
+    "checkpoints hold the place in the data": "dataloader_save",
     "samples of pretraining are conversations with their question": "add_question_in_pretrain",
     "padding is where the model's processor puts it": "padding_side",
 }
 _AMAX = "$FP8_QUANT_*"
+_PART = re.compile(r"defaults\.\d+\.(?:.*/)?([^/@]+)@model\.(image_encoder|foundation)")
+#: vision towers of configs/models -> folders there of the language models that a published model has with them
+_PUBLISHED = {
+    "qwen2_vit": ("qwen2",), "qwen2_5_vit": ("qwen2.5",), "qwen3_vit": ("qwen3",),
+    "qwen3_5_vit": ("qwen3.5", "qwen3.6"),
+    "intern_vit_0.3b": ("internlm2.5", "qwen2.5", "qwen3"), "intern_vit_6b": ("internlm2.5", "qwen2.5", "qwen3"),
+    "llava_vit": ("qwen3",), "ernie4_5_vit": ("ernie4_5_vl",), "minicpm_v_4_6_vit": ("minicpm_v_4_6",),
+    "moon_vit_3d": ("kimi_k2",),
+}  # fmt: skip
+_WEIGHTS = ("load", "pretrained_checkpoint", "load_hf_path", "hf_checkpoint_path")
 
 
 def translate(draft: Draft) -> None:
     u = Under(draft)
     world = course.processes(draft)
     ranks = megatron.data_parallel(draft, u, world)
+    _description(draft)
     phase = choice(draft, "training_phase", {"pretrain": "pretrain", "sft": "sft", "midtrain": "pretrain"}) or "sft"
     draft.put("train.phase", phase, "training_phase")
     parts.model(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
                 why="the folder of the tokenizer: it holds the model too")  # fmt: skip
-    draft.none(
-        "load", "pretrained_checkpoint", why="a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
-    )
+    model = draft.settings["model.path"].source
+    for key in ("load", "pretrained_checkpoint"):
+        same = bool(model) and parts.same_model(draft.text(key) or "", str(model[0].value))
+        why = "a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
+        (draft.same if same else draft.none)(key, why=why + (" of the same model" if same else ""))
     _kernels(draft)
     _data(draft, phase)
     packed = bool(draft.flag("packing_sft_data"))
@@ -95,6 +113,7 @@ def translate(draft: Draft) -> None:
     megatron.precision(draft, u)
     lora = _lora(draft)
     _freeze(draft, lora)
+    _first_weights(draft, phase, lora)
     _fp8(draft, u, lora)
     megatron.aux_loss(draft, u)
     megatron.recompute(draft, u)
@@ -108,6 +127,49 @@ def translate(draft: Draft) -> None:
     megatron.rest(draft, u)
     draft.table("none", hf_trainer.ENVIRONMENT)
     draft.table("default", hf_trainer.SAME)
+
+
+def _description(draft: Draft) -> None:
+    """The YAML of the model's components, which a script names too. One that is put together of parts that no published
+    model has together is refused: the folder of the tokenizer would be another model."""
+    word = draft.text("config_file")
+    given = bool(draft.under("model."))
+    if word and not given and (file := draft.folder.named(word)) is not None:
+        draft.add(files.read([file], {}, draft.folder)[0].given, "")
+        given = True
+    chosen = {}
+    for key in draft.under("defaults."):
+        if found := _PART.fullmatch(key):
+            chosen[found[2]] = (found[1], draft.text(key), draft.given[key].place)
+    tower, language = chosen.get("image_encoder"), chosen.get("foundation")
+    if tower and language and language[0] not in _PUBLISHED.get(tower[1] or "", (language[0],)):
+        kind = draft.text("model.model_type") or Path(tower[2].source).stem
+        _composed(f"{tower[2]}: {kind}", f"{tower[1]} and {language[1]}")
+    if word and not given and "custom" in Path(word).parts:
+        _composed(f"{draft.given['config_file'].place}: {word}", "parts of its own")
+    if given:
+        draft.same("config_file", why="the file that was given")
+    else:
+        draft.none("config_file", why="the YAML of the model's components was not given: octavo import YAML SCRIPT")
+
+
+def _composed(where: str, parts_of_it: str) -> NoReturn:
+    raise TranslateError(
+        f"{where} is composed of {parts_of_it}, which is not translated: Octavo trains the model of one folder, and no "
+        "published one holds these parts. Name a published model's YAML."
+    )
+
+
+def _first_weights(draft: Draft, phase: str, lora: bool) -> None:
+    """Where no flag loads weights, training begins with random ones; nothing that is frozen is meant to."""
+    if any(key in draft.given for key in _WEIGHTS):
+        draft.dead("init_method_std", why="weights are those of the checkpoint")
+        return
+    if lora or "model.freeze" in draft.settings or not (phase == "pretrain" or draft.has("init_method_std")):
+        draft.note("no flag loads weights: there training would begin with random ones, here with those of model.path")
+        return
+    draft.put("model.init", "random", why="no flag loads weights there")
+    draft.put("model.init_std", draft.number("init_method_std", 0.02), "init_method_std")
 
 
 def _kernels(draft: Draft) -> None:
@@ -132,8 +194,8 @@ def _data(draft: Draft, phase: str) -> None:
             elif "alpaca" in layout:
                 draft.put(f"{at}.format", "alpaca", "sft_dataset", "sft_train_dataset")
         if draft.flag("sft_data_streaming"):
-            draft.put(f"{at}.stream", True, "sft_data_streaming")
-            if size := draft.whole("streaming_buffer_size"):
+            able = parts.stream(draft, at, "sft_data_streaming")
+            if able and (size := draft.whole("streaming_buffer_size")):
                 draft.put(f"{at}.shuffle_buffer", size, "streaming_buffer_size")
     draft.none("sft_dataset", "sft_train_dataset", "sft_valid_dataset",
                why="a name of their register of layouts; Octavo looks at the rows (data.train.0.format)")  # fmt: skip
@@ -146,6 +208,8 @@ def _data(draft: Draft, phase: str) -> None:
         )
     for number, path in enumerate(draft.words("valid_data_path", " ")):
         parts.dataset(draft, "eval", number, path, "valid_data_path", hub=False)
+    if (draft.words("split") or ["0"])[0] in ("100", "1", "1.0"):
+        draft.same("split", why="all rows are trained")
     draft.put("train.seq_length", draft.whole("seq_length") or 2048, "seq_length")
     drop = draft.flag("enable_discard_sample")
     draft.put(

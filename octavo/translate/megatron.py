@@ -195,8 +195,11 @@ def precision(draft: Draft, u: Under) -> None:
         draft.put("train.precision", "fp16", u("fp16"))
         if (scale := u.whole("loss_scale")) is not None:
             draft.put("train.loss_scale", scale, u("loss_scale"))
+        if u.number("initial_loss_scale") == 1 << 16:
+            u.same("initial_loss_scale", why="dynamic scales begin at 65536")
+        left = ["initial_loss_scale"] if u("initial_loss_scale") not in draft.rows else []
         u.none(
-            "initial_loss_scale",
+            *left,
             "min_loss_scale",
             "loss_scale_window",
             "hysteresis",
@@ -281,7 +284,8 @@ def saving(draft: Draft, u: Under) -> None:
 
 def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
     """What a checkpoint holds and gives back."""
-    loads = any(u.has(key) for key in load)
+    # a copy of the model's own folder has weights and no states
+    loads = any(u.has(key) and (u(key) not in draft.rows or draft.rows[u(key)].kind != "default") for key in load)
     if u.flag("no_save_optim"):
         why = "checkpoints held weights alone, so that a run there could not be continued as it was; run.save_states: "
         draft.put(
@@ -295,6 +299,8 @@ def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
     for key, does in (("no_load_optim", NO_LOAD_OPTIM), ("no_load_rng", NO_LOAD_RNG)):
         if not u.flag(key):
             u.same(key, why="a continued run has all that it had")
+        elif "run.start_from" in draft.settings:
+            u.same(key, why="run.start_from begins with a new optimizer and new random states")
         elif loads:
             u.none(key, why=f"{does}; here run.start_from begins anew with the weights, and run.resume with everything")
         else:
@@ -307,19 +313,24 @@ def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: st
             ulysses: str = "context_parallel_ulysses_degree") -> None:  # fmt: skip
     """Ulysses, ring and USP: all are `parallel.context`; which part exchanges heads is `parallel.ulysses`."""
     size = course.counted(draft, u(key)) or 1
-    algo, degree = u.text(kind), u.whole(ulysses)
+    algo, degree = u.text(kind), course.counted(draft, u(ulysses))
+    hybrid = "hybrid" in (algo or "")
     if size == 1:
         u.same(key, why="no rows are shared")
         u.dead(kind, ulysses, "cp_comm_type", why=f"{key} is 1, so no row is shared by ranks")
         return
-    draft.put("parallel.context", size, u(key), why=RING if algo is None or "ulysses" not in algo else ULYSSES)
-    if degree:
+    draft.put("parallel.context", size, u(key), why=USP if hybrid else ULYSSES if "ulysses" in (algo or "") else RING)
+    if degree and (hybrid or algo is None or "ulysses" in algo):
         draft.put(
-            "parallel.ulysses", degree, u(ulysses), why="ranks that exchange heads; the others gather keys and values"
+            "parallel.ulysses",
+            degree,
+            u(ulysses),
+            *([u(kind)] if hybrid else []),
+            why="ranks that exchange heads; the others gather keys and values",
         )
     elif algo and "ulysses" in algo:
         draft.put("parallel.ulysses", size, u(kind), why=ULYSSES)
-    elif algo:
+    elif algo and not hybrid:
         draft.put("parallel.ulysses", 1, u(kind), why=RING)
     u.none("cp_comm_type", why=RING)
     if "data.packing" not in draft.settings:
@@ -354,7 +365,10 @@ def aux_loss(draft: Draft, u: Under, key: str = "moe_aux_loss_coeff") -> None:
     if u.words(kind) == ["none"]:
         draft.put("train.router_aux_loss_coef", 0.0, u(kind))
         u.dead(key, why=f"{kind} is none, so routers are not balanced by a loss")
-    elif (coefficient := u.number(key)) is not None:
+        return
+    if u.words(kind) == ["aux_loss"]:
+        u.same(kind, why="train.router_aux_loss_coef")
+    if (coefficient := u.number(key)) is not None:
         draft.put("train.router_aux_loss_coef", coefficient, u(key))
 
 

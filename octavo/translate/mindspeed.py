@@ -3,13 +3,14 @@ tools), and the older ``gpt_args`` with ``lora_args`` and a ``model`` tree (read
 
 from __future__ import annotations
 
-from octavo.translate import course, hf_trainer, megatron, parts
+from octavo.translate import course, files, fsdp2_config, hf_trainer, megatron, mindspeed_data, parts
 from octavo.translate.draft import Draft, choice
 from octavo.translate.keys import Under
 
 NAME = "mindspeed-mm"
 MARKS = ("data.dataset_param.*", "gpt_args.*", "parallel.fsdp_plan.*", "parallel.fully_shard_parallel_size",
-         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*")  # fmt: skip
+         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*", "mm_data",
+         "mm_model")  # fmt: skip
 FIRST_WINS = False
 _LOSSES = {"default": "microbatch", "per_sample_loss": "sample", "per_token_loss": "token", "raw": "microbatch"}
 _KERNELS = {"flash_attention_2": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_3": "sdpa"}
@@ -27,7 +28,7 @@ NONE = {
     "keys of rows are recognised; others are renamed by data.train.0.columns": "data.dataset_param.attr.*",
     "rows are read as they are, and kept as Arrow (data.cache)": "data.*.cache_dir data.*.overwrite_cache "
     "data.*.preprocessing_* data.dataset_param.dataset_type data.*.use_fast_tokenizer data.*.split_special_tokens "
-    "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code data.*.streaming",
+    "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code",
     "one order of rows, from run.seed, which every number of workers gives": "data.dataloader_param.*",
     "PMCC hides weights and rows by a permutation; Octavo seals folders instead, by keys": "*use_pmcc_data",
     "the model's class is found by its config.json": "model.model_id model.*.model_id",
@@ -43,7 +44,9 @@ NONE = {
     "Muon, learning rates by layer and warm-up from another rate are not built": "training.matched_adamw_rms "
     "training.muon_momentum training.ns_steps training.lr_scaling_plan.* training.lr_start training.no_decay_*",
     "profiles are made by octavo bench and torch's own profiler": "tools.* training.profile.* MM_TOOL_PATH",
-    "not set here": "training.allow_hf32 training.clip_grad_foreach training.load_strict training.ckpt_manager "
+    "FSDP2 chooses how ranks talk": "distributed_backend",
+    "not set here": "mm_tool variable_seq_lengths "
+    "training.allow_hf32 training.clip_grad_foreach training.load_strict training.ckpt_manager "
     "training.load_rank0_and_broadcast training.enable_full_determinism training.use_deter_comp training.max_steps "
     "training.val_micro_batch_size "
     "training.load_format training.save_format training.manual_gc_interval gpt_args.log_tps",
@@ -51,7 +54,7 @@ NONE = {
 #: of trees that Megatron builds, which describe every layer
 _BUILT = {
     "the architecture is that of the model's config.json": "model.image_encoder.* model.text_decoder.* "
-    "model.audio_encoder.*",
+    "model.audio_encoder.* model.*_token_id model.text_encoder model.video_encoder",
     "towers of sound are frozen by model.freeze: [audio_encoder]": "model.freeze_audio_*",
 }
 SAME = {
@@ -64,14 +67,15 @@ _UNREAD = "read for a check of Megatron alone; the layers were those of config.j
 
 
 def translate(draft: Draft) -> None:
-    old = bool(draft.under("gpt_args."))
-    u = Under(draft, "gpt_args." if old else "training.")
+    flags = _follow(draft)
+    old = _old(draft)
+    u = Under(draft, "gpt_args." if draft.under("gpt_args.") else "" if flags else "training.")
     world = course.processes(draft)
     draft.put("train.phase", "sft")
     parts.model(draft, "model.model_name_or_path", "model.init_from_hf_path",
                 "data.dataset_param.preprocess_parameters.model_name_or_path")  # fmt: skip
     draft.same("data.dataset_param.preprocess_parameters.model_name_or_path", why="model.path")
-    _data(draft)
+    mindspeed_data.rows(draft, u)
     context = _parallel_old(draft, u) if old else _parallel(draft)
     packed = context > 1 or "data.packing" in draft.settings
     ranks = megatron.data_parallel(draft, u, world) if old else max(1, world // context)
@@ -83,58 +87,34 @@ def translate(draft: Draft) -> None:
     _checkpoints(draft, u)
     draft.table("none", NONE)
     draft.table("default", SAME)
-    if "model.freeze_vision_model" in draft.given or draft.under("model.text_decoder.tensor_model_parallel_size"):
+    if (
+        flags
+        or "model.freeze_vision_model" in draft.given
+        or draft.under("model.text_decoder.tensor_model_parallel_size")
+    ):
         draft.table("none", _BUILT)
     megatron.rest(draft, u)
     draft.table("none", hf_trainer.ENVIRONMENT)
     draft.table("default", hf_trainer.SAME)
 
 
-def _data(draft: Draft) -> None:
-    at, before = "data.dataset_param.basic_parameters.", "data.dataset_param.preprocess_parameters."
-    u, p = Under(draft, at), Under(draft, before)
-    names = u.words("dataset")
-    for number, name in enumerate(names):
-        entry = parts.dataset(draft, "train", number, name, u("dataset"), hub=False)
-        if folder := u.text("dataset_dir"):
-            draft.put(
-                f"{entry}.images", draft.path(folder, hub=False), u("dataset_dir"), why="images are seen from it there"
-            )
-        if (limit := u.whole("max_samples")) is not None:
-            draft.put(f"{entry}.max_samples", limit, u("max_samples"))
-        if u.flag("streaming"):
-            draft.put(f"{entry}.stream", True, u("streaming"))
-        if number == 0 and draft.sizes is None:
-            draft.sizes = course.rows_of(draft.root / name)
-    held = "data.val_dataset_param.basic_parameters."
-    for number, name in enumerate(draft.words(f"{held}dataset")):
-        entry = parts.dataset(draft, "eval", number, name, f"{held}dataset", hub=False)
-        if folder := draft.text(f"{held}dataset_dir"):
-            draft.put(f"{entry}.images", draft.path(folder, hub=False), f"{held}dataset_dir")
-        if (limit := draft.whole(f"{held}max_samples")) is not None:
-            draft.put(f"{entry}.max_samples", limit, f"{held}max_samples")
-    if not names:
-        draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
-        draft.note("data.train is to be filled in")
-    length = u.whole("cutoff_len") or draft.whole("gpt_args.seq_length") or 2048
-    draft.put("train.seq_length", length, u("cutoff_len"), "gpt_args.seq_length")
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
-    parts.thinking(draft, u("enable_thinking"))
-    if u.flag("train_on_prompt"):
-        u.put("data.train_on_prompt", True, "train_on_prompt")
-    else:
-        u.same("train_on_prompt", why="loss falls on answers")
-    if u.flag("mask_history"):
-        parts.last_answer(draft, u("mask_history"))
-    else:
-        u.same("mask_history", why="every answer has loss")
-    for side in ("max", "min"):
-        if pixels := p.whole(f"image_{side}_pixels"):
-            p.put(f"data.{side}_pixels", pixels, f"image_{side}_pixels")
-    film = {ours: p(f"video_{theirs}") for ours, theirs in parts.FILM.items()}
-    parts.video(draft, parts.filmed(draft, draft.text("model.model_name_or_path")), "sft", film, parts.FILMED)
-    if (workers := draft.whole("data.dataloader_param.num_workers")) is not None:
-        draft.put("data.workers", workers, "data.dataloader_param.num_workers")
+def _old(draft: Draft) -> bool:
+    """Whether it is of the older trainer: a YAML with `gpt_args`, or flags with two files of JSON."""
+    return bool(draft.under("gpt_args.")) or "mm_data" in draft.given or "mm_model" in draft.given
+
+
+def _follow(draft: Draft) -> bool:
+    """The files that the older trainer's flags `--mm-data` and `--mm-model` name, as ``data.*`` and ``model.*``; gives
+    whether there are such flags."""
+    names = {"mm_data": "data.", "mm_model": "model."}
+    for key, prefix in names.items():
+        word = draft.text(key)
+        if word and (file := draft.folder.named(word)) is not None:
+            draft.add(files.read([file], {}, draft.folder)[0].given, prefix)
+            draft.same(key, why=f"its keys are translated: {prefix}*")
+        elif word:
+            draft.none(key, why=f"{word} is not here: copy it to this path, as seen from --root or from the script")
+    return any(key in draft.given for key in names)
 
 
 def _parallel(draft: Draft) -> int:
@@ -166,8 +146,9 @@ def _parallel(draft: Draft) -> int:
 
 
 def _parallel_old(draft: Draft, u: Under) -> int:
-    megatron.context(draft, u)
+    megatron.context(draft, u, ulysses="ulysses_degree_in_cp")
     megatron.expert(draft, u)
+    fsdp2_config.follow(draft, u)
     return course.counted(draft, u("context_parallel_size")) or 1
 
 
@@ -182,7 +163,7 @@ def _steps(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
         u.dead("train_iters", why="train_epochs decides there where both are given")
     else:
         u.put("train.steps", u.whole("train_iters") or 10000, "train_iters")
-    u.put("train.lr", u.number("lr") or 5e-5, "lr")
+    u.put("train.lr", u.number("lr", 5e-5), "lr")
     style = choice(draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant")}) or "constant"
     u.put("train.schedule", style, "lr_decay_style")
     if (least := u.number("lr_min")) and style != "constant":
@@ -291,7 +272,7 @@ def _freeze(draft: Draft, lora: bool) -> None:
 def _features(draft: Draft) -> None:
     """Loss, recomputation, offload, attention: of the new sections and of the old tree."""
     loss_key = next((k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.given), None)
-    word = (draft.text(loss_key) if loss_key else None) or ("default" if draft.under("gpt_args.") else "raw")
+    word = (draft.text(loss_key) if loss_key else None) or ("default" if _old(draft) else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
         draft.none(loss_key, why=f"{word} is a loss of their own code ('custom' raises there); microbatch stands here")
@@ -348,12 +329,25 @@ def _features(draft: Draft) -> None:
         draft.put("model.attention", kernel, "model.attn_implementation", why="torch takes flash where it can")
 
 
+def _wrapped(draft: Draft) -> bool:
+    """Whether it is a Qwen3-VL of the older trainer, each of whose blocks is in a checkpoint wrapper."""
+    kind = draft.text("model.model_id") or ""
+    path = draft.text("model.init_from_hf_path") or draft.text("model.model_name_or_path")
+    return kind.startswith("qwen3_vl") or parts.filmed(draft, path) == "qwen3_vl"
+
+
 def _recompute(draft: Draft, f: Under) -> None:
     trees = {"image_encoder": "model.image_encoder.vision_encoder", "foundation": "model.text_decoder"}
     keys = {ours: f"{at}.recompute_granularity" for ours, at in trees.items()}
     found = {
         ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
+    if _old(draft) and _wrapped(draft):
+        draft.put("train.recompute", "full", why="their code of Qwen3-VL recomputes every block, whatever is set")
+        draft.dead(*keys.values(), f("recompute"), why="every block is recomputed by their code of this model")
+        return
+    if "train.recompute" in draft.settings:  # of fsdp2_config
+        return
     if found:
         value = found["foundation"] if len(set(found.values())) == 1 and len(found) == 2 else found
         draft.put("train.recompute", value, *keys.values())
@@ -380,9 +374,9 @@ def _fp8(draft: Draft, lora: bool) -> None:
               why="by their filter only layers.N match: never the vision tower")  # fmt: skip
     at.same("quant_format", why="mxfp8 is E4M3 throughout, dy too")
     at.same("block_size", why="32 values share a scale")
-    at.none(
-        "quant_apply_modules", "apply_modules", why="the language model's layers (fp8.foundation); others by fp8.rules"
-    )
+    for key in ("quant_apply_modules", "apply_modules"):
+        inner = all(word.startswith(("model.language_model", "language_model")) for word in at.words(key))
+        (at.same if inner else at.none)(key, why="the language model's layers (fp8.foundation); others by fp8.rules")
     ignored = at.words("quant_ignored_modules") or at.words("ignored_modules")
     odd = [word for word in ignored if word.strip("*") not in ("lm_head", "gate")]
     for number, word in enumerate(odd):
@@ -398,9 +392,36 @@ def _fp8(draft: Draft, lora: bool) -> None:
     at.none("fsdp_low_precision_all_gather_mode", why="fp8.weight_codes says which layouts are kept")
 
 
+def _weights(draft: Draft, u: Under) -> None:
+    """What training begins with. A DCP copy of the model's own folder is that folder here. With `load_base_model` it
+    is the base of adapters, and `load` is the adapters' checkpoint."""
+    model = draft.settings["model.path"].source
+    base = u.text("load_base_model")
+    if base and "lora.rank" in draft.settings:
+        if not model:
+            draft.put(
+                "model.path",
+                draft.path(base),
+                u("load_base_model"),
+                why="octavo convert dcp_to_hf makes a folder of it",
+            )
+        else:
+            u.same("load_base_model", why="the base of the adapters, which is model.path here")
+        if adapters := u.text("load"):
+            draft.put("run.start_from", adapters, u("load"), why="the adapters to go on from")
+            draft.note("run.start_from reads checkpoints that Octavo wrote: convert theirs to a PEFT folder by octavo "
+                       "convert dcp_to_hf, and name that in lora.adapter instead")  # fmt: skip
+    elif (word := u.text("load")) and model and parts.same_model(word, str(model[0].value)):
+        u.same("load", why="a copy of the model's folder, which model.path names")
+
+
 def _checkpoints(draft: Draft, u: Under) -> None:
+    if draft.flag("$ENABLE_GC_THRESHOLD"):
+        draft.put("train.gc", "700,10,1000", "$ENABLE_GC_THRESHOLD", why="the thresholds that it sets there")
+    _weights(draft, u)
     megatron.saving(draft, u)
-    u.none("load", "load_base_model", "load_checkpoint_path",
+    left = [key for key in ("load", "load_base_model", "load_checkpoint_path") if u(key) not in draft.rows]
+    u.none(*left,
            why="weights of theirs: a Hugging Face folder is named in model.path, and octavo convert dcp_to_hf makes "
            "one of a DCP checkpoint")  # fmt: skip
     if save := u.whole("save_steps"):

@@ -120,8 +120,10 @@ def _taken(draft: Draft, u: Under, field: str, usual: Any, name: str) -> Any:
         value = u.flag(field)
     elif field in _WORDS or isinstance(usual, str):
         value = u.text(field)
-    elif field in ("logit_scale", "emb_init_uniform_lim", "init_div_is_residual"):
-        value = draft.value(u(field))
+    elif field == "emb_init_uniform_lim":  # a number, or two
+        value = found if len(found := draft.numbers(u(field))) == 2 else u.number(field)
+    elif field in ("logit_scale", "init_div_is_residual"):  # a number or a word
+        value = draft.scalar(u(field))
     else:
         value = u.number(field)
     if value is None:

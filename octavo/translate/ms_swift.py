@@ -196,11 +196,11 @@ def _data(draft: Draft, phase: str, path: str | None) -> None:
             if subset:
                 draft.put(f"{at}.subset", subset, key)
             if draft.flag("streaming"):
-                draft.put(f"{at}.stream", True, "streaming")
+                parts.stream(draft, at, "streaming")
             if columns := {v: k for k, v in draft.mapping("columns").items()}:
                 draft.put(f"{at}.columns", columns, "columns", *draft.under("columns."))
             if of == "train" and number == 0 and draft.sizes is None:
-                rows = course.rows_of(draft.root / name)
+                rows = course.rows_of(draft, name)
                 draft.sizes = rows if rows is None or not count else min(rows, int(count))
     if not draft.has("dataset"):
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no flag named data")

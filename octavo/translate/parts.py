@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo import reading
 from octavo.hub import is_name
 from octavo.translate.draft import Draft, choice, globs
+from octavo.translate.given import TranslateError
+from octavo.translate.local import section, whole
 
 _SEES = re.compile(
     r"(vl\b|[-_]vl[-_.\d]|vision|llava|vila|internvl|pixtral|smolvlm|idefics|mllama|gemma-3-(4|12|27)b|gemma-?(4|3n)|"
@@ -18,9 +19,12 @@ _SEES = re.compile(
 )
 #: families whose videos train here -> what their names look like; `model_type` of config.json decides where it is here
 _FILMED = {"qwen3_vl": r"qwen-?3[-_]?vl", "qwen2_5_vl": r"qwen-?2\.?5[-_]?vl", "internvl": r"internvl"}
+#: data sets of one file
+_MOST_SETS = 1000
 #: pixels of the side of a token: patches of 16 or 14, two by two
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: what training freezes by component, in Octavo's order
+TOWERS = ("image_encoder", "foundation")
 COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
 
@@ -39,8 +43,7 @@ def config_of(draft: Draft, path: str | None) -> dict[str, Any]:
     """config.json of a model's folder, where it lies here."""
     if path is None or is_name(path, draft.root):
         return {}
-    file = draft.root / path / "config.json"
-    return reading.read_json(file) if file.is_file() else {}
+    return draft.folder.json(path, "config.json")
 
 
 def sees(draft: Draft, path: str | None) -> bool:
@@ -63,11 +66,24 @@ def filmed(draft: Draft, path: str | None) -> str | None:
     return next((name for name in _FILMED if kind.startswith(name)), None) if kind else next(by_name, None)
 
 
+_COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp|ep|etp|vpp)_?\d+))+$")
+
+
+def same_model(path: str, model: str) -> bool:
+    """Whether a checkpoint of another layout is by its name a copy of a model's folder: ``ckpt/mm/Qwen3-VL-8B-dcp`` of
+    ``Qwen/Qwen3-VL-8B``."""
+    names = []
+    for text in (path, model):
+        words = [word for word in text.lower().split("/") if word and word != "release"]
+        names.append(re.sub(r"[-_.]", "", _COPY.sub("", words[-1])) if words else "")
+    return bool(names[0]) and names[0] == names[1]
+
+
 def token_side(draft: Draft, path: str | None) -> int | None:
     """Pixels of the side of an image's token, for models that count an image's tokens; None where it is not known."""
-    vision = config_of(draft, path).get("vision_config") or {}
-    if isinstance(vision.get("patch_size"), int) and isinstance(vision.get("spatial_merge_size"), int):
-        return int(vision["patch_size"] * vision["spatial_merge_size"])
+    vision = section(config_of(draft, path), "vision_config")
+    if (patch := whole(vision, "patch_size")) and (merged := whole(vision, "spatial_merge_size")):
+        return patch * merged
     return next((side for name, side in _SIDES.items() if path and re.search(name, path, re.IGNORECASE)), None)
 
 
@@ -77,7 +93,7 @@ def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], us
     theirs = [key for key in keys.values() if key in draft.given]
     taken = phase != "pretrain"
     if not taken or family is None:
-        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos")
+        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos", apart=True)
         return
     for ours, key in keys.items():
         value = draft.number(key, usual.get(ours))
@@ -113,12 +129,28 @@ def lora(
     none."""
     draft.put("lora.rank", rank, keys.get("rank", ""))
     draft.put("lora.alpha", float(alpha), keys.get("alpha", ""))
-    draft.put("lora.dropout", float(dropout), keys.get("dropout", ""))
+    _dropout(draft, dropout, keys.get("dropout", ""))
     named = [word for word in targets if word not in COMPONENTS]
     found = [word for word in targets if word in COMPONENTS] + globs(named)
     draft.put("lora.targets", found, keys.get("targets", ""))
     if named and but:
         draft.put("lora.exclude", list(but), why="modules of the same names may be there")
+
+
+def _dropout(draft: Draft, share: float, key: str) -> None:
+    """The adapters' dropout, which phase preference has not: it would be in the policy and not in its reference.
+
+    TRL's trainers of DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true where nothing is said),
+    and so do LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
+    if draft.settings["train.phase"].value != "preference":
+        draft.put("lora.dropout", float(share), key)
+    elif not share:
+        draft.same(key, why="off")
+    elif "megatron" in draft.command or draft.flag("disable_dropout") is False:
+        draft.none(key, why="dropout is off in phase preference: it would be in the policy, and not in its reference")
+    else:
+        draft.dead(key, why="switched off by their trainer: a policy with dropout is compared with a reference without")
+        draft.same("disable_dropout", why="all dropout is off in phase preference")
 
 
 def freeze(draft: Draft, frozen: dict[str, tuple[str, ...]]) -> None:
@@ -179,9 +211,25 @@ def eight_bits(draft: Draft, key: str, bits: int) -> None:
 
 def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
     """A data set's path; gives the prefix of its further keys."""
+    if number >= _MOST_SETS:
+        raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them in fewer files, or name their folder.")
     at = f"data.{of}.{number}"
     draft.put(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
+    draft.sets[at] = path
     return at
+
+
+def stream(draft: Draft, at: str, key: str, why: str = "") -> bool:
+    """Rows of a data set that are read where they are; gives whether they can be. One JSON list (as a file that ends in
+    .json is, unless it is here and begins otherwise) has no rows that could be read one by one."""
+    path = draft.sets.get(at, "")
+    begins = draft.folder.begins(path)
+    if begins == "[" or (not begins and path.endswith(".json")):
+        found = f"{path} is one JSON list, which is read into the cache; JSONL (an object a line) can be streamed"
+        draft.none(key, why=found, apart=True)
+        return False
+    draft.put(f"{at}.stream", True, key, why=why)
+    return True
 
 
 def kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
@@ -217,9 +265,9 @@ def thinking(draft: Draft, *keys: str) -> None:
 
 def _variable(draft: Draft, key: str, name: str, found: bool) -> None:
     source = draft.settings["model.path"].source
-    folder = draft.root / str(source[0].value) if source else draft.root / "nowhere"
-    files = [folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    texts = [reading.read_text(file) for file in files if file.is_file()]
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json") if source else ()
+    read = [draft.folder.text(str(source[0].value), file) for file in names]
+    texts = [text for text in read if text is not None]
     if texts and not any(name in text for text in texts):
         draft.dead(key, why="the chat template of this model reads no such variable")
         return

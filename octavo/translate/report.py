@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.config.problems import brief
+from octavo.reading import printable
 from octavo.translate.rows import HEADINGS, Kind, Row
 from octavo.translate.translation import Translation
 from octavo.translate.written import shown
@@ -32,6 +33,12 @@ def value(found: Any) -> str:
     return brief(shown(found), 80)
 
 
+def lost_line(made: Translation) -> str:
+    """How many keys that decide numbers have no translation; empty where all have one."""
+    count = len(made.lost_keys)
+    return "" if not count else "1 key of yours is lost" if count == 1 else f"{count} keys of yours are lost"
+
+
 def markdown(made: Translation) -> str:
     """The report as a page."""
     counts = made.counts
@@ -43,6 +50,12 @@ def markdown(made: Translation) -> str:
     if made.refused:
         lines += ["## Octavo refuses this as it stands", ""]
         lines += [f"- `{problem.key}`: {_cell(problem.found)}; {_cell(problem.fix)}" for problem in made.refused] + [""]
+    if made.lost_keys:
+        lines += [f"## {lost_line(made)}", ""]
+        lines += [
+            "They decide numbers of the training and have no translation; each is in a list below, with its reason."
+        ]
+        lines += ["", *[f"- `{_cell(key)}`" for key in made.lost_keys], ""]
     if made.notes:
         lines += ["## To know, and to do", "", *[f"- {_cell(note)}" for note in made.notes], ""]
     for kind, heading in HEADINGS.items():
@@ -74,7 +87,7 @@ def _table(rows: Sequence[Row], kind: Kind) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("`", "'")
+    return printable(text).replace("|", "\\|").replace("`", "'")
 
 
 def plain(made: Translation) -> dict[str, Any]:
@@ -86,6 +99,8 @@ def plain(made: Translation) -> dict[str, Any]:
         "valid": not made.refused,
         "counts": made.counts,
         "refused": [{"key": p.key, "found": p.found, "fix": p.fix} for p in made.refused],
+        "lost": list(made.lost_keys),
+        "lost_line": lost_line(made),
         "notes": list(made.notes),
         "keys": [
             {

@@ -21,12 +21,14 @@ HEADINGS: dict[Kind, str] = {
 
 @dataclass
 class Row:
-    """One key of theirs. ``targets`` are the keys of ours that it became, with their values."""
+    """One key of theirs. ``targets`` are the keys of ours that it became, with their values; ``apart``: here no number
+    depends on it, whatever its name (octavo/translate/lost.py)."""
 
     given: Given
     kind: Kind
     why: str = ""
     targets: tuple[tuple[str, Any], ...] = ()
+    apart: bool = False
 
     def more(self, why: str, target: tuple[str, Any] | None = None) -> None:
         """A second thing that is said of the same key."""

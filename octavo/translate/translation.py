@@ -9,17 +9,18 @@ from pathlib import Path
 
 from octavo.config import Problem
 from octavo.config.problems import Place
-from octavo.translate import detect, files, written
+from octavo.reading import printable
+from octavo.translate import detect, files, lost, written
 from octavo.translate.draft import Draft
 from octavo.translate.given import Given
+from octavo.translate.local import Folder
 from octavo.translate.rows import HEADINGS, Kind, Row
 
 
 @dataclass(frozen=True)
 class Translation:
-    """``content`` is the text of the file ``out``; ``extra`` are files of a model's folder beside it; ``refused`` "
-    "is what
-    Octavo says against the file as it stands."""
+    """``content`` is the text of the file ``out``; ``extra`` are files of a model's folder beside it; ``refused`` is
+    what Octavo says against the file as it stands."""
 
     framework: str
     sources: str
@@ -35,6 +36,11 @@ class Translation:
     @property
     def report(self) -> Path:
         return self.out.with_name(f"{self.out.stem}.report.md")
+
+    @property
+    def lost_keys(self) -> tuple[str, ...]:
+        """Keys that decide numbers and have no translation."""
+        return tuple(row.given.key for row in self.rows if lost.is_lost(row))
 
     @property
     def counts(self) -> dict[Kind, int]:
@@ -64,20 +70,24 @@ def translate(
 
     Raises TranslateError for files that cannot be read or recognised, ConfigError for values that are nonsense.
     """
-    given, home = [Path(path) for path in paths], Path(root).absolute()
+    given, folder = (
+        [Path(path) for path in paths],
+        Folder(Path(root).absolute(), [Path(path).absolute().parent for path in paths]),
+    )
     module = detect.named(framework) if framework else None
+    parts = files.read(_yaml_first(given), variables or {}, folder)
     if module is None:
-        module = detect.framework_of(files.read(given, variables or {}, first_wins=False, root=home))
-    foreign = files.read(_yaml_first(given), variables or {}, first_wins=module.FIRST_WINS, root=home)
+        module = detect.framework_of(files.merged(parts, first_wins=False))
+    foreign = files.merged(parts, first_wins=module.FIRST_WINS)
     target = Path(out).absolute()
-    draft = Draft(foreign, home, target, world=world, sizes=rows)
+    draft = Draft(foreign, folder, target, world=world, sizes=rows)
     module.translate(draft)
     draft.finish()
     if fp8 is not None:
         _with_fp8(draft, fp8)
-    sources = " and ".join(path.name for path in given)
-    head = [f"Translated from {sources} ({module.NAME}) by octavo import; {target.stem}.report.md says what became of",
-            "every key. Comments: theirs, then why."]  # fmt: skip
+    sources = " and ".join(printable(path.name) for path in given)
+    head = [f"Translated from {sources} ({module.NAME}) by octavo import; {printable(target.stem)}.report.md says what",
+            "became of every key. Comments: theirs, then why."]  # fmt: skip
     content = written.text(draft.settings, head)
     folder = target.with_name(f"{target.stem}_model")
     return Translation(

@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.translate import course, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft
+from octavo.translate.local import section, whole
 
 NAME = "vila"
 MARKS = (
@@ -65,7 +66,7 @@ def translate(draft: Draft) -> None:
     phase = "preference" if draft.flag("dpo") else "sft"
     draft.put("train.phase", phase, "dpo")
     if phase == "preference":
-        draft.put("preference.beta", draft.number("dpo_beta") or 0.1, "dpo_beta")
+        draft.put("preference.beta", draft.number("dpo_beta", 0.1), "dpo_beta")
     else:
         draft.dead("dpo_beta", why="dpo is not true")
     _data(draft)
@@ -95,7 +96,7 @@ def _data(draft: Draft) -> None:
         if folder := draft.text("image_folder"):
             draft.put(f"{at}.images", draft.path(folder, hub=False), "image_folder")
         if draft.sizes is None:
-            draft.sizes = course.rows_of(draft.root / path)
+            draft.sizes = course.rows_of(draft, path)
         draft.none("data_mixture", why="data_path names the rows")
     for number, name in enumerate((mixture or "").split("+") if not path else ()):
         why = f"to be filled in: the file that their register gives for {name}"
@@ -236,12 +237,12 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
 
 def _widths(config: dict[str, Any]) -> tuple[int | None, int | None]:
     """(width of the language model, of its keys), where its config.json is here."""
-    inner = config.get("llm_cfg") or config.get("text_config") or config
-    hidden, heads = inner.get("hidden_size"), inner.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or not heads:
+    inner = section(config, "llm_cfg") or section(config, "text_config") or config
+    hidden, heads = whole(inner, "hidden_size"), whole(inner, "num_attention_heads")
+    if hidden is None or heads is None:
         return None, None
-    size = inner.get("head_dim") or hidden // heads
-    return hidden, size * (inner.get("num_key_value_heads") or heads)
+    size = whole(inner, "head_dim") or hidden // heads
+    return hidden, size * (whole(inner, "num_key_value_heads") or heads)
 
 
 def _states(draft: Draft, coat: bool, lora: bool) -> None:

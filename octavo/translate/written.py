@@ -15,6 +15,7 @@ from octavo.config.whole import Sections
 from octavo.translate.rows import Setting
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./~@+-][A-Za-z0-9_./~@+ -]*")
+_PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 _COLUMN = 48  # where comments begin
 
 
@@ -85,7 +86,7 @@ def shown(value: Any) -> str:
         return (
             value
             if _PLAIN.fullmatch(value) and scalar(value) == value and value.strip() == value
-            else json.dumps(value)
+            else _PAIR.sub(_long, json.dumps(value))
         )
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
@@ -96,6 +97,12 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{shown(str(key))}: {shown(inner)}" for key, inner in value.items()) + "}"
     return "[" + ", ".join(shown(inner) for inner in value) + "]"
+
+
+def _long(pair: re.Match[str]) -> str:
+    """YAML's name of a character that JSON writes as two halves."""
+    character = json.loads('"' + pair[0] + '"')
+    return f"\\U{ord(character):08x}"
 
 
 def refused(content: str, out: Path) -> tuple[Problem, ...]:

@@ -172,7 +172,6 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["eval", "model", "--config", "run.yaml", "--base", "both"], 1, "has no adapters, so it has one base"),
         (["eval", "lora", "--base", "both", "--load-in-fp8", "off"], 2, "leave --load-in-fp8 off out"),
         (["eval", "lora", "--step", "7"], 1, "no checkpoint of step 7; there are 2"),
-        (["convert", "hf_to_mm", "a", "b"], 2, "invalid choice: 'hf_to_mm'"),
         (["convert", "hf_to_dcp", "nowhere", "x"], 1, "nowhere is not a folder"),
         (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists, and nothing is overwritten"),
         (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x lies in model, which is only read"),
@@ -181,6 +180,21 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["convert", "lora_hf_to_dcp", "model", "x"], 1, "a whole model: convert it with hf_to_dcp"),
         (["convert", "dcp_to_hf", "model", "x", "--is-lora-base"], 2, "--is-lora-base belongs to hf_to_dcp"),
         (["convert", "hf_to_dcp", "model", "x", "--like", "model"], 2, "--like belongs to dcp_to_hf; leave it out"),
+        (["convert", "hf_to_mm", "model", "x"], 2, "hf_to_mm: there are hf_to_dcp, dcp_to_hf, lora_hf_to_dcp"),
+        (["convert", "hf_to_dcp", "model"], 2, "takes two folders: octavo convert hf_to_dcp SRC DST, or --hf_dir SRC"),
+        (["convert", "Qwen3VLConverter"], 2, "Qwen3VLConverter: there are hf_to_dcp"),
+        (
+            ["convert", "Mistral3Converter", "hf_to_dcp", "model", "x"],
+            2,
+            "Qwen3VLConverter has the layout of keys here",
+        ),
+        (["convert", "hf_to_dcp", "model", "x", "--dcp_dir", "y"], 2, "name the same folders; keep one"),
+        (
+            ["convert", "hf_to_dcp", "--hf_dir", "model", "--save_dir", "x"],
+            2,
+            "--save_dir does not belong to hf_to_dcp",
+        ),
+        (["convert", "dcp_to_hf", "--load_dir", "a", "--save_dir", "x", "--to_bf16", "maybe"], 2, "invalid choice"),
         (["convert", "hf_to_dcp", "model", "x", "--workers", "0"], 2, "expected a whole number of at least 1"),
     ],
 )
@@ -199,6 +213,27 @@ def test_convert_there_and_back(here, tmp_path, capsys):
         for file in Path(source).iterdir():
             assert (back / file.name).read_bytes() == file.read_bytes(), file
     assert main(["generate", str(tmp_path / "hf_to_dcp-back"), *ASK]) == 0
+
+
+def test_convert_takes_the_spelling_of_mindspeeds_guide(here, tmp_path, capsys):
+    dcp, back, own = (str(tmp_path / name) for name in ("dcp", "back", "own"))
+    words = ["convert", "Qwen3VLConverter"]
+    assert main([*words, "hf_to_dcp", "--hf_dir", "model", "--dcp_dir", dcp, "--is_lora_base", "false"]) == 0
+    ends = ["--load_dir", f"{dcp}/release", "--save_dir", back, "--model_assets_dir", "model", "--to_bf16", "False"]
+    assert main([*words, "dcp_to_hf", *ends]) == 0
+    for file in Path("model").glob("*.safetensors"):
+        assert (Path(back) / file.name).read_bytes() == file.read_bytes()
+    assert main([*words, "lora_hf_to_dcp", "--hf_dir", "lora/adapter", "--dcp_dir", str(tmp_path / "lora")]) == 0
+    based = ["hf_to_dcp", "--hf_dir", "model", "--is_lora_base", "true", "--dcp_dir"]
+    assert (
+        main([*words, *based, str(tmp_path / "base")])
+        == 0
+        == main(["convert", "hf_to_dcp", "model", own, "--is-lora-base"])
+    )
+    release = "release"
+    same = sorted(file.name for file in (tmp_path / "base" / release).iterdir())
+    assert same == sorted(file.name for file in (Path(own) / release).iterdir())
+    assert all((tmp_path / "base" / release / n).read_bytes() == (Path(own) / release / n).read_bytes() for n in same)
 
 
 def test_a_bar_is_shown_on_a_terminal(here, tmp_path, capsys, monkeypatch):

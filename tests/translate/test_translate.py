@@ -45,7 +45,7 @@ VALUES = {
     "fp8.foundation.param=True run.save_states=False model.freeze=('image_encoder','image_projector') train.clip=0.0",
     "mindspeed_old.yaml": "parallel.context=2 parallel.ulysses=2 train.loss=sample lora.exclude=('image_encoder',) "
     "train.synchronize_per_layer=True train.warmup=50 optimizer.betas=(0.9,0.98)",
-    "swift_dpo.sh": "preference.sft=0.2 lora.dropout=0.05 lora.targets=('foundation',) data.train.0.max_samples=500 "
+    "swift_dpo.sh": "preference.sft=0.2 lora.dropout=0.0 lora.targets=('foundation',) data.train.0.max_samples=500 "
     "train.global_batch=16 optimizer.betas=(0.9,0.95) optimizer.weight_decay=0.1 data.on_bad_sample=skip",
     "swift_megatron.sh": "fp8.recipe=delayed fp8.format=hybrid fp8.param=True train.loss=token train.global_batch=32 "
     "train.warmup=20 optimizer.weight_decay=0.1 data.packing=True",

@@ -157,6 +157,13 @@ def dcp_to_hf(
     return _result(destination, shards, kept)
 
 
+def knows_its_folder(source: str | Path) -> bool:
+    """Whether a DCP checkpoint was converted by Octavo, and so knows the folder that it came from.
+
+    Raises CheckpointError where there is no such checkpoint."""
+    return read_manifest(dcp.find(Path(source))) is not None
+
+
 # One way -------------------------------------------------------------------------------------------------------------
 
 
