@@ -87,7 +87,8 @@ def configuration(words: Sequence[Word]) -> Word | None:
 
 
 def _trains(words: Sequence[Word]) -> bool:
-    plain = [word.text for word in words[1:12] if not word.text.startswith("-")]
+    script = next((at for at, word in enumerate(words) if word.text.endswith(".py")), 0)
+    plain = [word.text for word in words[1 : max(12, script + 1)] if not word.text.startswith("-")]
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)
 
 
@@ -114,9 +115,12 @@ def flags(words: Sequence[Word], source: str) -> list[Given]:
                 at += 1
             missing = tuple(dict.fromkeys(name for part in values for name in part.open))
             unsure = tuple(dict.fromkeys(line for part in (word, *values) for line in part.unsure))
+            bare = word.bare and not values
             read = [scalar(part.text) for part in values if part.text or part.open or equals]
-            shown = True if not values else "" if not read else read[0] if len(read) == 1 else read
-            found.append(Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing, (), unsure))
+            shown = "" if bare else True if not values else "" if not read else read[0] if len(read) == 1 else read
+            found.append(
+                Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing, (), unsure, bare)
+            )
         elif override := _OVERRIDE.fullmatch(word.text):
             place = Place(source, word.line or None)
             found.append(Given(override[2], scalar(override[3]), place, word.open, (), word.unsure))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from octavo.translate import shell_conditions
 from octavo.translate.given import TranslateError
-from octavo.translate.shell_expansion import STEPS, Expander, Fields, Variable, Word, glob, joined
+from octavo.translate.shell_expansion import EACH, LEVELS, STEPS, Expander, Fields, Variable, Word, glob, joined
 from octavo.translate.shell_parser import DECLARATIONS, DEPTH, WORDS, Parser
 from octavo.translate.shell_syntax import (
     AndOr,
@@ -41,7 +41,7 @@ __all__ = ["Command", "Look", "Script", "Word", "read"]
 
 #: files that source each other: how deep they are followed, and how many are read
 _DEEP, _FILES = 4, 64
-_TEXT = 200  # letters of a command that is listed
+_CANDIDATES = 4  # definitions that a name is followed to, where conditions decide
 #: gives the text of a file that a script sources, by the path that it names; None: it is not here
 Look = Callable[[str], str | None]
 _PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
@@ -102,6 +102,7 @@ class _Frame:
     journals: int = 0
     returned: bool = False  # it may have ended already
     name: str = ""
+    function: Function | None = None
 
 
 class _Reader(Expander):
@@ -110,7 +111,6 @@ class _Reader(Expander):
         self.look = look
         self.script = Script()
         self.budget = [WORDS]
-        self.functions: dict[str, tuple[Function, bool]] = {}
         self.defined: dict[int, Function] = {}
         self.exported: dict[str, bool] = {}
         self.all_exported = False
@@ -119,6 +119,7 @@ class _Reader(Expander):
         self.dropped = 0  # in what a shell passes over: nothing of it is kept
         self.quiet = 0
         self.depth = 0
+        self.level = 0
         self.reading: list[tuple[str, str, int]] = [("", text, 0)]  # files: name, text, the line that sources it
         self.files = 0
 
@@ -191,15 +192,33 @@ class _Reader(Expander):
             return None
         return joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
 
-    def maybe(self, items: Sequence[Item], line: int, why: str) -> bool:
+    def anything(self, item: Item, why: str) -> None:
+        """A command that is not followed and may set any variable."""
+        self.changes += 1
+        self.leave(item.line, item.text, why)
+        self.spend(EACH * len(self.variables))
+        self.forget(list(self.variables), self.line(item.line))
+
+    def maybe(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
         """Commands that may be carried out: variables stay as they were, but unsure. Whether anything had changed."""
         before = self.changes
+        undone, self.undone = self.undone, {}
         self.within.append(why)
         with self.apart() as names:
+            if loop is not None:
+                self.lose([loop.name] if loop.name else [])
+                self.changed_by(self.text(loop.arithmetic).text)
             self.items(items)
         self.within.pop()
-        if line:
-            self.forget(names, line)
+        self.forget(names, line)
+        for name, others in self.undone.items():
+            own = self.functions.get(name, ((), False))[0]
+            candidates = list(own)
+            for function in (function for other, _ in others for function in other):
+                if not any(function is known for known in candidates):
+                    candidates.append(function)
+            self.know(name, tuple(candidates[:_CANDIDATES]), False)
+        self.undone = undone
         return self.changes > before
 
     def passed(self, items: Sequence[Item], line: int, text: str) -> None:
@@ -220,15 +239,12 @@ class _Reader(Expander):
 
     def items(self, items: Sequence[Item]) -> bool | None:
         status: bool | None = True
-        for item in items:
+        for number, item in enumerate(items):
             self.now = self.line(item.line)
-            if self.frames[-1].returned and not self.within:
-                self.leave(item.line, item.text, _ON_CONDITION)
-                self.quiet += 1
-                self.maybe([item], self.now, "a condition")
-                self.quiet -= 1
-                status = None
-            elif item.background:
+            if self.frames[-1].returned and not self.within:  # the rest of it is carried out, or none of it
+                self.maybe(items[number:], self.now, "a condition")
+                return None
+            if item.background:
                 with self.apart():
                     self.item(item)
                 status = True
@@ -257,6 +273,16 @@ class _Reader(Expander):
 
     def node(self, node: Node, item: Item) -> bool | None:
         """Carries out a command; whether it succeeds, None where that is not known."""
+        self.level += 1
+        if self.level > LEVELS:
+            raise TranslateError(f"{self.source}:{self.now}: over {LEVELS} commands are within each other here. Write "
+                                 "the command that trains out.")  # fmt: skip
+        try:
+            return self.node_of(node, item)
+        finally:
+            self.level -= 1
+
+    def node_of(self, node: Node, item: Item) -> bool | None:
         self.spent.steps += 1
         if self.spent.steps > STEPS:
             raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give the "
@@ -377,14 +403,7 @@ class _Reader(Expander):
                 self.items(node.body)
             return None if words else True
         self.leave(node.line, node.heading, "a loop, which is not followed")
-        self.within.append("a loop")
-        with self.apart() as names:
-            if node.name:
-                self.lose([node.name])
-            self.items(node.condition)
-            self.items(node.body)
-        self.within.pop()
-        self.forget(names, self.line(node.line))
+        self.maybe([*node.condition, *node.body], self.line(node.line), "a loop", node)
         return None
 
     def arithmetic(self, whole: Word, item: Item) -> bool | None:
@@ -421,31 +440,43 @@ class _Reader(Expander):
     # ---- functions and files
 
     def define(self, node: Function) -> None:
-        if self.journals:
-            self.journal.append((self.functions, node.name, self.functions.get(node.name)))
-        self.functions[node.name] = (node, not self.within)
+        self.know(node.name, (node,), True)
+        self.changes += 1
         if not self.reading[-1][2] and not self.dropped:
             self.defined[id(node)] = node
 
+    def know(self, name: str, candidates: tuple[Function, ...], certain: bool) -> None:
+        if self.journals:
+            self.journal.append((self.functions, name, self.functions.get(name)))
+        self.functions[name] = (candidates, certain)
+
     def call(self, name: str, words: list[Word], item: Item) -> bool | None:
-        function, certain = self.functions[name]
-        active = any(frame.name == name for frame in self.frames)
+        functions, certain = self.functions[name]
+        active = any(frame.function is function for frame in self.frames for function in functions)
         if not self.dropped:
-            self.defined.pop(id(function), None)
-        if not certain or (active and self.within) or len(self.frames) > DEPTH:
-            self.changes += 1
-            self.leave(item.line, item.text, "a function that is not followed")
+            for function in functions:
+                self.defined.pop(id(function), None)
+        if (active and (self.within or self.dropped)) or len(self.frames) > DEPTH:
+            self.anything(item, "a function that is not followed")
             return None
         positional, self.positional = self.positional, words
         status: bool | None = None
-        with self.framed(name):
-            status = self.node(function.body, Item(function.body, item.line, item.text))
+        if certain:
+            with self.framed(name, functions[0]):
+                status = self.node(functions[0].body, Item(functions[0].body, item.line, item.text))
+        else:  # it may be any of these, or none
+            self.leave(item.line, item.text, "a function that a condition defines")
+            self.quiet += 1
+            for function in functions:
+                with self.framed(name, function):
+                    self.maybe([Item(function.body, item.line, item.text)], self.now, "a condition")
+            self.quiet -= 1
         self.positional = positional
         return status
 
     @contextmanager
-    def framed(self, name: str) -> Iterator[None]:
-        frame = _Frame({}, self.journals, False, name)
+    def framed(self, name: str, function: Function | None = None) -> Iterator[None]:
+        frame = _Frame({}, self.journals, False, name, function)
         self.frames.append(frame)
         try:
             yield
@@ -464,8 +495,7 @@ class _Reader(Expander):
         if self.look is not None and words and not words[0].open and len(self.reading) <= _DEEP and self.files < _FILES:
             text = self.look(name)
         if text is None or any(text == before for _, before, _ in self.reading):  # one that sources itself has no end
-            self.changes += 1
-            self.leave(item.line, item.text, "another file, which is not read")
+            self.anything(item, "another file, which is not read")
             return None
         self.files += 1
         program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).program()
@@ -491,9 +521,8 @@ class _Reader(Expander):
             parts = [part for assignment in node.assignments if assignment.value for part in assignment.value.parts]
             plain = all(isinstance(p, Literal) or (isinstance(p, Parameter) and not p.argument) for p in parts)
             return True if plain else None
-        words: list[Word | Assignment] = []
-        for word in node.words:
-            words += [word] if isinstance(word, Assignment) else self.fields(word)
+        words: list[Word | Assignment] = [*self.several(word for word in node.words if isinstance(word, ShellWord))]
+        words += [word for word in node.words if isinstance(word, Assignment)]
         exits = False
         environment: dict[str, Word] = {a.name: self.text(a.value) for a in node.assignments}
         while words and isinstance(first := words[0], Word) and not first.open and first.text in _PREFIXES:
@@ -568,7 +597,7 @@ class _Reader(Expander):
             self.lose([node.name])
             self.leave(node.line, f"{node.name}[{node.index}]=...", _RUN)
         elif node.elements is not None:
-            items = [field for word in node.elements for field in self.fields(word)]
+            items = self.several(node.elements)
             if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
                 self.lose([node.name])
             else:
@@ -634,8 +663,7 @@ class _Reader(Expander):
         """``eval`` of words that are known is what they say."""
         text = " ".join(word.text for word in words)
         if any(word.open or word.unsure for word in words) or len(self.frames) + self.depth > DEPTH:
-            self.changes += 1
-            self.leave(item.line, item.text, _RUN)
+            self.anything(item, _RUN)
             return None
         self.spend(len(text))
         program = Parser(text, self.source, self.budget, self.now, True).program()
@@ -656,6 +684,7 @@ class _Reader(Expander):
                 if self.journals:
                     self.journal.append((self.functions, word.text, self.functions[word.text]))
                 del self.functions[word.text]
+                self.changes += 1
             else:
                 self.store(word.text, Variable())
                 self.mark(word.text, False)
@@ -678,7 +707,7 @@ class _Reader(Expander):
 
     def _shift(self, words: list[Word], item: Item) -> bool | None:
         self.changes += 1
-        if self.positional is not None and not words:
+        if self.positional is not None and not words and not any(word.open for word in self.positional[:1]):
             self.positional = self.positional[1:]
         else:
             self.positional = None

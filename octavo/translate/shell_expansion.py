@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.translate.given import TranslateError
 from octavo.translate.shell_syntax import (
     Arithmetic,
+    Function,
     Literal,
     Parameter,
     Part,
@@ -24,8 +25,10 @@ from octavo.translate.shell_syntax import (
 )
 from octavo.translate.sums import reckon
 
-#: letters and pieces that all expansions together may become; commands that may be carried out
-LETTERS, STEPS = 1 << 24, 400_000
+#: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
+#: carried out; and how deep they may be within each other
+LETTERS, STEPS, LEVELS = 1 << 24, 200_000, 90
+EACH = 32
 #: lines that are kept of those which may change a value
 _LINES = 8
 _SPACES = re.compile(r"[ \t\n]+")
@@ -41,22 +44,25 @@ _CHANGES = re.compile(
 @dataclass(frozen=True, slots=True)
 class Word:
     """A word of a command, or a piece of a value. ``line``: 0 is of another file; ``open``: what nothing sets;
-    ``unsure``: lines that were not followed and may change it."""
+    ``unsure``: lines that were not followed and may change it; ``bare``: what followed it was an empty variable."""
 
     text: str
     line: int
     open: tuple[str, ...] = ()
     unsure: tuple[int, ...] = ()
+    bare: bool = False
 
 
 @dataclass(slots=True)
 class Variable:
-    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known."""
+    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known; ``lost``: it was
+    set to what only a run knows."""
 
     pieces: list[Word] | None = None
     items: list[Word] | None = None
     unknown: bool = False
     unsure: tuple[int, ...] = ()
+    lost: bool = False
 
 
 @dataclass
@@ -137,6 +143,8 @@ class Expander:
         self.splits = True  # IFS is as it was
         self.journal: list[tuple[Any, ...]] = []
         self.journals = 0  # how many are open
+        self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # that a name may be, and whether it is one
+        self.undone: dict[str, list[tuple[tuple[Function, ...], bool]]] = {}
         self.changes = 0
         self.now = 0  # the line of the command that is carried out
 
@@ -170,12 +178,15 @@ class Expander:
                 del where[key:]
                 names[before] = None
                 continue
+            now = where.get(key)
             if before is None:
                 where.pop(key, None)
             else:
                 where[key] = before
             if where is self.variables:
                 names[key] = None
+            elif where is self.functions and now is not None:
+                self.undone.setdefault(key, []).append(now)
         return names
 
     def forget(self, names: Iterable[str], line: int) -> None:
@@ -187,13 +198,13 @@ class Expander:
             if former is None:
                 former = Variable(unknown=True)
             lines = former.unsure if line in former.unsure else (*former.unsure, line)[:_LINES]
-            self.store(name, Variable(former.pieces, former.items, former.unknown, lines))
+            self.store(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
 
     def lose(self, names: Iterable[str]) -> None:
         """Only a run knows the values of these from here on."""
         for name in names:
             if name not in self.forced and name not in self.readonly:
-                self.store(name, Variable(unknown=True))
+                self.store(name, Variable(unknown=True, lost=True))
 
     def spend(self, letters: int) -> None:
         """Raises TranslateError for a script whose variables hold each other, twice and twice again."""
@@ -231,8 +242,24 @@ class Expander:
                         into.split(piece)
                 if part.quoted and not value:
                     into.add("", part.line)
+                elif value and not part.quoted and not any(piece.text for piece in value):
+                    unsure = tuple(line for piece in value for line in piece.unsure)
+                    if unsure:  # nothing now, and words if a line that was not followed sets it
+                        name = part.name if isinstance(part, Parameter) else part.written
+                        into.add(f"${name}", part.line, Word("", part.line, (name,), unsure))
         into.close()
+        self.spend(EACH * len(into.words))
         return into.words
+
+    def several(self, words: Iterable[ShellWord]) -> list[Word]:
+        """All words of a command or of an array."""
+        found: list[Word] = []
+        for word in words:
+            fields = self.fields(word)
+            if not fields and found and found[-1].text.startswith("--"):
+                found[-1] = replace(found[-1], bare=True)
+            found += fields
+        return found
 
     @staticmethod
     def braces(text: str, line: int) -> list[Word]:
@@ -256,7 +283,7 @@ class Expander:
                 if number:
                     found.append(Word(" ", part.line))
                 found += value
-        self.spend(sum(len(piece.text) + 1 for piece in found))
+        self.spend(sum(len(piece.text) + EACH for piece in found))
         return found
 
     def text(self, word: ShellWord | None) -> Word:
@@ -302,8 +329,8 @@ class Expander:
             return [[] if absent else self.pieces(part.argument)]
         if not absent:
             return [value or []]
-        if sign == "?":
-            return [[self.left(part, part.name)]]
+        if sign == "?" or (variable is not None and variable.lost):
+            return [[Word(f"${part.name}", part.line, (part.name,))]]
         pieces = self.pieces(part.argument)
         if variable is not None and variable.unsure:
             pieces = [Word(p.text, p.line, p.open, variable.unsure) for p in pieces or [Word("", part.line)]]
@@ -321,9 +348,22 @@ class Expander:
         if name.isdigit():
             if name == "0" or self.positional is None:
                 return None
-            return self.positional[int(name) - 1 : int(name)] if len(name) < 7 else []
+            if len(name) > 6:
+                return []
+            before = self.positional[: int(name) - 1]
+            self.spend(EACH * len(before))
+            if any(word.open for word in before):  # it may be any number of words
+                return [Word(f"${name}", part.line, (name,))]
+            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:_LINES]
+            found = self.positional[int(name) - 1 : int(name)]
+            return (
+                [replace(w, unsure=(*w.unsure, *unsure)) for w in found or [Word("", part.line)]] if unsure else found
+            )
         if name == "#" and self.positional is not None:
-            return [Word(str(len(self.positional)), part.line)]
+            if any(word.open for word in self.positional):
+                return [Word("$#", part.line, ("#",))]
+            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:_LINES]
+            return [Word(str(len(self.positional)), part.line, (), unsure)]
         variable = self.variables.get(name)
         if variable is None or variable.unknown:
             return None
@@ -331,7 +371,7 @@ class Expander:
         if variable.items is not None:
             if not _NUMBER.fullmatch(index):
                 return None
-            self.spend(int(index[:7]))
+            self.spend(EACH * min(int(index[:7]), len(variable.items)))
             if any(word.open for word in variable.items[: int(index[:7]) + 1]):
                 return None
             found = variable.items[int(index[:7]) : int(index[:7]) + 1]
@@ -361,7 +401,7 @@ class Expander:
         if part.length:
             known = not any(word.open or word.unsure for word in items)
             return [[Word(str(len(items)), part.line) if known else self.left(part, part.name)]]
-        self.spend(len(items))
+        self.spend(EACH * len(items))
         if star and part.quoted:
             return [[piece for word in items for piece in (word, Word(" ", word.line))][:-1]]
         return [[word] for word in items]
@@ -392,7 +432,7 @@ class Expander:
         if former is not None and former.items is not None:
             first = [*former.items[:1], *pieces] if append else pieces
             items = [joined(first, self.now), *former.items[1:]]
-            self.spend(len(items))
+            self.spend(EACH * len(items))
             self.store(name, Variable(items=items, unsure=former.unsure))
         elif append and former is not None and former.pieces is not None:
             self.extend(name, former.pieces, pieces)

@@ -281,9 +281,9 @@ class Parser:
         start, line, before = self.at, self.line(), self.leaves
         self.at += len(self.reserved())
         self.blank()
-        name, words = None, None
+        name, words, arithmetic = None, None, None
         if self.text.startswith("((", self.at):
-            self.brackets()
+            arithmetic = self.brackets()
         else:
             if not (found := re.compile(r"[A-Za-z_]\w*").match(self.text, self.at)):
                 raise self.wrong()
@@ -302,7 +302,8 @@ class Parser:
             self.at += 1
         is_select = self.text.startswith("select", start)
         body = self.body()
-        return Loop(name, None if is_select else words, [], body, line, heading, self.leaves > before)
+        leaves = self.leaves > before
+        return Loop(name, None if is_select else words, [], body, line, heading, leaves, arithmetic)
 
     def body(self) -> list[Item]:
         self.newlines()

@@ -150,6 +150,7 @@ class Loop:
     line: int
     heading: str
     leaves: bool  # break or continue is in it
+    arithmetic: ShellWord | None = None  # of for (( ... ))
 
 
 @dataclass(slots=True)
