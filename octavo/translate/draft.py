@@ -12,6 +12,7 @@ import fnmatch
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,8 @@ _OPEN = "its value is a variable that the script does not set ({}); give it with
 _RUN = "its value is what only a run of the script would give ({}), and nothing is run; write it out there"
 _REFERS = "its value refers to {}, which only a running process there knows"
 _EMPTY = "empty there, as if it were absent"
+#: unknown keys that are compared with all known ones; a file with more is of another framework
+_COMPARED = 200
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
 
@@ -221,10 +224,12 @@ class Draft:
             )
         self._note_unsure()
         known = sorted(name for name in self.asked if not any(sign in name for sign in "*?["))
+        patterns = re.compile("|".join(map(fnmatch.translate, self.patterns)) or "(?!)")
+        unknown = 0
         for key, given in self.given.items():
             if key in self.rows:
                 continue
-            theirs = key in self.asked or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.patterns)
+            theirs = key in self.asked or patterns.match(key) is not None
             if given.open:
                 yaml = given.place.source.endswith((".yaml", ".yml", ".json"))
                 settable = [name for name in given.open if name.isidentifier()]
@@ -237,7 +242,8 @@ class Draft:
             elif theirs:
                 self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
             else:
-                close = nearest(key, known)
+                unknown += 1
+                close = nearest(key, known) if unknown <= _COMPARED else None
                 why = "no key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
                 self.rows[key] = Row(given, "unknown", why)
 

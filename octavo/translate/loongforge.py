@@ -21,6 +21,10 @@ MARKS = (
     "sft_dataset_config",
     "task_encoder",
     "packing_sft_data",
+    "init_method_std",
+    "dataloader_save",
+    "enable_discard_sample",
+    "packing_buffer_size",
     "model.image_encoder.*",
 )
 FIRST_WINS = True
@@ -40,7 +44,7 @@ NONE = {
     "model.*.rotary_emb_func model.*.activation_func model.model_type model.*.model_type *_target_* model.*.provider",
     "the architecture is that of the model's config.json": "model.foundation.* model.image_encoder.* "
     "model.image_projector.* model.video_* model.audio_* model.*_token_id convert_file",
-    "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split dataloader_save "
+    "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split "
     "packing_buffer_size sft_sort_batch sft_num_preprocess_workers is_tokenized_data use_fixed_seq_lengths sample_type "
     "sft_dataset_config sft_test_dataset task_encoder sft_data_mix_strategy max_buffer_size max_packed_tokens "
     "num_images_expected strict_mode replacement group_by_length dataset_metadata_path valid_data_path test_data_path",
@@ -62,6 +66,7 @@ NONE = {
 }  # fmt: skip
 SAME = {
     "the file that was given": "config_file",
+    "checkpoints hold the state of the data, so that a continued run goes on with the next row": "dataloader_save",
     "samples of pretraining are conversations with their question": "add_question_in_pretrain",
     "padding is where the model's processor puts it": "padding_side",
 }
@@ -95,6 +100,7 @@ def translate(draft: Draft) -> None:
     megatron.precision(draft, u)
     lora = _lora(draft)
     _freeze(draft, lora)
+    _weights(draft, lora)
     _fp8(draft, u, lora)
     megatron.aux_loss(draft, u)
     megatron.recompute(draft, u)
@@ -161,6 +167,28 @@ def _data(draft: Draft, phase: str) -> None:
     further = draft.mapping("chat_template_kwargs")
     if further:
         draft.put("data.template_args", further, "chat_template_kwargs", *draft.under("chat_template_kwargs."))
+
+
+#: flags that name weights to begin with, and flags that a launch script has in any case
+_CHECKPOINT = ("load", "pretrained_checkpoint", "load_hf_path", "hf_checkpoint_path")
+_LAUNCH = ("train_iters", "train_samples", "micro_batch_size", "global_batch_size", "init_method_std")
+
+
+def _weights(draft: Draft, lora: bool) -> None:
+    """A launch that names no checkpoint (their published scripts have ``#--load``) trains from random weights."""
+    launched = any(key in draft.given for key in _LAUNCH)
+    if lora or not launched or any(key in draft.given for key in _CHECKPOINT):
+        return
+    if "model.freeze" in draft.settings:
+        draft.note("the launch names no checkpoint (--load) and freezes parts, which would keep random weights there; here "
+                   "training begins with the weights of model.path")  # fmt: skip
+        return
+    why = "no flag names a checkpoint to load (--load), so weights begin at random there"
+    draft.put("model.init", "random", why=why)
+    std = draft.number("init_method_std", 0.02)  # Megatron's own default
+    draft.put("model.init_std", std, "init_method_std", why="" if draft.has("init_method_std") else "their default")
+    draft.note("model.init: random, since the launch names no checkpoint (--load); remove model.init and model.init_std "
+               "to begin with the weights of model.path")  # fmt: skip
 
 
 def _lora(draft: Draft) -> bool:

@@ -9,7 +9,8 @@ from octavo.translate.keys import Under
 
 NAME = "mindspeed-mm"
 MARKS = ("data.dataset_param.*", "gpt_args.*", "parallel.fsdp_plan.*", "parallel.fully_shard_parallel_size",
-         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*")  # fmt: skip
+         "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*", "mm_data", "mm_model",
+         "mm_tool")  # fmt: skip
 FIRST_WINS = False
 _LOSSES = {"default": "microbatch", "per_sample_loss": "sample", "per_token_loss": "token", "raw": "microbatch"}
 _KERNELS = {"flash_attention_2": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_3": "sdpa"}
@@ -60,26 +61,37 @@ SAME = {
     "weights are made after sharding": "training.init_model_with_meta_device gpt_args.init_model_with_meta_device",
     "a value that other keys refer to": "HF_MODEL_LOAD_PATH MM_MODEL_LOAD_PATH DATASET_PATH FSDP2_PATH SAVE_PATH",
 }
+#: flags of its scripts on Megatron, each of which names a file in JSON
+_FLAGS = ("mm_data", "mm_model", "mm_tool")
 _UNREAD = "read for a check of Megatron alone; the layers were those of config.json"
 
 
 def translate(draft: Draft) -> None:
-    old = bool(draft.under("gpt_args."))
-    u = Under(draft, "gpt_args." if old else "training.")
+    flags = any(key in draft.given for key in _FLAGS)  # of a launch script, with nothing before them
+    old = flags or bool(draft.under("gpt_args."))
+    u = Under(draft, "" if flags else "gpt_args." if old else "training.")
     world = course.processes(draft)
     draft.put("train.phase", "sft")
     parts.model(draft, "model.model_name_or_path", "model.init_from_hf_path",
                 "data.dataset_param.preprocess_parameters.model_name_or_path")  # fmt: skip
     draft.same("data.dataset_param.preprocess_parameters.model_name_or_path", why="model.path")
-    _data(draft)
+    draft.none(
+        "mm_data", "mm_model", "mm_tool", why="a file of theirs in JSON, which is not read; name data and model here"
+    )
+    _data(draft, u)
     context = _parallel_old(draft, u) if old else _parallel(draft)
     packed = context > 1 or "data.packing" in draft.settings
     ranks = megatron.data_parallel(draft, u, world) if old else max(1, world // context)
     (_steps_old if old else _steps)(draft, u, ranks, packed)
-    lora = _lora(draft)
+    lora = _lora(draft, flags)
     _freeze(draft, lora)
-    _features(draft)
-    _fp8(draft, lora)
+    _features(draft, old)
+    if flags:
+        megatron.recompute(draft, u)
+    if not flags:
+        _fp8(draft, lora)
+    elif megatron.fp8(draft, u, param=not lora) is None:
+        parts.no_fp8(draft)
     _checkpoints(draft, u)
     draft.table("none", NONE)
     draft.table("default", SAME)
@@ -90,7 +102,7 @@ def translate(draft: Draft) -> None:
     draft.table("default", hf_trainer.SAME)
 
 
-def _data(draft: Draft) -> None:
+def _data(draft: Draft, megatron_flags: Under) -> None:
     at, before = "data.dataset_param.basic_parameters.", "data.dataset_param.preprocess_parameters."
     u, p = Under(draft, at), Under(draft, before)
     names = u.words("dataset")
@@ -116,8 +128,8 @@ def _data(draft: Draft) -> None:
     if not names:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
         draft.note("data.train is to be filled in")
-    length = u.whole("cutoff_len") or draft.whole("gpt_args.seq_length") or 2048
-    draft.put("train.seq_length", length, u("cutoff_len"), "gpt_args.seq_length")
+    length = u.whole("cutoff_len") or megatron_flags.whole("seq_length") or 2048
+    draft.put("train.seq_length", length, u("cutoff_len"), megatron_flags("seq_length"))
     draft.put("data.on_long", "cut", why="longer rows are cut there")
     parts.thinking(draft, u("enable_thinking"))
     if u.flag("train_on_prompt"):
@@ -203,12 +215,12 @@ def _steps_old(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
     u.same("use_flash_attn", why="torch chooses at each call, flash where it can")
 
 
-def _lora(draft: Draft) -> bool:
-    new, old = Under(draft, "training.lora."), Under(draft, "lora_args.")
+def _lora(draft: Draft, flags: bool) -> bool:
+    new, old = Under(draft, "training.lora."), Under(draft, "" if flags else "lora_args.")
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
-    elif draft.under("lora_args."):
+    elif draft.under("lora_r" if flags else "lora_args."):
         u, names = (
             old,
             {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules"},
@@ -288,10 +300,10 @@ def _freeze(draft: Draft, lora: bool) -> None:
         draft.put("model.freeze", names, "model.freeze", *keys)
 
 
-def _features(draft: Draft) -> None:
+def _features(draft: Draft, old: bool) -> None:
     """Loss, recomputation, offload, attention: of the new sections and of the old tree."""
     loss_key = next((k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.given), None)
-    word = (draft.text(loss_key) if loss_key else None) or ("default" if draft.under("gpt_args.") else "raw")
+    word = (draft.text(loss_key) if loss_key else None) or ("default" if old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
         draft.none(loss_key, why=f"{word} is a loss of their own code ('custom' raises there); microbatch stands here")

@@ -190,7 +190,7 @@ class _Reader(Expander):
         variable = self.variables.get(name)
         if variable is None or not self.exported.get(name) or variable.pieces is None:
             return None
-        return joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
+        return self.joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
 
     def anything(self, item: Item, why: str) -> None:
         """A command that is not followed and may set any variable."""

@@ -216,6 +216,10 @@ class Expander:
 
     # ---- words
 
+    def joined(self, pieces: Sequence[Word], line: int) -> Word:
+        self.spend(EACH * len(pieces))
+        return joined(pieces, line)
+
     def fields(self, word: ShellWord) -> list[Word]:
         """What a word of a command becomes: none, one, or several words."""
         if (text := word.literal) is not None:
@@ -287,7 +291,11 @@ class Expander:
         return found
 
     def text(self, word: ShellWord | None) -> Word:
-        return joined(self.pieces(word), word.line if word else self.now) if word and word.parts else Word("", self.now)
+        return (
+            self.joined(self.pieces(word), word.line if word else self.now)
+            if word and word.parts
+            else Word("", self.now)
+        )
 
     def part(self, part: Part) -> list[list[Word]]:
         """Values of a part, as pieces: one, or as many as an array has elements."""
@@ -310,7 +318,7 @@ class Expander:
             return self.elements(part)
         value = self.value(part)
         if part.length:
-            whole = joined(value, part.line) if value is not None else None
+            whole = self.joined(value, part.line) if value is not None else None
             if whole is None or whole.open or part.operator:
                 return [[self.left(part, part.name)]]
             return [[Word(str(len(whole.text)), part.line, (), whole.unsure)]]
@@ -391,7 +399,7 @@ class Expander:
         if variable is not None and not variable.unknown:
             items = variable.items
             if items is None and part.name not in ("@", "*"):
-                items = [joined(variable.pieces, part.line)] if variable.pieces is not None else []
+                items = [self.joined(variable.pieces, part.line)] if variable.pieces is not None else []
         if items is None or part.operator:
             if items is not None or part.operator.lstrip(":")[:1] != "-":
                 return [[self.left(part, part.name)]]
@@ -408,7 +416,7 @@ class Expander:
 
     def changed(self, part: Parameter, value: list[Word] | None) -> list[Word]:
         """``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
-        whole = joined(value, part.line) if value else None
+        whole = self.joined(value, part.line) if value else None
         pattern = glob(self, part.argument, 1) if part.operator in ("%", "%%", "#", "##") else None
         if whole is None or whole.open or pattern is None or len(whole.text) > 300:
             return [self.left(part)]
@@ -431,7 +439,7 @@ class Expander:
         former = self.variables.get(name)
         if former is not None and former.items is not None:
             first = [*former.items[:1], *pieces] if append else pieces
-            items = [joined(first, self.now), *former.items[1:]]
+            items = [self.joined(first, self.now), *former.items[1:]]
             self.spend(EACH * len(items))
             self.store(name, Variable(items=items, unsure=former.unsure))
         elif append and former is not None and former.pieces is not None:
@@ -449,7 +457,7 @@ class Expander:
         if append and former is not None and former.items is not None:
             self.extend(name, former.items, items)
         elif append and former is not None and former.pieces is not None:
-            self.store(name, Variable(items=[joined(former.pieces, self.now), *items], unsure=former.unsure))
+            self.store(name, Variable(items=[self.joined(former.pieces, self.now), *items], unsure=former.unsure))
         elif append and (former is None or former.unknown):
             lines = former.unsure if former else ()
             self.store(name, Variable(items=[Word(f"${name}", self.now, (name,)), *items], unsure=lines))
@@ -480,7 +488,7 @@ class Expander:
                 if variable is None or variable.unknown:
                     needed.append(found[0])
                 return "0"
-            known = joined(pieces, 0) if pieces else Word("0", 0)
+            known = self.joined(pieces, 0) if pieces else Word("0", 0)
             needed.extend(known.open)
             unsure.extend([*known.unsure, *(variable.unsure if variable else ())])
             return known.text.strip() if _NUMBER.fullmatch(known.text.strip()) else f"({known.text.strip() or 0})"
