@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from octavo.translate import shell_conditions
 from octavo.translate.given import TranslateError
 from octavo.translate.shell_expansion import EACH, LEVELS, STEPS, Expander, Fields, Variable, Word, glob, joined
-from octavo.translate.shell_parser import DECLARATIONS, DEPTH, WORDS, Parser
+from octavo.translate.shell_parser import DECLARATIONS, Parser
 from octavo.translate.shell_syntax import (
     AndOr,
     ArithmeticCommand,
@@ -36,6 +36,7 @@ from octavo.translate.shell_syntax import (
     ShellWord,
     Simple,
 )
+from octavo.translate.shell_words import DEPTH, WORDS
 
 __all__ = ["Command", "Look", "Script", "Word", "read"]
 
