@@ -1,22 +1,21 @@
 """A launch script, read and never run: its variables, and the words of each command with their lines.
 
-What a shell would certainly carry out is carried out on variables alone: assignments, ``${NAME:-default}``, arrays of
-flags, sums, files that are sourced, functions that are called, conditions that the script's own values decide, loops over
-known words. What stands in a subshell or a pipe leaves no trace after it. What depends on something that only a run knows
+What a shell would certainly carry out is carried out on variables only: assignments, ``${NAME:-default}``, arrays of
+flags, sums, files that are sourced, functions that are called, conditions that the script's own values decide, loops
+over known words. Subshells and pipes leave no trace after them. What depends on something that only a run knows
 (``[ -n "$X" ] && LR=1``, ``if``, ``case``, ``while``) is not taken: variables keep their former values, which are then
 ``unsure``, and the line is listed, as is what a shell would pass over.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 
 from octavo.translate import shell_conditions
 from octavo.translate.given import TranslateError
-from octavo.translate.shell_expansion import EACH, LEVELS, STEPS, Expander, Fields, Variable, Word, glob, joined
+from octavo.translate.shell_builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
+from octavo.translate.shell_expansion import LEVELS, STEPS, glob
 from octavo.translate.shell_parser import DECLARATIONS, Parser
 from octavo.translate.shell_syntax import (
     AndOr,
@@ -36,6 +35,7 @@ from octavo.translate.shell_syntax import (
     ShellWord,
     Simple,
 )
+from octavo.translate.shell_values import Fields, Word, joined
 from octavo.translate.shell_words import DEPTH, WORDS
 
 __all__ = ["Command", "Look", "Script", "Word", "read"]
@@ -47,44 +47,8 @@ _CANDIDATES = 4  # definitions that a name is followed to, where conditions deci
 Look = Callable[[str], str | None]
 _PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
 _QUIET = ("echo", "printf", ":", "true", "false")
-_VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_SUM_OF = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)\s*([^=]+?)|(\+\+|--))\s*")
-_ON_CONDITION = "whether it is carried out depends on what only a run knows; it is not taken"
 _IN_CONDITION = "it stands in a condition or a loop that is not judged; it is not taken"
 _NOT_CARRIED = "a shell passes over it, by the script's own values"
-_RUN = "what it sets is known to a run only"
-
-
-@dataclass
-class Command:
-    """``words`` of one command; ``environment``: what stood before it (``A=1 torchrun``); ``exports``: how much of
-    `Script.exports` was there; ``within``: the conditions and loops it stands in, which were not judged."""
-
-    words: list[Word]
-    environment: dict[str, Word]
-    exports: int
-    within: tuple[str, ...] = ()
-
-
-@dataclass
-class Script:
-    """``commands`` in the order of a run; ``exports``: the environment, as (name, value or None where it is removed);
-    ``unread``: (line, text, why); ``arrays``: words of each array that holds flags, at the end."""
-
-    commands: list[Command] = field(default_factory=list)
-    exports: list[tuple[str, Word | None]] = field(default_factory=list)
-    unread: list[tuple[int, str, str]] = field(default_factory=list)
-    arrays: list[list[Word]] = field(default_factory=list)
-
-    def environment(self, command: Command) -> dict[str, Word]:
-        """What a command finds in its environment, by this script."""
-        found: dict[str, Word] = {}
-        for name, word in self.exports[: command.exports]:
-            if word is None:
-                found.pop(name, None)
-            else:
-                found[name] = word
-        return found | command.environment
 
 
 class _Left(Exception):
@@ -95,42 +59,21 @@ class _Left(Exception):
         self.whole = whole
 
 
-@dataclass
-class _Frame:
-    """A function or a sourced file that is being carried out."""
-
-    former: dict[str, Variable | None] = field(default_factory=dict)
-    journals: int = 0
-    returned: bool = False  # it may have ended already
-    name: str = ""
-    function: Function | None = None
-
-
-class _Reader(Expander):
+class _Reader(Builtins):
     def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None) -> None:
-        super().__init__(known, source)
+        super().__init__(text, known, source)
         self.look = look
-        self.script = Script()
         self.budget = [WORDS]
         self.defined: dict[int, Function] = {}
-        self.exported: dict[str, bool] = {}
-        self.all_exported = False
-        self.frames = [_Frame()]
-        self.within: list[str] = []  # conditions that are not judged
-        self.dropped = 0  # in what a shell passes over: nothing of it is kept
-        self.quiet = 0
         self.depth = 0
         self.level = 0
-        self.reading: list[tuple[str, str, int]] = [("", text, 0)]  # files: name, text, the line that sources it
         self.files = 0
 
     def run(self) -> Script:
         text = self.reading[0][1].replace("\r\n", "\n")
         program = Parser(text, self.source, self.budget).program()
-        try:
+        with suppress(_Left):
             self.items(program.items)
-        except _Left:
-            pass
         for function in self.defined.values():
             self.script.unread.append((function.line, function.heading, "a function that is never called"))
         if program.stopped:
@@ -157,15 +100,6 @@ class _Reader(Expander):
 
     # ---- what is not taken
 
-    def leave(self, line: int, text: str, why: str) -> None:
-        if self.quiet:
-            return
-        _, _, sourced = self.reading[-1]
-        if sourced:
-            name = self.reading[-1][0]
-            line, text = sourced, f"{name}: {text}"
-        self.script.unread.append((line, text, why))
-
     @contextmanager
     def apart(self) -> Iterator[list[str]]:
         """What happens within is undone: a subshell, or what is not taken. Afterwards the list has the names that had
@@ -186,19 +120,6 @@ class _Reader(Expander):
         self.all_exported, self.splits, self.positional = state[0], state[1] and self.splits, state[2]
         changed = dict.fromkeys(name for name, _ in self.script.exports[exports:])
         self.script.exports += [(name, self.exportable(name)) for name in changed]
-
-    def exportable(self, name: str) -> Word | None:
-        variable = self.variables.get(name)
-        if variable is None or not self.exported.get(name) or variable.pieces is None:
-            return None
-        return self.joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
-
-    def anything(self, item: Item, why: str) -> None:
-        """A command that is not followed and may set any variable."""
-        self.changes += 1
-        self.leave(item.line, item.text, why)
-        self.spend(EACH * len(self.variables))
-        self.forget(list(self.variables), self.line(item.line))
 
     def maybe(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
         """Commands that may be carried out: variables stay as they were, but unsure. Whether anything had changed."""
@@ -252,9 +173,6 @@ class _Reader(Expander):
             else:
                 status = self.item(item)
         return status
-
-    def line(self, line: int) -> int:
-        return self.reading[-1][2] or line
 
     def item(self, item: Item) -> bool | None:
         node = item.node
@@ -312,10 +230,9 @@ class _Reader(Expander):
     def group(self, node: Group) -> bool | None:
         if not node.subshell:
             return self.items(node.items)
-        status: bool | None = None
         with self.apart():
-            status = self.items(node.items)
-        return status
+            return self.items(node.items)
+        return None  # exit ended it
 
     def pipeline(self, node: Pipeline, item: Item) -> bool | None:
         status: bool | None = None
@@ -336,7 +253,7 @@ class _Reader(Expander):
                 changed = self.maybe([one], self.now, "a condition")
                 self.quiet -= 1
                 if changed:
-                    self.leave(item.line, item.text, _ON_CONDITION)
+                    self.leave(item.line, item.text, ON_CONDITION)
             elif status == (sign == "&&"):
                 status = self.node(following, one)
             else:
@@ -407,37 +324,6 @@ class _Reader(Expander):
         self.maybe([*node.condition, *node.body], self.line(node.line), "a loop", node)
         return None
 
-    def arithmetic(self, whole: Word, item: Item) -> bool | None:
-        """``(( ))`` and ``let``: one assignment is followed."""
-        found = _SUM_OF.fullmatch(whole.text) if not whole.open else None
-        if found is None:
-            value, _, unsure = self.reckoned(whole)
-            if any(sign in whole.text for sign in ("=", "++", "--")):
-                self.leave(item.line, item.text, _RUN)
-            return None if value is None or unsure else value != 0
-        name, sign, text = found[1], found[2] or (found[4] or "")[:1], found[3] or "1"
-        value, needed, unsure = self.reckoned(
-            Word(f"{name} {sign} ({text})" if sign else text, whole.line, (), whole.unsure)
-        )
-        if value is None:
-            self.lose([name])
-            self.leave(item.line, item.text, _RUN)
-        else:
-            self.put(name, [Word(str(value), self.now, (), unsure)])
-        return None
-
-    def put(self, name: str, pieces: list[Word], append: bool = False) -> None:
-        """An assignment, of which the environment is given what it has a part of."""
-        self.assign(name, pieces, append)
-        if self.all_exported or self.exported.get(name):
-            self.mark(name, True)
-            self.script.exports.append((name, self.exportable(name)))
-
-    def mark(self, name: str, exported: bool) -> None:
-        if self.journals:
-            self.journal.append((self.exported, name, self.exported.get(name)))
-        self.exported[name] = exported
-
     # ---- functions and files
 
     def define(self, node: Function) -> None:
@@ -477,7 +363,7 @@ class _Reader(Expander):
 
     @contextmanager
     def framed(self, name: str, function: Function | None = None) -> Iterator[None]:
-        frame = _Frame({}, self.journals, False, name, function)
+        frame = Frame({}, self.journals, False, name, function)
         self.frames.append(frame)
         try:
             yield
@@ -535,7 +421,7 @@ class _Reader(Expander):
                 first.text == "env"
                 and words
                 and isinstance(words[0], Word)
-                and (value := _VALUE.fullmatch(words[0].text))
+                and (value := VALUE.fullmatch(words[0].text))
             ):
                 environment[value[1]] = Word(value[2], words[0].line, words[0].open, words[0].unsure)
                 words = words[1:]
@@ -571,7 +457,7 @@ class _Reader(Expander):
             if name == "[" and (not plain or plain[-1].text != "]"):
                 return None
             return shell_conditions.tested(plain[:-1] if name == "[" else plain)
-        if (builtin := getattr(self, f"_{name}", None)) and name in _BUILTINS:
+        if (builtin := getattr(self, f"_{name}", None)) and name in BUILTINS:
             return builtin(plain, item)
         first = words[0]
         command = Command([first, *plain], environment, len(self.script.exports), tuple(self.within))  # type: ignore[list-item]
@@ -591,80 +477,11 @@ class _Reader(Expander):
                 if name not in self.forced and name not in self.readonly:
                     self.store(name, value)
 
-    def assignment(self, node: Assignment) -> None:
-        if node.name in self.readonly:
-            return
-        if node.index is not None:
-            self.lose([node.name])
-            self.leave(node.line, f"{node.name}[{node.index}]=...", _RUN)
-        elif node.elements is not None:
-            items = self.several(node.elements)
-            if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
-                self.lose([node.name])
-            else:
-                self.assign_array(node.name, items, node.append)
-        else:
-            self.put(node.name, self.pieces(node.value) if node.value else [], node.append)
-
-    def declare(self, name: str, words: Sequence[Word | Assignment], item: Item) -> bool | None:
-        options = "".join(w.text[1:] for w in words if isinstance(w, Word) and w.text.startswith("-"))
-        if "f" in options or "p" in options or any(isinstance(w, Word) and w.text.startswith("+") for w in words):
-            return None
-        if set(options) & set("nilucA"):
-            self.leave(item.line, item.text, _RUN)
-            self.lose(
-                [
-                    w.name if isinstance(w, Assignment) else w.text
-                    for w in words
-                    if not isinstance(w, Word) or w.text.isidentifier()
-                ]
-            )
-            return None
-        frame = self.frames[-1]
-        for word in words:
-            target, value = word, None
-            if isinstance(word, Word):
-                if word.text.startswith("-"):
-                    continue
-                value = _VALUE.fullmatch(word.text)
-                label = value[1] if value else word.text
-                if word.open and not value:
-                    self.changes += 1
-                    self.leave(item.line, item.text, _RUN)
-                if not label.isidentifier() or (word.open and not value):
-                    continue
-            else:
-                label = word.name
-            if (
-                name in ("local", "declare", "typeset")
-                and frame.name
-                and "g" not in options
-                and label not in frame.former
-            ):
-                if frame.journals == self.journals:
-                    frame.former[label] = self.variables.get(label)
-                if value is None and isinstance(word, Word) and label not in self.forced:
-                    self.store(label, Variable())
-            if isinstance(target, Assignment):
-                self.assignment(target)
-            elif value:
-                self.put(label, [Word(value[2], target.line, target.open, target.unsure)])
-            if name == "export" or "x" in options:
-                self.changes += 1
-                self.mark(label, True)
-                self.script.exports.append((label, self.exportable(label)))
-            if name == "readonly" or "r" in options:
-                if self.journals:
-                    self.leave(item.line, item.text, _ON_CONDITION)
-                else:
-                    self.readonly.add(label)
-        return True
-
     def evaluated(self, words: list[Word], item: Item) -> bool | None:
         """``eval`` of words that are known is what they say."""
         text = " ".join(word.text for word in words)
         if any(word.open or word.unsure for word in words) or len(self.frames) + self.depth > DEPTH:
-            self.anything(item, _RUN)
+            self.anything(item, RUN)
             return None
         self.spend(len(text))
         program = Parser(text, self.source, self.budget, self.now, True).program()
@@ -674,67 +491,6 @@ class _Reader(Expander):
         status = self.items(program.items)
         self.depth -= 1
         return status
-
-    def _unset(self, words: list[Word], item: Item) -> bool | None:
-        for word in words:
-            if word.open or "[" in word.text:
-                self.leave(item.line, item.text, _RUN)
-            elif word.text in self.forced or word.text in self.readonly or word.text.startswith("-"):
-                continue
-            elif word.text in self.functions and word.text not in self.variables:
-                if self.journals:
-                    self.journal.append((self.functions, word.text, self.functions[word.text]))
-                del self.functions[word.text]
-                self.changes += 1
-            else:
-                self.store(word.text, Variable())
-                self.mark(word.text, False)
-                self.script.exports.append((word.text, None))
-        return True
-
-    def _set(self, words: list[Word], item: Item) -> bool | None:
-        texts = [word.text for word in words]
-        if texts and texts[0] in ("-a", "+a"):
-            self.all_exported = texts[0] == "-a"
-        elif "allexport" in texts:
-            self.all_exported = texts[texts.index("allexport") - 1] == "-o"
-        if "--" in texts or (texts and texts[0][:1] not in ("-", "+")):
-            rest = words[texts.index("--") + 1 :] if "--" in texts else words
-            self.positional = None if any(word.open for word in rest) else rest
-            self.changes += 1
-            if self.within:
-                self.leave(item.line, item.text, _ON_CONDITION)
-        return True
-
-    def _shift(self, words: list[Word], item: Item) -> bool | None:
-        self.changes += 1
-        if self.positional is not None and not words and not any(word.open for word in self.positional[:1]):
-            self.positional = self.positional[1:]
-        else:
-            self.positional = None
-        return None
-
-    def _read(self, words: list[Word], item: Item) -> bool | None:
-        """``read``, ``mapfile``, ``getopts``: input that only a run has."""
-        self.lose([word.text for word in words if word.text.isidentifier()])
-        self.leave(item.line, item.text, _RUN)
-        return None
-
-    _mapfile = _readarray = _getopts = _read
-
-    def _printf(self, words: list[Word], item: Item) -> bool | None:
-        if words and words[0].text == "-v":
-            return self._read(words[1:2], item)
-        return True
-
-    def _let(self, words: list[Word], item: Item) -> bool | None:
-        status: bool | None = None
-        for word in words:
-            status = self.arithmetic(word, item)
-        return status
-
-
-_BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", "printf", "let")
 
 
 def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:

@@ -1,9 +1,5 @@
-"""Variables of a launch script, and what its words expand to: `shell` carries out the commands, this module their words.
-
-A value is a list of pieces, each with the line that it was written on, so that a flag that a variable brings has a line of
-its own. A piece whose ``open`` is not empty stands for something that only a run would give; it is never split. A piece
-that is ``unsure`` may have another value: a line that was not followed assigns it too.
-"""
+"""What words of a launch script expand to, and its variables: `shell` carries out the commands, this module their
+words."""
 
 from __future__ import annotations
 
@@ -23,15 +19,13 @@ from octavo.translate.shell_syntax import (
     Simple,
     Substitution,
 )
+from octavo.translate.shell_values import LINES, Fields, Variable, Word, joined
 from octavo.translate.sums import reckon
 
 #: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
 #: carried out; and how deep they may be within each other
 LETTERS, STEPS, LEVELS = 1 << 24, 200_000, 90
 EACH = 32
-#: lines that are kept of those which may change a value
-_LINES = 8
-_SPACES = re.compile(r"[ \t\n]+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[0-9]+")
 _TERM = re.compile(r"-?[0-9]+|[-+*/%()]")
@@ -41,93 +35,12 @@ _CHANGES = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
-    """A word of a command, or a piece of a value. ``line``: 0 is of another file; ``open``: what nothing sets;
-    ``unsure``: lines that were not followed and may change it; ``bare``: what followed it was an empty variable."""
-
-    text: str
-    line: int
-    open: tuple[str, ...] = ()
-    unsure: tuple[int, ...] = ()
-    bare: bool = False
-
-
-@dataclass(slots=True)
-class Variable:
-    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known; ``lost``: it was
-    set to what only a run knows."""
-
-    pieces: list[Word] | None = None
-    items: list[Word] | None = None
-    unknown: bool = False
-    unsure: tuple[int, ...] = ()
-    lost: bool = False
-
-
 @dataclass
 class Spent:
     """What a script has used of the bounds above."""
 
     letters: int = 0
     steps: int = 0
-
-
-class Fields:
-    """Words as they are put together from pieces."""
-
-    def __init__(self, line: int) -> None:
-        self.words: list[Word] = []
-        self.line = line
-        self.texts: list[str] = []
-        self.begun = False
-        self.at = line
-        self.open: list[str] = []
-        self.unsure: list[int] = []
-
-    def add(self, text: str, line: int, piece: Word | None = None) -> None:
-        if not self.begun or not any(self.texts):
-            self.at = line
-        self.begun = True
-        self.texts.append(text)
-        if piece is not None:
-            self.open += piece.open
-            self.unsure += piece.unsure
-
-    def split(self, piece: Word) -> None:
-        """A piece of an unquoted variable: white space in it ends a word."""
-        if piece.open:
-            self.add(piece.text, piece.line, piece)
-            return
-        line, end, count = piece.line, 0, piece.text.count("\n")
-        for found in _SPACES.finditer(piece.text):
-            if found.start() > end:
-                self.add(piece.text[end : found.start()], line, piece)
-            self.close()
-            if count and line:
-                line += found[0].count("\n")
-            end = found.end()
-        if end < len(piece.text):
-            self.add(piece.text[end:], line, piece)
-
-    def close(self) -> None:
-        if self.begun:
-            self.words.append(merged(self.texts, self.at, self.open, self.unsure))
-        self.texts, self.begun, self.open, self.unsure = [], False, [], []
-
-
-def merged(texts: Sequence[str], line: int, missing: Iterable[str], unsure: Iterable[int]) -> Word:
-    return Word("".join(texts), line, tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(unsure))[:_LINES])
-
-
-def joined(pieces: Sequence[Word], line: int) -> Word:
-    """Pieces as one word."""
-    if len(pieces) == 1:
-        return pieces[0]
-    at = next((piece.line for piece in pieces if piece.text), line)
-    return merged(
-        [p.text for p in pieces], at, (n for p in pieces for n in p.open), (n for p in pieces for n in p.unsure)
-    )
 
 
 class Expander:
@@ -197,7 +110,7 @@ class Expander:
                 continue
             if former is None:
                 former = Variable(unknown=True)
-            lines = former.unsure if line in former.unsure else (*former.unsure, line)[:_LINES]
+            lines = former.unsure if line in former.unsure else (*former.unsure, line)[:LINES]
             self.store(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
 
     def lose(self, names: Iterable[str]) -> None:
@@ -362,7 +275,7 @@ class Expander:
             self.spend(EACH * len(before))
             if any(word.open for word in before):  # it may be any number of words
                 return [Word(f"${name}", part.line, (name,))]
-            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:_LINES]
+            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:LINES]
             found = self.positional[int(name) - 1 : int(name)]
             return (
                 [replace(w, unsure=(*w.unsure, *unsure)) for w in found or [Word("", part.line)]] if unsure else found
@@ -370,7 +283,7 @@ class Expander:
         if name == "#" and self.positional is not None:
             if any(word.open for word in self.positional):
                 return [Word("$#", part.line, ("#",))]
-            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:_LINES]
+            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:LINES]
             return [Word(str(len(self.positional)), part.line, (), unsure)]
         variable = self.variables.get(name)
         if variable is None or variable.unknown:
@@ -494,7 +407,7 @@ class Expander:
             return known.text.strip() if _NUMBER.fullmatch(known.text.strip()) else f"({known.text.strip() or 0})"
 
         filled = whole.text if whole.open else _NAME.sub(value, whole.text[:400])
-        return (None if needed else reckon(filled)), needed, tuple(dict.fromkeys(unsure))[:_LINES]
+        return (None if needed else reckon(filled)), needed, tuple(dict.fromkeys(unsure))[:LINES]
 
     def changed_by(self, text: str) -> list[str]:
         """Names that an arithmetic expression assigns; they are lost."""
@@ -521,7 +434,7 @@ class Expander:
             return [self.left(part)]
         words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.fields(word)]
         missing = [name for word in words for name in word.open]
-        unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:_LINES]
+        unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:LINES]
         text = " ".join(word.text for word in words)
         if missing or node.redirected:
             return [self.left(part, *dict.fromkeys(missing))]
