@@ -59,7 +59,7 @@ def _one(
     name = path.name
 
     def look(named: str) -> str | None:
-        """A file that a script sources: as seen from the folder it was started in, or from its own. None of them is read
+        """A file that a script sources: as seen from the folder it was started in, or from its own. None is read
         outside ``root``, wherever links lead."""
         home = root.resolve()
         for file in (root / named, path.parent / named):

@@ -204,8 +204,8 @@ class _Reader(Builtins):
     def node_of(self, node: Node, item: Item) -> bool | None:
         self.spent.steps += 1
         if self.spent.steps > STEPS:
-            raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give the "
-                                 "script that starts the training.")  # fmt: skip
+            raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give "
+                                 "the script that starts the training.")  # fmt: skip
         if isinstance(node, Simple):
             return self.simple(node, item)
         if isinstance(node, AndOr):
@@ -494,6 +494,6 @@ class _Reader(Builtins):
 
 
 def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:
-    """``known``: values of variables that the caller gives; they win over the script's own. ``look``: finds files that it
-    sources. Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size."""
+    """``known``: values of variables that the caller gives; they win over the script's own. ``look``: finds files that
+    it sources. Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size."""
     return _Reader(text, known, source, look).run()

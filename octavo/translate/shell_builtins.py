@@ -61,8 +61,8 @@ class Frame:
 
 
 class Builtins(Expander):
-    """``within``: conditions and loops that are not judged; ``dropped``: in what a shell passes over; ``reading``: files,
-    each with its name, its text, and the line that sources it."""
+    """``within``: conditions and loops that are not judged; ``dropped``: in what a shell passes over; ``reading``:
+    files, each with its name, its text, and the line that sources it."""
 
     def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
         super().__init__(known, source)

@@ -124,7 +124,7 @@ class Expander:
         self.spent.letters += letters + 1
         if self.spent.letters > LETTERS:
             raise TranslateError(
-                f"{self.source}:{self.now}: its variables become over {LETTERS} letters here. Write what they stand for."
+                f"{self.source}:{self.now}: its variables become over {LETTERS} letters here. Write the values."
             )
 
     # ---- words
@@ -447,7 +447,7 @@ class Expander:
 
 
 def glob(expander: Expander, word: ShellWord | None, stars: int) -> re.Pattern[str] | None:
-    """A pattern of the shell as an expression; None where it is not followed. Unquoted variables in it are patterns too."""
+    """A pattern of the shell as an expression; None where it is not followed. Unquoted variables are patterns too."""
     written: list[str] = []
     for part in word.parts if word else ():
         if isinstance(part, Literal) and part.quoted:

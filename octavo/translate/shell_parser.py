@@ -40,8 +40,8 @@ _PLACEHOLDER = re.compile(r"<[^<>|&;()\n]{1,100}>(?=[ \t;)\n]|$)")
 _FUNCTION = re.compile(r"[^ \t\n;&|<>()\\'\"`$=#][^ \t\n;&|<>()\\'\"`$=]*(?=[ \t]*\([ \t]*\))")
 #: their arguments may be assignments, arrays too
 DECLARATIONS = frozenset(("export", "declare", "typeset", "local", "readonly"))
-_COMPOUND = {"if": "if", "while": "while", "until": "while", "for": "for", "select": "for", "case": "case", "{": "braces",
-             "[[": "condition", "function": "function", "coproc": "coproc"}  # fmt: skip
+_COMPOUND = {"if": "if", "while": "while", "until": "while", "for": "for", "select": "for", "case": "case",
+             "{": "braces", "[[": "condition", "function": "function", "coproc": "coproc"}  # fmt: skip
 
 
 class Parser(WordParser):
@@ -402,7 +402,7 @@ class Parser(WordParser):
         return node
 
     def placeholder(self) -> ShellWord | None:
-        """``<your address>``, which published scripts have where a value is to be written in: a shell would stop there."""
+        """``<your address>``, which published scripts have in the place of a value: a shell would stop there."""
         found = _PLACEHOLDER.match(self.text, self.at)
         if found is None:
             return None

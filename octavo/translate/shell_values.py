@@ -30,8 +30,8 @@ class Word:
 
 @dataclass(slots=True)
 class Variable:
-    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known; ``lost``: it was
-    set to what only a run knows."""
+    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known; ``lost``: it
+    was set to what only a run knows."""
 
     pieces: list[Word] | None = None
     items: list[Word] | None = None

@@ -1,7 +1,7 @@
 """Words of a launch script: quotes, variables, substitutions. `shell_parser` reads the commands that they make up.
 
-A parser by recursive descent over the text, in one pass: nothing is scanned again but bounded look-ahead, so time is linear
-in the length, and the depth is bounded.
+A parser by recursive descent over the text, in one pass: nothing is scanned again but bounded look-ahead, so time is
+linear in the length, and the depth is bounded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WordParser(ABC):
             )
 
     def enter(self) -> None:
-        """One construct deeper; ``depth`` is taken back by the caller, and by nobody after an error, which ends it all."""
+        """One construct deeper; the caller takes ``depth`` back, but after an error, which ends the reading."""
         self.depth += 1
         if self.depth > DEPTH:
             raise TranslateError(f"{self.source}:{self.line()}: over {DEPTH} constructs are within each other here. "
