@@ -55,9 +55,9 @@ def command_of(script: Script, source: str) -> Command:
         seen = ", ".join(dict.fromkeys(command.words[0].text for command in script.commands[:8])) or "no command"
         stopped = next((f" Line {line}: {why}." for line, _, why in script.unread if "stops reading" in why), "")
         raise TranslateError(
-            f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} Looked for "
-            "torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or python with a training "
-            "script; a file of flags only (--lr 1e-4 ...) is read too."
+            f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} "
+            "Looked for torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or python "
+            "with a training script; a file of flags only (--lr 1e-4 ...) is read too."
         )
     lines = ", ".join(str(command.words[0].line or "of a file that it sources") for command in chosen)
     raise TranslateError(

@@ -180,15 +180,15 @@ def _weights(draft: Draft, lora: bool) -> None:
     if lora or not launched or any(key in draft.given for key in _CHECKPOINT):
         return
     if "model.freeze" in draft.settings:
-        draft.note("the launch names no checkpoint (--load) and freezes parts, which would keep random weights there; here "
-                   "training begins with the weights of model.path")  # fmt: skip
+        draft.note("the launch names no checkpoint (--load) and freezes parts, which would keep random weights there; "
+                   "here training begins with the weights of model.path")  # fmt: skip
         return
     why = "no flag names a checkpoint to load (--load), so weights begin at random there"
     draft.put("model.init", "random", why=why)
     std = draft.number("init_method_std", 0.02)  # Megatron's own default
     draft.put("model.init_std", std, "init_method_std", why="" if draft.has("init_method_std") else "their default")
-    draft.note("model.init: random, since the launch names no checkpoint (--load); remove model.init and model.init_std "
-               "to begin with the weights of model.path")  # fmt: skip
+    draft.note("model.init: random, since the launch names no checkpoint (--load); remove both to "
+               "begin with the weights of model.path")  # fmt: skip
 
 
 def _lora(draft: Draft) -> bool:

@@ -470,12 +470,16 @@ class _Reader(Builtins):
         former = {name: self.variables.get(name) for name in environment}
         for name, word in environment.items():
             self.assign(name, [word])
+        own = {name: self.variables.get(name) for name in environment}
         try:
             yield
         finally:
             for name, value in former.items():
                 if name not in self.forced and name not in self.readonly:
+                    changed = self.variables.get(name) is not own[name]
                     self.store(name, value)
+                    # bash keeps what a function exports, and drops what it assigns
+                    self.forget([name] if changed else [], self.now)
 
     def evaluated(self, words: list[Word], item: Item) -> bool | None:
         """``eval`` of words that are known is what they say."""

@@ -244,20 +244,28 @@ class Expander:
         absent = value is None or (variable is not None and self.is_unset(variable) and part.index is None)
         if colon and value is not None and not any(piece.text or piece.open for piece in value):
             absent = True
+        unsure = tuple(
+            dict.fromkeys([*(variable.unsure if variable else ()), *(n for p in value or () for n in p.unsure)])
+        )
         if sign == "+":
             if value is None or any(piece.open for piece in value):
                 return [[self.left(part, part.name)]]
-            return [[] if absent else self.pieces(part.argument)]
+            return [self.doubted([] if absent else self.pieces(part.argument), unsure, part.line)]
         if not absent:
             return [value or []]
         if sign == "?" or (variable is not None and variable.lost):
             return [[Word(f"${part.name}", part.line, (part.name,))]]
-        pieces = self.pieces(part.argument)
-        if variable is not None and variable.unsure:
-            pieces = [Word(p.text, p.line, p.open, variable.unsure) for p in pieces or [Word("", part.line)]]
+        pieces = self.doubted(self.pieces(part.argument), unsure, part.line)
         if sign == "=" and part.index is None:
             self.assign(part.name, pieces)
         return [pieces]
+
+    @staticmethod
+    def doubted(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
+        """Pieces that may be others: what they depend on is unsure."""
+        return (
+            [replace(p, unsure=(*p.unsure, *unsure)[:LINES]) for p in pieces or [Word("", line)]] if unsure else pieces
+        )
 
     @staticmethod
     def is_unset(variable: Variable) -> bool:

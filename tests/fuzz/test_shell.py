@@ -59,7 +59,7 @@ def _word(rng: random.Random) -> str:
             *(f"${name}", f"${{{name}}}", f'"${name}"', f'"${{{name}}} k"', f"'${name}'", f"${name}$B", f'x"${name}"y'),
             *(
                 f"${{{name}:-7}}",
-                f"${{NOPE-$A}}",
+                "${NOPE-$A}",
                 f'"${{{name}:-"q  r"}}"',
                 f"${{{name}:+s}}",
                 f"${{#{name}}}",
@@ -68,7 +68,7 @@ def _word(rng: random.Random) -> str:
             *(f"${{{name}%x*}}", f"${{{name}##*a}}", f"${{{name}%%=*}}", "$(echo 6)", "`echo 8`", f"$(echo ${name})"),
             *(
                 f"$((1 + {rng.randrange(9)}))",
-                f"$(({name} + 1))",
+                f"$((${{#{name}}} + 1))",
                 "$(expr 6 / 2)",
                 '"${F[@]}"',
                 "${F[1]}",
@@ -176,7 +176,7 @@ def _document(rng: random.Random, depth: int) -> str:
     name = rng.choice(NAMES)
     return rng.choice(
         (
-            f"cat <<EOF >/dev/null\n{name}=11\ndon't ( `\nEOF".replace("`", ""),
+            f"cat <<EOF >/dev/null\n{name}=11\ndon't ( \nEOF",
             f"cat <<'EOF' >/dev/null\n{name}=12 $(\n\"\nEOF",
             f"cat <<-EOF >/dev/null\n\t{name}=13\n\tEOF\n",
             f"cat <<E1 <<\"E2\" >/dev/null; {name}=14\n{name}=15\nE1\nE2 x\n{name}=16'\nE2",

@@ -1,5 +1,6 @@
-"""The shell's grammar in launch scripts: what a script sets, what it does not, and what is listed for a person to judge."""
+"""The shell's grammar in launch scripts: what a script sets, what it does not, and what is listed."""
 
+# ruff: noqa: E501 (scripts in tables)
 from __future__ import annotations
 
 from pathlib import Path
