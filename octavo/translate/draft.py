@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo import reading
-from octavo.config.problems import ConfigError, Problem, named, nearest
+from octavo.config.problems import ConfigError, Place, Problem, named, nearest
 from octavo.config.texts import is_url
 from octavo.hub import is_name
 from octavo.translate.given import Foreign, Given, TranslateError
@@ -75,14 +75,17 @@ class Draft:
     # ---- what was given
 
     def has(self, key: str) -> bool:
-        """Whether a key has a value that can be known."""
-        return self.value(key) is not None
+        """Whether a key has a value that can be known, or is a flag whose value was an empty variable."""
+        return self.value(key) is not None or self._bare(key)
 
     def value(self, key: str) -> Any:
         """The value of a key as it was found; None where it is absent, empty, or open."""
         self.asked.add(key)
         found = self.given.get(key)
-        return None if found is None or found.open else found.value
+        return None if found is None or found.open or found.bare else found.value
+
+    def _bare(self, key: str) -> bool:
+        return key in self.given and self.given[key].bare
 
     def number(self, key: str, usual: float | None = None) -> Any:
         """A number; ``usual`` where none is given. 0 is what was asked for, not what is usual."""
@@ -112,7 +115,7 @@ class Draft:
         return usual
 
     def flag(self, key: str) -> bool | None:
-        value = self.value(key)
+        value = True if self._bare(key) else self.value(key)
         if value is None or isinstance(value, bool):
             return value
         known = _FLAGS.get(str(value).lower())
@@ -271,6 +274,7 @@ class Draft:
                 f"counts packs, "
                 "of which each holds several samples; lower it to keep the samples of a step"
             )
+        self._note_unsure()
         for name in self.folder.refused:
             self.note(f"{name} is outside of {self.root} and was not read; give --root with a folder that holds it")
         known = sorted(name for name in self.asked if not any(sign in name for sign in "*?["))
@@ -298,6 +302,16 @@ class Draft:
                 self.rows[key] = Row(given, "unknown", why)
 
     # ---- within
+
+    def _note_unsure(self) -> None:
+        """Lines of a script that were not followed, with the keys that they may change."""
+        changed: dict[tuple[str, int], list[str]] = {}
+        for given in self.given.values():
+            for line in given.unsure:
+                changed.setdefault((given.place.source, line), []).append(given.key)
+        for (source, line), keys in changed.items():
+            names = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+            self.note(f"{Place(source, line)} is not followed and may change {names}: the values are those without it")
 
     def _say(self, kind: Kind, keys: Iterable[str], why: str, late: bool = False) -> None:
         for key in keys:

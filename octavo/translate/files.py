@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from octavo import reading
 from octavo.config.document import Document, read_text
-from octavo.config.problems import ConfigError, Place, Problem, dotted
+from octavo.config.problems import ConfigError, Place, Problem, brief, dotted
 from octavo.reading import printable
 from octavo.translate import launch, references, shell
 from octavo.translate.given import Foreign, Given, TranslateError
@@ -120,23 +120,35 @@ def _script(
     text: str, name: str, known: Mapping[str, str], look: shell.Look
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
     script = shell.read(text, known, name, look)
-    words = launch.command_of(script, name)
-    skipped = [(Place(name, line), what, why) for line, what, why in script.unread]
+    command = launch.command_of(script, name)
+    words = command.words
+    skipped = [(Place(name, line or None), what, why) for line, what, why in script.unread]
+    if command.within:
+        why = f"it trains, and stands in {command.within[0]} that is not judged: it is taken as if that held"
+        skipped.append((Place(name, words[0].line or None), _line_of(words), why))
     skipped += [
-        (Place(name, command[0].line), " ".join(word.text for word in command), "another file, which is not read")
-        for command in script.commands
-        if command[0].text in ("source", ".") and command is not words
+        (Place(name, other.words[0].line or None), _line_of(other.words), "no command: the one above it ended")
+        for other in script.commands
+        if other.words[0].text.startswith("--") and not words[0].text.startswith("-")
     ]
     skipped += [
-        (Place(name, command[0].line), " ".join(word.text for word in command), "no command: the one above it ended")
-        for command in script.commands
-        if command[0].text.startswith("--") and command is not words
+        (
+            Place(name, word.line or None),
+            word.text,
+            f"words of the command that only a run knows ({', '.join(word.open)})",
+        )
+        for word in launch.unplaced(words)
     ]
     if (file := launch.configuration(words)) is not None:
         skipped.append((Place(name, file.line or None), file.text, KEYS))
     kind = "flags" if words[0].text.startswith("-") else "script"
-    found = [*launch.flags(words, name), *launch.environment(script, name)]
+    found = [*launch.flags(words, name), *launch.environment(script, command, name)]
     return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}
+
+
+def _line_of(words: Sequence[shell.Word]) -> str:
+    """A command as the report lists it."""
+    return brief(" ".join(word.text for word in words[:40]), 200)
 
 
 def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:

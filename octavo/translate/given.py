@@ -17,13 +17,16 @@ class TranslateError(ValueError):
 class Given:
     """One key. ``key`` is dotted (``training.lr``), a flag without its dashes (``micro_batch_size``), or ``$NAME`` of
     the environment. ``open`` names variables of a script that nothing sets: the value is then unknown; ``refers`` names
-    keys of the same file that stood in the value."""
+    keys of the same file that stood in the value; ``unsure``: lines of a script that were not followed and may give
+    another value; ``bare``: a flag whose value was an empty variable."""
 
     key: str
     value: Any
     place: Place
     open: tuple[str, ...] = ()
     refers: tuple[str, ...] = ()
+    unsure: tuple[int, ...] = ()
+    bare: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from octavo.config.document import scalar
 from octavo.config.problems import Place
 from octavo.translate.given import Given, TranslateError
-from octavo.translate.shell import Script, Word
+from octavo.translate.shell import Command, Script, Word
 
 _LAUNCHER = re.compile(
     r"(.*/)?(torchrun|deepspeed|accelerate|swift|megatron|llamafactory-cli|axolotl|composer|msrun|python[0-9.]*)"
@@ -33,27 +33,49 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-\.?[0-9][\w.+-]*")
 
 
-def command_of(script: Script, source: str) -> list[Word]:
-    """The words of the one command that trains, or of flags that stand alone. Raises TranslateError for none and for
-    several."""
-    found = [words for words in script.commands if _LAUNCHER.fullmatch(words[0].text) and _trains(words)]
-    if not found and len(script.commands) == 1 and script.commands[0][0].text.startswith("--"):
-        return script.commands[0]
-    if not found and script.commands and all(words[0].text.startswith("-") for words in script.commands):
-        return [word for words in script.commands for word in words]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        seen = ", ".join(dict.fromkeys(words[0].text for words in script.commands[:8])) or "no command"
+#: flags of one command; the largest framework reads under 1,000
+_FLAGS = 5_000
+
+
+def command_of(script: Script, source: str) -> Command:
+    """The one command that trains, or flags with no command: those of a file of flags, and of arrays of flags that no
+    command takes. One that stands in a condition is taken where no other is: without it nothing trains. Raises
+    TranslateError for none and for several."""
+    trainings = [
+        command for command in script.commands if _LAUNCHER.fullmatch(command.words[0].text) and _trains(command.words)
+    ]
+    certain = [command for command in trainings if not command.within]
+    conditional = [command for command in trainings if command.within and "a loop" not in command.within]
+    chosen = certain or conditional
+    if len(chosen) == 1:
+        return chosen[0]
+    if not chosen and (flags_alone := _flags_alone(script)):
+        return flags_alone
+    if not chosen:
+        seen = ", ".join(dict.fromkeys(command.words[0].text for command in script.commands[:8])) or "no command"
+        stopped = next((f" Line {line}: {why}." for line, _, why in script.unread if "stops reading" in why), "")
         raise TranslateError(
-            f"{source}: no command that trains was found in this script (it has: {seen}). Looked for torchrun, "
-            "deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or python with a training "
-            "script; a file of flags alone (--lr 1e-4 ...) is read too."
+            f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} "
+            "Looked for torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer, python "
+            "and a training script; a file of flags only (--lr 1e-4 ...) is read too."
         )
-    lines = ", ".join(str(words[0].line or "of a file that it sources") for words in found)
+    lines = ", ".join(str(command.words[0].line or "of a file that it sources") for command in chosen)
     raise TranslateError(
-        f"{source}: it starts {len(found)} trainings (lines {lines}), and a configuration is of one. Keep one of them."
+        f"{source}: it starts {len(chosen)} trainings (lines {lines}), and a configuration is of one. Keep one of them."
     )
+
+
+def _flags_alone(script: Script) -> Command | None:
+    """Flags of a file that has nothing else, or of its arrays and texts of flags (``ARGS=(--lr 1e-4)``)."""
+    commands = script.commands
+    if commands and all(command.words[0].text.startswith("-") for command in commands):
+        if len(commands) == 1 and not commands[0].words[0].text.startswith("--"):
+            return None
+        words = [word for command in commands for word in command.words]
+        return Command(words, commands[-1].environment, commands[-1].exports)
+    if not commands and script.arrays:
+        return Command([word for words in script.arrays for word in words], {}, len(script.exports))
+    return None
 
 
 def configuration(words: Sequence[Word]) -> Word | None:
@@ -65,13 +87,15 @@ def configuration(words: Sequence[Word]) -> Word | None:
 
 
 def _trains(words: Sequence[Word]) -> bool:
-    plain = [word.text for word in words[1:12] if not word.text.startswith("-")]
+    script = next((at for at, word in enumerate(words) if word.text.endswith(".py")), 0)
+    plain = [word.text for word in words[1 : max(12, script + 1)] if not word.text.startswith("-")]
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)
 
 
 def flags(words: Sequence[Word], source: str) -> list[Given]:
     """Every flag with its value: one word, several as a list, or true where it has none. ``key=value`` and
-    ``+key=value`` are overrides; other words before the first flag are the command's own."""
+    ``+key=value`` are overrides; other words before the first flag are the command's own. Raises TranslateError for
+    more flags than any command has."""
     found: list[Given] = []
     at, script = 0, _script(words)
     while at < len(words):
@@ -80,16 +104,41 @@ def flags(words: Sequence[Word], source: str) -> list[Given]:
         if word.text.startswith("--") and len(word.text) > 2:
             name, equals, value = word.text[2:].partition("=")
             values = [Word(value, word.line, word.open)] if equals else []
-            while not equals and at < len(words) and at != script and not _begins(words[at].text):
+            while (
+                not equals
+                and at < len(words)
+                and at != script
+                and not _begins(words[at].text)
+                and not _all_arguments(words[at])
+            ):
                 values.append(words[at])
                 at += 1
             missing = tuple(dict.fromkeys(name for part in values for name in part.open))
+            unsure = tuple(dict.fromkeys(line for part in (word, *values) for line in part.unsure))
+            bare = word.bare and not values
             read = [scalar(part.text) for part in values if part.text or part.open or equals]
-            shown = True if not values else "" if not read else read[0] if len(read) == 1 else read
-            found.append(Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing))
+            shown = "" if bare else True if not values else "" if not read else read[0] if len(read) == 1 else read
+            found.append(
+                Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing, (), unsure, bare)
+            )
         elif override := _OVERRIDE.fullmatch(word.text):
-            found.append(Given(override[2], scalar(override[3]), Place(source, word.line or None), word.open))
+            place = Place(source, word.line or None)
+            found.append(Given(override[2], scalar(override[3]), place, word.open, (), word.unsure))
+    if len(found) > _FLAGS:
+        raise TranslateError(f"{source}: {len(found)} flags are in its command, over {_FLAGS}. Give a launch script.")
     return found
+
+
+def unplaced(words: Sequence[Word]) -> list[Word]:
+    """Words that only a run knows and that belong to no flag: before the first flag, or all that a script was called
+    with (``"$@"``)."""
+    first = next((at for at, word in enumerate(words) if word.text.startswith("--")), len(words))
+    return [word for at, word in enumerate(words) if word.open and at and (at < first or _all_arguments(word))]
+
+
+def _all_arguments(word: Word) -> bool:
+    """``$@``: any number of words, and no value of the flag before it."""
+    return word.text in ("$@", "$*", "${@}", "${*}")
 
 
 def _script(words: Sequence[Word]) -> int | None:
@@ -107,9 +156,9 @@ def _begins(text: str) -> bool:
     return override is not None and (bool(override[1]) or "." in override[2])
 
 
-def environment(script: Script, source: str) -> list[Given]:
-    """What a script gives to the environment, as ``$NAME``."""
+def environment(script: Script, command: Command, source: str) -> list[Given]:
+    """What a script gives to the command's environment, as ``$NAME``."""
     return [
-        Given(f"${name}", scalar(word.text), Place(source, word.line or None), word.open)
-        for name, word in script.exported.items()
+        Given(f"${name}", scalar(word.text), Place(source, word.line or None), word.open, (), word.unsure)
+        for name, word in script.environment(command).items()
     ]

@@ -25,6 +25,10 @@ MARKS = (
     "sft_dataset_config",
     "task_encoder",
     "packing_sft_data",
+    "init_method_std",
+    "dataloader_save",
+    "enable_discard_sample",
+    "packing_buffer_size",
     "model.image_encoder.*",
     "defaults.*@model.foundation",
 )

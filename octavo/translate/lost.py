@@ -1,5 +1,6 @@
 """Which keys without translation are lost: those that decide the numbers of a training. One table says which do not;
-every other key that has no equivalent here, is unknown, or is left open counts as lost."""
+every other key that has no equivalent here, is unknown, or is left open counts as lost. So does one whose value a line
+of a script may change that was not followed."""
 
 from __future__ import annotations
 
@@ -121,12 +122,14 @@ _FALSE = _any_of(" ".join(_ASKS_WHEN_FALSE))
 
 
 def is_lost(row: Row) -> bool:
-    """Whether a key has no translation and decides numbers. One that is off, empty or 0 asks for nothing."""
-    if row.kind not in ("none", "unknown") or row.apart:
+    """Whether a key has no translation, or not for sure, and decides numbers. One that is off, empty or 0 asks for
+    nothing, unless a line of a script that was not followed may set it."""
+    unsure = bool(row.given.unsure) and row.kind != "dead"
+    if (row.kind not in ("none", "unknown") and not unsure) or row.apart:
         return False
     key, value = row.given.key, row.given.value
     last = key.rpartition(".")[2]
-    if not row.given.open:
+    if not row.given.open and not unsure:
         if key.startswith("$"):
             return False
         if value in (None, [], {}) or (isinstance(value, str) and value.lower() in _OFF):

@@ -10,7 +10,7 @@ from octavo.translate.keys import Under
 NAME = "mindspeed-mm"
 MARKS = ("data.dataset_param.*", "gpt_args.*", "parallel.fsdp_plan.*", "parallel.fully_shard_parallel_size",
          "features.loss_cfg.*", "training.quantization_plan.*", "data.dataloader_param.*", "mm_data",
-         "mm_model")  # fmt: skip
+         "mm_model", "mm_tool")  # fmt: skip
 FIRST_WINS = False
 _LOSSES = {"default": "microbatch", "per_sample_loss": "sample", "per_token_loss": "token", "raw": "microbatch"}
 _KERNELS = {"flash_attention_2": "sdpa", "sdpa": "sdpa", "eager": "eager", "flash_attention_3": "sdpa"}
@@ -63,27 +63,35 @@ SAME = {
     "weights are made after sharding": "training.init_model_with_meta_device gpt_args.init_model_with_meta_device",
     "a value that other keys refer to": "HF_MODEL_LOAD_PATH MM_MODEL_LOAD_PATH DATASET_PATH FSDP2_PATH SAVE_PATH",
 }
+#: flags of its scripts on Megatron, each of which names a file in JSON
+_FLAGS = ("mm_data", "mm_model", "mm_tool")
 _UNREAD = "read for a check of Megatron alone; the layers were those of config.json"
 
 
 def translate(draft: Draft) -> None:
-    flags = _follow(draft)
-    old = _old(draft)
+    flags = _follow(draft) or any(key in draft.given for key in _FLAGS)  # of a launch script, with nothing before them
+    old = flags or bool(draft.under("gpt_args."))
     u = Under(draft, "gpt_args." if draft.under("gpt_args.") else "" if flags else "training.")
     world = course.processes(draft)
     draft.put("train.phase", "sft")
     parts.model(draft, "model.model_name_or_path", "model.init_from_hf_path",
                 "data.dataset_param.preprocess_parameters.model_name_or_path")  # fmt: skip
     draft.same("data.dataset_param.preprocess_parameters.model_name_or_path", why="model.path")
+    draft.none("mm_tool", why="a file of theirs in JSON, which is not read")
     mindspeed_data.rows(draft, u)
     context = _parallel_old(draft, u) if old else _parallel(draft)
     packed = context > 1 or "data.packing" in draft.settings
     ranks = megatron.data_parallel(draft, u, world) if old else max(1, world // context)
     (_steps_old if old else _steps)(draft, u, ranks, packed)
-    lora = _lora(draft)
+    lora = _lora(draft, flags)
     _freeze(draft, lora)
-    _features(draft)
-    _fp8(draft, lora)
+    _features(draft, old)
+    if flags:
+        megatron.recompute(draft, u)
+    if not flags:
+        _fp8(draft, lora)
+    elif megatron.fp8(draft, u, param=not lora) is None:
+        parts.no_fp8(draft)
     _checkpoints(draft, u)
     draft.table("none", NONE)
     draft.table("default", SAME)
@@ -96,11 +104,6 @@ def translate(draft: Draft) -> None:
     megatron.rest(draft, u)
     draft.table("none", hf_trainer.ENVIRONMENT)
     draft.table("default", hf_trainer.SAME)
-
-
-def _old(draft: Draft) -> bool:
-    """Whether it is of the older trainer: a YAML with `gpt_args`, or flags with two files of JSON."""
-    return bool(draft.under("gpt_args.")) or "mm_data" in draft.given or "mm_model" in draft.given
 
 
 def _follow(draft: Draft) -> bool:
@@ -184,12 +187,12 @@ def _steps_old(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
     u.same("use_flash_attn", why="torch chooses at each call, flash where it can")
 
 
-def _lora(draft: Draft) -> bool:
-    new, old = Under(draft, "training.lora."), Under(draft, "lora_args.")
+def _lora(draft: Draft, flags: bool) -> bool:
+    new, old = Under(draft, "training.lora."), Under(draft, "" if flags else "lora_args.")
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
-    elif draft.under("lora_args."):
+    elif draft.under("lora_r" if flags else "lora_args."):
         u, names = (
             old,
             {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules"},
@@ -269,10 +272,10 @@ def _freeze(draft: Draft, lora: bool) -> None:
         draft.put("model.freeze", names, "model.freeze", *keys)
 
 
-def _features(draft: Draft) -> None:
+def _features(draft: Draft, old: bool) -> None:
     """Loss, recomputation, offload, attention: of the new sections and of the old tree."""
     loss_key = next((k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.given), None)
-    word = (draft.text(loss_key) if loss_key else None) or ("default" if _old(draft) else "raw")
+    word = (draft.text(loss_key) if loss_key else None) or ("default" if old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
         draft.none(loss_key, why=f"{word} is a loss of their own code ('custom' raises there); microbatch stands here")
@@ -294,7 +297,7 @@ def _features(draft: Draft) -> None:
         (draft.none if chunk else draft.dead)(
             key, why="chunks are sized by memory" if chunk else "enable_chunk_loss is off"
         )
-    _recompute(draft, f)
+    _recompute(draft, f, old)
     on = f.flag("enable_activation_offload") or draft.flag("model.text_decoder.activation_offload")
     offload = ("features.enable_activation_offload", "model.text_decoder.activation_offload")
     for key in draft.under("features.activation_offload_plan."):
@@ -336,13 +339,13 @@ def _wrapped(draft: Draft) -> bool:
     return kind.startswith("qwen3_vl") or parts.filmed(draft, path) == "qwen3_vl"
 
 
-def _recompute(draft: Draft, f: Under) -> None:
+def _recompute(draft: Draft, f: Under, old: bool) -> None:
     trees = {"image_encoder": "model.image_encoder.vision_encoder", "foundation": "model.text_decoder"}
     keys = {ours: f"{at}.recompute_granularity" for ours, at in trees.items()}
     found = {
         ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
-    if _old(draft) and _wrapped(draft):
+    if old and _wrapped(draft):
         draft.put("train.recompute", "full", why="their code of Qwen3-VL recomputes every block, whatever is set")
         draft.dead(*keys.values(), f("recompute"), why="every block is recomputed by their code of this model")
         return

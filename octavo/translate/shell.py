@@ -1,377 +1,503 @@
 """A launch script, read and never run: its variables, and the words of each command with their lines.
 
-What is understood is what published launch scripts are made of: assignments, ``${NAME:-default}``, arrays of flags
-(``ARGS=(--lr 1e-4)``, ``ARGS+=(...)``, ``${ARGS[@]}``), sums (``$((64 / n))``, ``$(expr 16 / $n)``), files that are
-sourced and lie here, quotes, comments and lines that go on behind a backslash. What a script would have to be run for
-stays open: a variable that it does not set, ``$(command)``, and whatever stands within ``if``, ``for``, ``case`` or a
-function, which is listed and not taken.
+What a shell would certainly carry out is carried out on variables only: assignments, ``${NAME:-default}``, arrays of
+flags, sums, files that are sourced, functions that are called, conditions that the script's own values decide, loops
+over known words. Subshells and pipes leave no trace after them. What depends on something that only a run knows
+(``[ -n "$X" ] && LR=1``, ``if``, ``case``, ``while``) is not taken: variables keep their former values, which are then
+``unsure``, and the line is listed, as is what a shell would pass over.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
+from octavo.translate import shell_conditions
 from octavo.translate.given import TranslateError
-from octavo.translate.sums import reckon
+from octavo.translate.shell_builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
+from octavo.translate.shell_expansion import LEVELS, STEPS, glob
+from octavo.translate.shell_parser import DECLARATIONS, Parser
+from octavo.translate.shell_syntax import (
+    AndOr,
+    ArithmeticCommand,
+    Assignment,
+    Case,
+    Condition,
+    Function,
+    Group,
+    If,
+    Item,
+    Literal,
+    Loop,
+    Node,
+    Parameter,
+    Pipeline,
+    ShellWord,
+    Simple,
+)
+from octavo.translate.shell_values import Fields, Word, joined
+from octavo.translate.shell_words import DEPTH, WORDS
 
-_UNCLOSED = "{}:{}: a quote begins here and never ends. Close it."
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-_BEGIN = {"if": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
-_OPENERS = {"then", "else", "elif", "do"}
-_EXPR = re.compile(r"expr\s+([^|;&<>]+)")
+__all__ = ["Command", "Look", "Script", "Word", "read"]
+
 #: files that source each other: how deep they are followed, and how many are read
 _DEEP, _FILES = 4, 64
-#: defaults within defaults; and letters that all variables together become
-_NESTED, _LETTERS = 50, 1 << 24
+_CANDIDATES = 4  # definitions that a name is followed to, where conditions decide
 #: gives the text of a file that a script sources, by the path that it names; None: it is not here
 Look = Callable[[str], str | None]
-_PREFIXES = ("export", "declare", "local", "readonly", "env", "nohup", "exec", "set", "time")
+_PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
+_QUIET = ("echo", "printf", ":", "true", "false")
+_IN_CONDITION = "it stands in a condition or a loop that is not judged; it is not taken"
+_NOT_CARRIED = "a shell passes over it, by the script's own values"
 
 
-@dataclass(frozen=True)
-class Word:
-    """A word of a command, its line, and the names of variables that nothing sets."""
+class _Left(Exception):
+    """``exit``, or ``return`` from a function or a sourced file."""
 
-    text: str
-    line: int
-    open: tuple[str, ...] = ()
-
-
-@dataclass
-class Script:
-    """``commands``: words of each; ``exported``: what it gives to the environment; ``unread``: (line, text, why)."""
-
-    commands: list[list[Word]] = field(default_factory=list)
-    exported: dict[str, Word] = field(default_factory=dict)
-    unread: list[tuple[int, str, str]] = field(default_factory=list)
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
 
 
-@dataclass
-class _Spent:
-    """What the readers of a script and of the files that it sources have used of the bounds above."""
-
-    files: int = 0
-    letters: int = 0
-
-
-class _Reader:
-    def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> None:
-        self.text, self.at, self.line, self.source = text, 0, 1, source
-        self.look, self.nested, self.spent = look, 0, _Spent()
-        self.reading: tuple[str, ...] = (text,)
-        self.scalars: dict[str, Word] = {name: Word(value, 0) for name, value in known.items()}
-        self.forced = frozenset(known)
-        self.arrays: dict[str, list[Word]] = {}
-        self.script = Script()
-        self.blocks: list[str] = []
+class _Reader(Builtins):
+    def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None) -> None:
+        super().__init__(text, known, source)
+        self.look = look
+        self.budget = [WORDS]
+        self.defined: dict[int, Function] = {}
+        self.depth = 0
+        self.level = 0
+        self.files = 0
 
     def run(self) -> Script:
-        while self.at < len(self.text):
-            words = self.statement()
-            if words:
-                self.take(words)
+        text = self.reading[0][1].replace("\r\n", "\n")
+        program = Parser(text, self.source, self.budget).program()
+        with suppress(_Left):
+            self.items(program.items)
+        for function in self.defined.values():
+            self.script.unread.append((function.line, function.heading, "a function that is never called"))
+        if program.stopped:
+            self.script.unread.append(program.stopped)
+        self.script.unread = sorted(dict.fromkeys(self.script.unread), key=lambda entry: entry[0])
+        arrays = [
+            v.items if v.items is not None else self.split(v.pieces)
+            for v in self.variables.values()
+            if v.items or v.pieces
+        ]
+        self.script.arrays = [words for words in arrays if words and words[0].text.startswith("--")]
         return self.script
 
-    # ---- words
-
-    def statement(self) -> list[list[Word]]:
-        """The words up to the end of a command; each with what it expands to (an array of flags: several)."""
-        found: list[list[Word]] = []
-        while self.at < len(self.text):
-            c = self.text[self.at]
-            if c == "\n":
-                self.at, self.line = self.at + 1, self.line + 1
-                break
-            if c in ";&|":
-                self.at += 1
-                break
-            if c == "\\" and self.text[self.at : self.at + 2] == "\\\n":
-                self.at, self.line = self.at + 2, self.line + 1
-            elif c in " \t\r":
-                self.at += 1
-            elif c == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif c in "<>":
-                self.redirection()
-            elif c in "()":
-                self.at += 1
-                found.append([Word(c, self.line)])
-            else:
-                word = self.word()
-                if not (word[0].text.isdigit() and self.text[self.at : self.at + 1] in ("<", ">")):  # 2>&1
-                    found.append(word)
-        return found
-
-    def redirection(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] in "<>&":
-            self.at += 1
-        while self.at < len(self.text) and self.text[self.at] in " \t":
-            self.at += 1
-        if self.at < len(self.text) and self.text[self.at] not in "\n;|":
-            self.word()
-
-    def word(self) -> list[Word]:
-        line, text, missing, whole = self.line, [], [], None
-        begun = self.at
-        while self.at < len(self.text):
-            c = self.text[self.at]
-            if c in " \t\r\n;|<>" or (c == ")" and self.at > begun) or (c == "&"):
-                break
-            if c == "(":
-                if text and text[-1].endswith("="):  # NAME=( ... )
-                    self.at += 1
-                    return [Word("".join(text) + "(", line), *self.array()]
-                break
-            if c == "\\":
-                if self.text[self.at : self.at + 2] == "\\\n":
-                    self.line += 1
-                else:
-                    text.append(self.text[self.at + 1 : self.at + 2])
-                self.at += 2
-            elif c == "'":
-                end = self.text.find("'", self.at + 1)
-                if end < 0:
-                    raise TranslateError(_UNCLOSED.format(self.source, self.line))
-                text.append(self.text[self.at + 1 : end])
-                self.line += text[-1].count("\n")
-                self.at = end + 1
-            elif c == '"':
-                self.at += 1
-                self.quoted(text, missing)
-            elif c == "`":
-                end = self.text.find("`", self.at + 1)
-                whole_command = self.text[self.at : end + 1] or "`"
-                self.printed(whole_command.strip("`"), whole_command, text, missing)
-                self.at = len(self.text) if end < 0 else end + 1
-            elif c == "$":
-                whole = self.variable(text, missing) or whole
-            else:
-                text.append(c)
-                self.at += 1
-            if c == "=" and text == [*"".join(text)] and not missing:
-                text = ["".join(text)]
-        if whole is not None and not "".join(text):
-            return whole
-        return [Word("".join(text), line, tuple(dict.fromkeys(missing)))]
-
-    def quoted(self, text: list[str], missing: list[str]) -> None:
-        begun = self.line
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            c = self.text[self.at]
-            if c == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
-                if self.text[self.at + 1] != "\n":
-                    text.append(self.text[self.at + 1])
-                else:
-                    self.line += 1
-                self.at += 2
-            elif c == "$":
-                whole = self.variable(text, missing)
-                if whole:
-                    text.append(" ".join(word.text for word in whole))
-                    missing += [name for word in whole for name in word.open]
-            else:
-                self.line += c == "\n"
-                text.append(c)
-                self.at += 1
-        if self.at >= len(self.text):
-            raise TranslateError(_UNCLOSED.format(self.source, begun))
-        self.at += 1
-
-    def variable(self, text: list[str], missing: list[str]) -> list[Word] | None:
-        """``$NAME``, ``${NAME}``, ``${NAME:-default}``: added to the text; ``${NAME[@]}``: given back as words."""
-        self.at += 1
-        if self.text.startswith("(", self.at):
-            begun, depth = self.at, 0
-            while self.at < len(self.text):
-                depth += {"(": 1, ")": -1}.get(self.text[self.at], 0)
-                self.at += 1
-                if not depth:
-                    break
-            written = " ".join(self.text[begun : self.at].split())
-            if written.startswith("((") and written.endswith("))"):
-                self.sum(written[2:-2], f"${written}", text, missing)
-            else:
-                self.printed(written[1:-1], f"${written}", text, missing)
-            return None
-        if self.text.startswith("{", self.at):
-            end, depth = self.at, 0
-            while end < len(self.text):
-                depth += {"{": 1, "}": -1}.get(self.text[end], 0)
-                end += 1
-                if not depth:
-                    break
-            inside, self.at = self.text[self.at + 1 : end - 1], end
-        else:
-            found = _NAME.match(self.text, self.at) or re.compile(r"[0-9@#*?$!-]").match(self.text, self.at)
-            if found is None:
-                text.append("$")
-                return None
-            inside, self.at = found[0], found.end()
-        name, rest = inside, ""
-        if matched := re.match(r"(\w+)(.*)", inside, re.DOTALL):
-            name, rest = matched[1], matched[2]
-        if rest in ("[@]", "[*]") or (name in self.arrays and not rest):
-            self.spend(sum(len(word.text) + 1 for word in self.arrays.get(name, ())))
-            return [*self.arrays.get(name, []), *([] if name in self.arrays else [Word("", self.line, (name,))])]
-        value = self.scalars.get(name)
-        if rest[:2] in (":-", ":=") and value is not None and not value.text and not value.open:
-            value = None  # set, and empty
-        if value is None and (rest[:2] in (":-", ":=") or rest[:1] in ("-", "=")):
-            value = self.within(rest.lstrip(":")[1:])
-        elif rest and rest[:2] not in (":-", ":=", ":?") and rest[:1] not in ("-", "=", "?"):
-            missing.append("${" + inside + "}")
-            text.append(missing[-1])
-            return None
-        if value is None:
-            missing.append(name)
-            text.append(f"${name}")
-            return None
-        self.spend(len(value.text))
-        text.append(value.text)
-        missing += value.open
-        return None
-
-    def spend(self, letters: int) -> None:
-        """Raises TranslateError for a script whose variables hold each other, twice and twice again."""
-        self.spent.letters += letters
-        if self.spent.letters > _LETTERS:
-            raise TranslateError(f"{self.source}:{self.line}: its variables become over {_LETTERS} letters here. Write "
-                                 "what they stand for.")  # fmt: skip
-
-    def within(self, text: str) -> Word:
-        """What a text becomes when the variables within it are followed."""
-        if self.nested == _NESTED:
-            raise TranslateError(f"{self.source}:{self.line}: over {_NESTED} defaults stand within each other here. "
-                                 "Write the value.")  # fmt: skip
-        inner = _Reader(text, {}, self.source)
-        inner.scalars, inner.arrays = self.scalars, self.arrays
-        inner.line, inner.nested, inner.spent = self.line, self.nested + 1, self.spent
-        words = [word for part in inner.statement() for word in part]
-        return Word(" ".join(word.text for word in words), self.line, tuple(n for w in words for n in w.open))
-
-    def sum(self, inside: str, written: str, text: list[str], missing: list[str]) -> None:
-        """``$((...))``: names of variables may stand bare in it. Open is what it needs and the script does not set."""
-        begun = self.within(f'"{inside}"')
-        needed: list[str] = list(begun.open)
-
-        def value(found: re.Match[str]) -> str:
-            known = self.scalars.get(found[0])
-            if known is None or known.open:
-                needed.extend((found[0],) if known is None else known.open)
-                return found[0]
-            return known.text.strip()
-
-        filled = begun.text if begun.open else _NAME.sub(value, begun.text)
-        self.worked_out(None if needed else reckon(filled), needed, written, text, missing)
-
-    def printed(self, command: str, written: str, text: list[str], missing: list[str]) -> None:
-        """``$(...)`` and backquotes: the one command that is followed is expr, which prints a sum."""
-        found = _EXPR.fullmatch(command.strip())
-        inside = self.within(f'"{found[1]}"') if found else None
-        result = reckon(inside.text.replace("\\", "")) if inside and not inside.open else None
-        self.worked_out(result, list(inside.open) if inside else [], written, text, missing)
-
     @staticmethod
-    def worked_out(value: int | None, needed: list[str], written: str, text: list[str], missing: list[str]) -> None:
-        if value is not None:
-            text.append(str(value))
-            return
-        missing += dict.fromkeys(needed) or [written]
-        text.append(written)
+    def split(pieces: list[Word] | None) -> list[Word]:
+        """A text of flags as words."""
+        if not pieces or not joined(pieces[:8], 0).text.lstrip().startswith("--"):
+            return []
+        into = Fields(pieces[0].line)
+        for piece in pieces:
+            into.split(piece)
+        into.close()
+        return into.words
 
-    def array(self) -> list[Word]:
-        """The words up to the closing bracket, comments left out."""
-        found: list[Word] = []
-        while self.at < len(self.text):
-            c = self.text[self.at]
-            if c == ")":
-                self.at += 1
-                break
-            if c == "\n":
-                self.at, self.line = self.at + 1, self.line + 1
-            elif c == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            elif c in " \t\r":
-                self.at += 1
-            elif self.text[self.at : self.at + 2] == "\\\n":
-                self.at, self.line = self.at + 2, self.line + 1
+    # ---- what is not taken
+
+    @contextmanager
+    def apart(self) -> Iterator[list[str]]:
+        """What happens within is undone: a subshell, or what is not taken. Afterwards the list has the names that had
+        changed; ``exit`` and ``return`` end it alone."""
+        names: list[str] = []
+        mark, exports = len(self.journal), len(self.script.exports)
+        state = (self.all_exported, self.splits, self.positional)
+        self.journals += 1
+        try:
+            yield names
+        except _Left as left:
+            if not left.whole and self.within:
+                self.frames[-1].returned = True
+        self.journals -= 1
+        names.extend(self.undo(mark))
+        if not self.journals:
+            self.journal.clear()
+        self.all_exported, self.splits, self.positional = state[0], state[1] and self.splits, state[2]
+        changed = dict.fromkeys(name for name, _ in self.script.exports[exports:])
+        self.script.exports += [(name, self.exportable(name)) for name in changed]
+
+    def maybe(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
+        """Commands that may be carried out: variables stay as they were, but unsure. Whether anything had changed."""
+        before = self.changes
+        undone, self.undone = self.undone, {}
+        self.within.append(why)
+        with self.apart() as names:
+            if loop is not None:
+                self.lose([loop.name] if loop.name else [])
+                self.changed_by(self.text(loop.arithmetic).text)
+            self.items(items)
+        self.within.pop()
+        self.forget(names, line)
+        for name, others in self.undone.items():
+            own = self.functions.get(name, ((), False))[0]
+            candidates = list(own)
+            for function in (function for other, _ in others for function in other):
+                if not any(function is known for known in candidates):
+                    candidates.append(function)
+            self.know(name, tuple(candidates[:_CANDIDATES]), False)
+        self.undone = undone
+        return self.changes > before
+
+    def passed(self, items: Sequence[Item], line: int, text: str) -> None:
+        """Commands that a shell passes over; listed where they would have changed something."""
+        before, count = self.changes, len(self.script.commands)
+        self.quiet += 1
+        self.dropped += 1
+        with self.apart():
+            self.items(items)
+        self.quiet -= 1
+        self.dropped -= 1
+        if self.changes > before or len(self.script.commands) > count:
+            self.leave(line, text, _NOT_CARRIED)
+        del self.script.commands[count:]
+        self.changes = before
+
+    # ---- commands
+
+    def items(self, items: Sequence[Item]) -> bool | None:
+        status: bool | None = True
+        for number, item in enumerate(items):
+            self.now = self.line(item.line)
+            if self.frames[-1].returned and not self.within:  # the rest of it is carried out, or none of it
+                self.maybe(items[number:], self.now, "a condition")
+                return None
+            if item.background:
+                with self.apart():
+                    self.item(item)
+                status = True
             else:
-                before = self.at
-                found += self.word()
-                self.at += self.at == before
-        return found
+                status = self.item(item)
+        return status
 
-    # ---- statements
+    def item(self, item: Item) -> bool | None:
+        node = item.node
+        if self.within and not self.quiet and isinstance(node, Simple | AndOr | Pipeline):
+            name = (
+                node.words[0].literal
+                if isinstance(node, Simple) and node.words and isinstance(node.words[0], ShellWord)
+                else ""
+            )
+            if name not in _QUIET:
+                self.leave(item.line, item.text, _IN_CONDITION)
+            self.quiet += 1
+            status = self.node(node, item)
+            self.quiet -= 1
+            return status
+        return self.node(node, item)
 
-    def take(self, parts: list[list[Word]]) -> None:
-        first = parts[0][0].text
-        if first in _BEGIN or (len(parts) > 2 and parts[1][0].text == "("):
-            self.blocks.append(_BEGIN.get(first, "}"))
-            self.leave(parts, "the condition is not judged")
-            return
-        if self.blocks:
-            if first == self.blocks[-1]:
-                self.blocks.pop()
-            elif first in _OPENERS and len(parts) > 1:
-                self.leave(parts[1:], "it stands in a condition, a loop or a function")
-            elif first not in _OPENERS:
-                self.leave(parts, "it stands in a condition, a loop or a function")
-            return
-        if first in ("source", ".") and self.sourced(parts):
-            return
-        exported = first == "export"
-        while parts and parts[0][0].text in _PREFIXES:
-            parts = parts[1:]
-        rest = list(parts)
-        while rest and (found := _ASSIGN.fullmatch(rest[0][0].text)):
-            only = len(rest) == 1 or all(_ASSIGN.fullmatch(part[0].text) for part in rest)
-            self.assign(found[1], found[2], found[3], rest[0], exported or not only)
-            rest = rest[1:]
-        if rest and not exported:
-            self.script.commands.append([word for part in rest for word in part])
+    def node(self, node: Node, item: Item) -> bool | None:
+        """Carries out a command; whether it succeeds, None where that is not known."""
+        self.level += 1
+        if self.level > LEVELS:
+            raise TranslateError(f"{self.source}:{self.now}: over {LEVELS} commands are within each other here. Write "
+                                 "the command that trains out.")  # fmt: skip
+        try:
+            return self.node_of(node, item)
+        finally:
+            self.level -= 1
 
-    def sourced(self, parts: list[list[Word]]) -> bool:
-        """Whether a file that the script sources was read in its place; its lines are not those of this one."""
-        words = [word for part in parts[1:] for word in part]
-        if self.look is None or len(words) != 1 or words[0].open:
-            return False
-        if len(self.reading) > _DEEP or self.spent.files == _FILES:
-            return False
-        text = self.look(words[0].text)
-        if text is None or text in self.reading:  # one that sources itself has no end
-            return False
-        self.spent.files += 1
-        inner = _Reader(text, {}, words[0].text, self.look)
-        inner.scalars, inner.arrays, inner.forced, inner.spent = self.scalars, self.arrays, self.forced, self.spent
-        inner.reading = (*self.reading, text)
-        script = inner.run()
-        self.script.commands += [[Word(w.text, 0, w.open) for w in command] for command in script.commands]
-        self.script.exported |= {name: Word(w.text, 0, w.open) for name, w in script.exported.items()}
-        line = parts[0][0].line
-        self.script.unread += [(line, f"{words[0].text}: {what}", why) for _, what, why in script.unread]
+    def node_of(self, node: Node, item: Item) -> bool | None:
+        self.spent.steps += 1
+        if self.spent.steps > STEPS:
+            raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give "
+                                 "the script that starts the training.")  # fmt: skip
+        if isinstance(node, Simple):
+            return self.simple(node, item)
+        if isinstance(node, AndOr):
+            return self.and_or(node, item)
+        if isinstance(node, Pipeline):
+            return self.pipeline(node, item)
+        if isinstance(node, Group):
+            return self.group(node)
+        if isinstance(node, If):
+            return self.branches(node)
+        if isinstance(node, Case):
+            return self.cases(node)
+        if isinstance(node, Loop):
+            return self.loop(node)
+        if isinstance(node, Condition):
+            return shell_conditions.compared(self, node)
+        if isinstance(node, ArithmeticCommand):
+            return self.arithmetic(self.text(node.expression), item)
+        self.define(node)
         return True
 
-    def assign(self, name: str, sign: str, value: str, part: list[Word], exported: bool) -> None:
-        if value == "(" or (len(part) > 1 and value.endswith("(")):
-            self.arrays[name] = [*(self.arrays.get(name, []) if sign == "+=" else []), *part[1:]]
-            return
-        word = Word(value, part[0].line, part[0].open)
-        if name not in self.forced:
-            self.scalars[name] = word
-        if exported:
-            self.script.exported[name] = self.scalars[name] if name in self.forced else word
+    def group(self, node: Group) -> bool | None:
+        if not node.subshell:
+            return self.items(node.items)
+        with self.apart():
+            return self.items(node.items)
+        return None  # exit ended it
 
-    def leave(self, parts: list[list[Word]], why: str) -> None:
-        text = " ".join(word.text for part in parts for word in part)
-        self.script.unread.append((parts[0][0].line, text, why))
+    def pipeline(self, node: Pipeline, item: Item) -> bool | None:
+        status: bool | None = None
+        for command in node.commands:
+            if len(node.commands) == 1:
+                status = self.node(command, item)
+            else:
+                with self.apart():
+                    status = self.node(command, item)
+        return status if status is None or not node.negated else not status
+
+    def and_or(self, node: AndOr, item: Item) -> bool | None:
+        status = self.node(node.first, item)
+        for sign, following in node.rest:
+            one = Item(following, item.line, item.text)
+            if status is None:
+                self.quiet += 1
+                changed = self.maybe([one], self.now, "a condition")
+                self.quiet -= 1
+                if changed:
+                    self.leave(item.line, item.text, ON_CONDITION)
+            elif status == (sign == "&&"):
+                status = self.node(following, one)
+            else:
+                self.passed([one], item.line, item.text)
+        return status
+
+    def branches(self, node: If) -> bool | None:
+        judged: bool | None = False
+        status: bool | None = None
+        for (condition, body), heading in zip(node.clauses, node.headings, strict=True):
+            line = node.line
+            if judged is True:
+                self.passed([*condition, *body], line, heading)
+                continue
+            if judged is None:
+                self.leave(line, heading, "the condition is not judged")
+                self.maybe([*condition, *body], self.line(line), "a condition")
+                continue
+            judged = self.items(condition)
+            if judged is False:
+                self.passed(body, line, heading)
+            elif judged:
+                status = self.items(body)
+            else:
+                self.leave(line, heading, "the condition is not judged")
+                self.maybe(body, self.line(line), "a condition")
+        if judged is None:
+            self.maybe(node.otherwise, self.line(node.line), "a condition")
+            return None
+        if judged:
+            self.passed(node.otherwise, node.line, "else")
+            return status
+        return self.items(node.otherwise)
+
+    def cases(self, node: Case) -> bool | None:
+        subject = self.text(node.subject)
+        known: bool | None = None if subject.open or subject.unsure or len(subject.text) > 1000 else False
+        if known is None:
+            self.leave(node.line, node.heading, "the condition is not judged")
+        status: bool | None = True
+        for patterns, body, falls in node.clauses:
+            if known is True:
+                self.passed(body, node.line, node.heading)
+                continue
+            globs = [] if known is None else [glob(self, pattern, 2) for pattern in patterns]
+            self.spend(10 * len(subject.text))
+            fits = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
+            if known is False and not falls and not any(fit is not False for fit in fits):
+                self.passed(body, node.line, node.heading)
+            elif known is False and not falls and True in fits:
+                known, status = True, self.items(body)
+            else:
+                if known is False:
+                    self.leave(node.line, node.heading, "its patterns are not followed")
+                known, status = None, None
+                self.maybe(body, self.line(node.line), "a condition")
+        return status
+
+    def loop(self, node: Loop) -> bool | None:
+        words = [field for word in node.words or () for field in self.fields(word)]
+        known = node.words is not None and not any(w.open or w.unsure or set("*?[") & set(w.text) for w in words)
+        if known and not node.leaves and not self.within:
+            for word in words:
+                self.assign(str(node.name), [word])
+                self.items(node.body)
+            return None if words else True
+        self.leave(node.line, node.heading, "a loop, which is not followed")
+        self.maybe([*node.condition, *node.body], self.line(node.line), "a loop", node)
+        return None
+
+    # ---- functions and files
+
+    def define(self, node: Function) -> None:
+        self.know(node.name, (node,), True)
+        self.changes += 1
+        if not self.reading[-1][2] and not self.dropped:
+            self.defined[id(node)] = node
+
+    def know(self, name: str, candidates: tuple[Function, ...], certain: bool) -> None:
+        if self.journals:
+            self.journal.append((self.functions, name, self.functions.get(name)))
+        self.functions[name] = (candidates, certain)
+
+    def call(self, name: str, words: list[Word], item: Item) -> bool | None:
+        functions, certain = self.functions[name]
+        active = any(frame.function is function for frame in self.frames for function in functions)
+        if not self.dropped:
+            for function in functions:
+                self.defined.pop(id(function), None)
+        if (active and (self.within or self.dropped)) or len(self.frames) > DEPTH:
+            self.anything(item, "a function that is not followed")
+            return None
+        positional, self.positional = self.positional, words
+        status: bool | None = None
+        if certain:
+            with self.framed(name, functions[0]):
+                status = self.node(functions[0].body, Item(functions[0].body, item.line, item.text))
+        else:  # it may be any of these, or none
+            self.leave(item.line, item.text, "a function that a condition defines")
+            self.quiet += 1
+            for function in functions:
+                with self.framed(name, function):
+                    self.maybe([Item(function.body, item.line, item.text)], self.now, "a condition")
+            self.quiet -= 1
+        self.positional = positional
+        return status
+
+    @contextmanager
+    def framed(self, name: str, function: Function | None = None) -> Iterator[None]:
+        frame = Frame({}, self.journals, False, name, function)
+        self.frames.append(frame)
+        try:
+            yield
+        except _Left as left:
+            if left.whole:
+                raise
+        finally:
+            self.frames.pop()
+            for local, former in frame.former.items():
+                self.store(local, former)
+
+    def sourced(self, words: list[Word], item: Item) -> bool | None:
+        """A file that is read in the place of the line that sources it; its lines are not those of this one."""
+        name = words[0].text if words else ""
+        text = None
+        if self.look is not None and words and not words[0].open and len(self.reading) <= _DEEP and self.files < _FILES:
+            text = self.look(name)
+        if text is None or any(text == before for _, before, _ in self.reading):  # one that sources itself has no end
+            self.anything(item, "another file, which is not read")
+            return None
+        self.files += 1
+        program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).program()
+        positional = self.positional
+        if len(words) > 1:
+            self.positional = words[1:]
+        status: bool | None = None
+        self.reading.append((name, text, self.line(item.line)))
+        with self.framed(""):
+            status = self.items(program.items)
+        if program.stopped:
+            self.leave(*program.stopped)
+        self.reading.pop()
+        self.positional = positional
+        return status
+
+    # ---- simple commands
+
+    def simple(self, node: Simple, item: Item) -> bool | None:
+        if not node.words:
+            for assignment in node.assignments:
+                self.assignment(assignment)
+            parts = [part for assignment in node.assignments if assignment.value for part in assignment.value.parts]
+            plain = all(isinstance(p, Literal) or (isinstance(p, Parameter) and not p.argument) for p in parts)
+            return True if plain else None
+        words: list[Word | Assignment] = [*self.several(word for word in node.words if isinstance(word, ShellWord))]
+        words += [word for word in node.words if isinstance(word, Assignment)]
+        exits = False
+        environment: dict[str, Word] = {a.name: self.text(a.value) for a in node.assignments}
+        while words and isinstance(first := words[0], Word) and not first.open and first.text in _PREFIXES:
+            exits |= first.text == "exec"
+            words = words[1:]
+            if words and isinstance(words[0], Word) and words[0].text.startswith("-"):  # command -v, env -i
+                return None
+            while (
+                first.text == "env"
+                and words
+                and isinstance(words[0], Word)
+                and (value := VALUE.fullmatch(words[0].text))
+            ):
+                environment[value[1]] = Word(value[2], words[0].line, words[0].open, words[0].unsure)
+                words = words[1:]
+        if not words or not isinstance(words[0], Word):
+            return None
+        status = self.command(words[0].text, words, environment, node, item)
+        if exits:
+            raise _Left(True)
+        return status
+
+    def command(
+        self, name: str, words: list[Word | Assignment], environment: dict[str, Word], node: Simple, item: Item
+    ) -> bool | None:
+        plain = [word for word in words[1:] if isinstance(word, Word)]
+        if not isinstance(words[0], Word) or words[0].open:
+            name = ""
+        if name in self.functions or name in ("source", ".", "eval"):
+            with self.with_environment(environment):
+                if name in self.functions:
+                    return self.call(name, plain, item)
+                return self.evaluated(plain, item) if name == "eval" else self.sourced(plain, item)
+        if name in DECLARATIONS:
+            return self.declare(name, words[1:], item)
+        if name == "return" and len(self.frames) == 1:
+            return None  # a shell complains, and goes on
+        if name in ("exit", "return"):
+            raise _Left(name == "exit")
+        if name in ("true", ":", "echo"):
+            return True
+        if name == "false":
+            return False
+        if name in ("[", "test"):
+            if name == "[" and (not plain or plain[-1].text != "]"):
+                return None
+            return shell_conditions.tested(plain[:-1] if name == "[" else plain)
+        if (builtin := getattr(self, f"_{name}", None)) and name in BUILTINS:
+            return builtin(plain, item)
+        first = words[0]
+        command = Command([first, *plain], environment, len(self.script.exports), tuple(self.within))  # type: ignore[list-item]
+        self.script.commands.append(command)
+        return None
+
+    @contextmanager
+    def with_environment(self, environment: dict[str, Word]) -> Iterator[None]:
+        """``A=1 function``: for its time."""
+        former = {name: self.variables.get(name) for name in environment}
+        for name, word in environment.items():
+            self.assign(name, [word])
+        own = {name: self.variables.get(name) for name in environment}
+        try:
+            yield
+        finally:
+            for name, value in former.items():
+                if name not in self.forced and name not in self.readonly:
+                    changed = self.variables.get(name) is not own[name]
+                    self.store(name, value)
+                    # bash keeps what a function exports, and drops what it assigns
+                    self.forget([name] if changed else [], self.now)
+
+    def evaluated(self, words: list[Word], item: Item) -> bool | None:
+        """``eval`` of words that are known is what they say."""
+        text = " ".join(word.text for word in words)
+        if any(word.open or word.unsure for word in words) or len(self.frames) + self.depth > DEPTH:
+            self.anything(item, RUN)
+            return None
+        self.spend(len(text))
+        program = Parser(text, self.source, self.budget, self.now, True).program()
+        if program.stopped:
+            self.leave(item.line, item.text, program.stopped[2])
+        self.depth += 1
+        status = self.items(program.items)
+        self.depth -= 1
+        return status
 
 
 def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:
-    """``known``: values of variables that whoever asks gives; they win over the script's own. ``look``: finds files
-    that it sources. Raises TranslateError for a quote that never ends."""
+    """``known``: values of variables that the caller gives; they win over the script's own. ``look``: finds files that
+    it sources. Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size."""
     return _Reader(text, known, source, look).run()

@@ -56,6 +56,17 @@ def test_what_a_script_leaves_open_is_lost_where_it_decides_numbers(tmp_path: Pa
     assert known.lost_keys == ("model",)
 
 
+def test_what_a_line_that_is_not_followed_may_change_counts_as_open(tmp_path: Path) -> None:
+    run = "swift sft --model ./m --dataset org/d --max_length 64 --max_steps 4 --learning_rate $LR --output_dir $OUT\n"
+    line = '[ "$BIG" = 1 ] && { LR=1e-3; OUT=big; }\n'
+    (tmp_path / "a.sh").write_text(f"LR=1e-5\nOUT=small\n{line}{run}")
+    made = translate([tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path, world=1)
+    assert made.lost_keys == ("learning_rate",)
+    assert made.notes and any("a.sh:3 is not followed and may change learning_rate" in note for note in made.notes)
+    (tmp_path / "a.sh").write_text(f"LR=1e-5\nOUT=small\nBIG=0\n{line}{run}")
+    assert translate([tmp_path / "a.sh"], tmp_path / "o.yaml", root=tmp_path, world=1).lost_keys == ()
+
+
 DECIDE = """
 learning_rate lr lr_groups.0.lr optimizer optim training.lr_scaling_plan.x neftune_noise_alpha use_galore rope_scaling
 label_names loss_type use_dft_loss moe_z_loss_coeff attention_dropout hidden_dropout weight_decay_incr_style

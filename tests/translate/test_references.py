@@ -76,7 +76,7 @@ def test_pairs_of_halves_are_the_character_that_json_means(tmp_path: Path, capsy
     assert main(["import", str(tmp_path / "b.yaml"), "-o", str(tmp_path / "o.yaml")]) == 2
     for wrong in (["-o", f"{tmp_path}/\udcff.yaml"], ["-o", f"{tmp_path}/o.yaml", "--set", "A=\udcff"]):
         assert main(["import", str(tmp_path / "a.json"), *wrong]) == 2
-    assert capsys.readouterr().err.count("no UTF-8 text") == 2
+    assert capsys.readouterr().err.count("UTF-8 text") == 2
 
 
 #: a sum of two of their keys, each of which is given a word, a list, nothing, a mapping and a number beyond all
@@ -157,10 +157,10 @@ def test_a_config_json_of_any_type_is_no_traceback(config: object, tmp_path: Pat
         assert "config.json" in str(error) and config == []
 
 
-def test_fifty_thousand_unknown_keys_are_not_all_compared_with_the_known_ones(tmp_path: Path) -> None:
-    flags = " ".join(f"--lerning_rat{n} {n}" for n in range(50_000))
+def test_thousands_of_unknown_keys_are_not_all_compared_with_the_known_ones(tmp_path: Path) -> None:
+    flags = " ".join(f"--lerning_rat{n} {n}" for n in range(4_900))
     made = made_of(tmp_path, f"--model a/b --train_type lora {flags}", "a.txt")
-    assert made.counts["unknown"] == 50_000
+    assert made.counts["unknown"] == 4_900
     assert sum("did you mean" in row.why for row in made.rows) == 40
     more = " ".join(f"d{n}" for n in range(10_001))
     with pytest.raises(ConfigError, match="at most 10,000 words"):

@@ -89,7 +89,7 @@ def test_scripts_that_have_no_end_have_one(tmp_path: Path) -> None:
         (tmp_path / f"{name}.sh").write_text(f"source {chr(ord(name) + 1)}.sh\n" * 99 + f"# {name}\n")
     assert len(script(tmp_path, f"source b.sh\n{run}").unread) < 9999
     for text, said in (
-        ("A=" + "${A:-" * 999 + "}" * 999, "a.sh:2: over 50 defaults stand within each other"),
+        ("A=" + "${A:-" * 999 + "}" * 999, "a.sh:2: over 50 constructs are within each other"),
         ("A=xx" + "\nA=$A$A" * 40, "its variables become over"),
         ("A=(x)" + '\nA+=("${A[@]}" "${A[@]}")' * 40, "its variables become over"),
     ):

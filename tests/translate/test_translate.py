@@ -450,7 +450,7 @@ FLAG={tmp_path}/ran
 touch $FLAG; MODEL=$(touch {tmp_path}/ran; echo org/other)
 LR=${{LR:-1e-4}}; ARGS=(--lora_rank 8 # not this: --lora_rank 9
   --learning_rate "$LR"); ARGS+=(--max_steps 5)
-for i in 1 2; do ARGS+=(--max_steps 9); done
+for i in $(seq 2); do ARGS+=(--max_steps 9); done
 swift sft --model org/$NAME --train_type lora --dataset 'a b.jsonl' --seed $SEED --max_length 64 \\
   ${{ARGS[@]}} --output_dir out > log.txt 2>&1
 """, variables={"NAME": "small"})  # fmt: skip
