@@ -56,8 +56,8 @@ def command_of(script: Script, source: str) -> Command:
         stopped = next((f" Line {line}: {why}." for line, _, why in script.unread if "stops reading" in why), "")
         raise TranslateError(
             f"{source}: no command that trains was found in this script (it has: {seen}).{stopped} "
-            "Looked for torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer, python "
-            "and a training script; a file of flags only (--lr 1e-4 ...) is read too."
+            "Looked for torchrun, deepspeed, accelerate, swift, megatron, llamafactory-cli, axolotl, composer or "
+            "python with a training script; a file of flags only (--lr 1e-4 ...) is read too."
         )
     lines = ", ".join(str(command.words[0].line or "of a file that it sources") for command in chosen)
     raise TranslateError(

@@ -35,7 +35,7 @@ from octavo.translate.shell_syntax import (
     ShellWord,
     Simple,
 )
-from octavo.translate.shell_values import Fields, Word, joined
+from octavo.translate.shell_values import Word, flag_words
 from octavo.translate.shell_words import DEPTH, WORDS
 
 __all__ = ["Command", "Look", "Script", "Word", "read"]
@@ -80,23 +80,12 @@ class _Reader(Builtins):
             self.script.unread.append(program.stopped)
         self.script.unread = sorted(dict.fromkeys(self.script.unread), key=lambda entry: entry[0])
         arrays = [
-            v.items if v.items is not None else self.split(v.pieces)
+            v.items if v.items is not None else flag_words(v.pieces)
             for v in self.variables.values()
             if v.items or v.pieces
         ]
         self.script.arrays = [words for words in arrays if words and words[0].text.startswith("--")]
         return self.script
-
-    @staticmethod
-    def split(pieces: list[Word] | None) -> list[Word]:
-        """A text of flags as words."""
-        if not pieces or not joined(pieces[:8], 0).text.lstrip().startswith("--"):
-            return []
-        into = Fields(pieces[0].line)
-        for piece in pieces:
-            into.split(piece)
-        into.close()
-        return into.words
 
     # ---- what is not taken
 

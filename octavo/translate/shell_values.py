@@ -95,3 +95,14 @@ def joined(pieces: Sequence[Word], line: int) -> Word:
     return merged(
         [p.text for p in pieces], at, (n for p in pieces for n in p.open), (n for p in pieces for n in p.unsure)
     )
+
+
+def flag_words(pieces: Sequence[Word] | None) -> list[Word]:
+    """The words of a text of flags (``"--lr 1 --bf16"``); none of any other text."""
+    if not pieces or not joined(pieces[:8], 0).text.lstrip().startswith("--"):
+        return []
+    into = Fields(pieces[0].line)
+    for piece in pieces:
+        into.split(piece)
+    into.close()
+    return into.words
