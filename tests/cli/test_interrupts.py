@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,20 @@ def test_what_is_ignored_or_caught_by_another_stays_so():
 
 
 def test_a_forked_child_ends_as_without_the_handlers():
+    ready, child_is_ready = os.pipe()
     with interrupts.stop_signals():
         if (child := os.fork()) == 0:
             try:
-                signal.pause()
+                os.write(child_is_ready, b".")
+                for _ in range(6000):  # not signal.pause(), which misses a signal that came just before it
+                    time.sleep(0.01)
             finally:
                 os._exit(0)  # what the parent's own blocks would do
+        os.read(ready, 1)  # the interpreter forgets signals that come while it forks
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    os.close(ready)
+    os.close(child_is_ready)
 
 
 def test_a_process_that_a_scheduler_ends(folder):
