@@ -369,7 +369,7 @@ class Expander:
             lines = former.unsure if former else ()
             self.store(name, Variable([Word(f"${name}", self.now, (name,)), *pieces], unsure=lines))
         else:
-            self.store(name, Variable(list(pieces)))
+            self.store(name, Variable(list(pieces), unsure=former.unsure if append and former is not None else ()))
 
     def assign_array(self, name: str, items: list[Word], append: bool) -> None:
         if name in self.forced or name in self.readonly:
@@ -383,7 +383,7 @@ class Expander:
             lines = former.unsure if former else ()
             self.store(name, Variable(items=[Word(f"${name}", self.now, (name,)), *items], unsure=lines))
         else:
-            self.store(name, Variable(items=list(items)))
+            self.store(name, Variable(items=list(items), unsure=former.unsure if append and former is not None else ()))
 
     # ---- sums, and what commands print
 
@@ -408,6 +408,8 @@ class Expander:
             if pieces is None:
                 if variable is None or variable.unknown:
                     needed.append(found[0])
+                else:  # unset, unless a line that was not followed sets it
+                    unsure.extend(variable.unsure)
                 return "0"
             known = self.joined(pieces, 0) if pieces else Word("0", 0)
             needed.extend(known.open)

@@ -80,6 +80,13 @@ def test_what_a_shell_certainly_carries_out_is_taken_and_nothing_else(line: str,
     assert of(f"LR=1\n{line}\n{RUN}")["--lr"] == value
 
 
+@pytest.mark.parametrize("change", ["LR+=1", "((LR++))", "LR+=(1)", "LR=$((LR + 1))", "LR=${#LR}", "LR=${LR:-1}"])
+def test_what_adds_to_a_variable_that_may_be_set_is_unsure(change: str) -> None:
+    """It was unset for sure, and a line that was not followed may have set it."""
+    script = shell.read(f'unset LR\nif [ "$BIG" = 1 ]; then LR=4; fi\n{change}\nrun --lr "$LR"\n', {}, "a.sh")
+    assert script.commands[-1].words[-1].unsure == (2,)
+
+
 @pytest.mark.parametrize(
     "line",
     [
