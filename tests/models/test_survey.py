@@ -21,7 +21,7 @@ from octavo import models
 from octavo.models import folder, survey
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
-LEAST = {"5.17.0": {"described": 53, "not built": 15}, "5.23.0": {"described": 67, "not built": 12}}
+LEAST = {"5.17.0": {"described": 53, "not built": 15}, "5.24.0": {"described": 67, "not built": 12}}
 """Of a version that was looked at: how many must be described, and how many at most cannot be built."""
 
 

@@ -188,10 +188,8 @@ class MPTModel(MPTPreTrainedModel):
             share = self.config.embedding_fraction
             x = x * share + x.detach() * (1 - share)
         x = self.emb_drop(x)
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values,
-            position_ids=position_ids,
-        )  # fmt: skip
+        # by place: transformers 5.24 calls the cache `cache`
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
         more = self._biased(mask, x, past)
         for block in self.blocks:
             x = block(x, past_key_values=past_key_values, **more)
