@@ -42,7 +42,9 @@ JOBS: tuple[Job, ...] = (
     *_tests(1, {"torch_backend": 30, "casts": 200, "gemms": 120}),
     *_tests(2, {"gluon": 90, "moe": 60, "fused": 100, "compile": 130, "adamw": 80, "param": 40, "saved": 65}),
     *_tests(2, {"offloaded": 35, "eager": 35, "graphs": 35, "blocks": 65, "logits": 60, "generation": 120}),
-    *_tests(2, {"optimizer_states": 45, "sharing": 20, "decode": 85, "invariant": 200, "async_saves": 25}),
+    *_tests(
+        2, {"optimizer_states": 45, "sharing": 20, "self_check": 60, "decode": 85, "invariant": 200, "async_saves": 25}
+    ),
     *_tests(2, {"memory": 30, "plan": 120}, alone=True),
     *_suites(1, {"cast": 30, "gemm": 70, "linear": 150}),
     *_suites(3, {"layer": 130, "step": 260, "memory": 80}),

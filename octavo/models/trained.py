@@ -33,7 +33,7 @@ WAITS = {"paligemma": "its prompt attends both ways, images and words, and no fa
 _MADE = {
     *("input_ids", "labels", "attention_mask", "position_ids", "inputs_embeds", "mm_token_type_ids"),
     *("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images", "pixel_attention_mask", "token_type_ids"),
-    *("moe_mm_token_type_ids", "past_key_values", "cache_position", "rope_deltas", "per_layer_inputs"),
+    *("moe_mm_token_type_ids", "past_key_values", "cache", "cache_position", "rope_deltas", "per_layer_inputs"),
     *("use_cache", "logits_to_keep", "return_dict", "mm_encoder_outputs", "interpolate_pos_encoding"),
     *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode"),
     *("second_per_grid_ts", "router_labels", "self", "kwargs"),

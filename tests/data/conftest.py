@@ -39,6 +39,7 @@ def processors(models: Callable[[str], Any]) -> dict[str, Any]:
     for processor in made.values():
         processor.tokenizer = copy.deepcopy(processor.tokenizer)
         processor.tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+        processor.embedding_rows = None  # of a model that has them
     return made
 
 

@@ -103,6 +103,9 @@ def _is_norm(module: nn.Module) -> bool:
     return not module._modules and len(held) > 0 and all(p is None or p.dim() == 1 for p in held)
 
 
+_CACHES = ("past_key_values", "cache")  # what transformers calls them before 5.24, and from there on
+
+
 class Recomputed(nn.Module):
     """A forward that runs again in backward, from the module's inputs."""
 
@@ -112,7 +115,7 @@ class Recomputed(nn.Module):
         plain = partial(self._plain.forward, self, **kwargs)
         if not self.training or not torch.is_grad_enabled():
             return plain(*args)
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in _CACHES):
             raise RuntimeError(
                 f"a {self._plain.__name__} that recomputes its forward got a cache of keys and values, which the "
                 "second run would fill once more. Train with use_cache=False"

@@ -161,10 +161,13 @@ class MPTModel(MPTPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`position_ids` [B, T]: where tokens stand in their samples; None: counted, without padding in front. Raises
-        ValueError for a row beyond the last learned position."""
+        """`position_ids` [B, T]: where tokens stand in their samples; None: counted, without padding in front. `cache`:
+        `past_key_values`, as transformers calls them from 5.24 on. Raises ValueError for a row beyond the last learned
+        position."""
+        past_key_values = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
         x = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
@@ -240,6 +243,7 @@ class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], of all tokens or of `logits_to_keep` (the last so many, or indices), and with `labels` the
@@ -247,7 +251,7 @@ class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
         losses that never hold logits are scaled too."""
         found = self.transformer(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, cache=cache,
         )  # fmt: skip
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = found.last_hidden_state[:, keep]
