@@ -244,6 +244,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
                 parts.append(found)
                 continue
             text, image = _part(part, number)
+            foreign.check_part(part, number, role)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
                 parts.extend(split(text, left))

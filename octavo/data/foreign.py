@@ -58,9 +58,35 @@ def check_turn(turn: dict[str, Any], number: int, role: str) -> None:
         )
 
 
+def check_part(part: Any, number: int, role: str) -> None:
+    """That a part of text does not say, by a key of its own, whether it is learned (Axolotl): parts of a turn cannot be
+    chosen. Raises `RowProblem`."""
+    if not isinstance(part, dict) or part.get("type") != "text":
+        return
+    for key in (*_LEARNED, "train", *(("weight", "loss") if role == "assistant" else ())):
+        value = part.get(key)
+        if value not in (None, "", []) and _LEARNED.get(key, _flag)(value) != (role == "assistant"):
+            raise RowProblem(
+                f"turn {number}, of the {role}, has a part with the {key} {shown(value)}, which is not read: "
+                f"{CONTEXT}, and parts of a turn cannot be chosen"
+            )
+
+
+def check_variables(raw: Any) -> None:
+    """That a row has no variables of its own for the chat template, as TRL reads them. Raises `RowProblem`."""
+    given = raw.get("chat_template_kwargs") if isinstance(raw, dict) else None
+    if given in (None, "", "{}") or (isinstance(given, dict) and all(value is None for value in given.values())):
+        return
+    raise RowProblem(
+        f"has the chat_template_kwargs {shown(given)}, which are not read: all rows are written with the variables of "
+        "data.template_args"
+    )
+
+
 def check_row(raw: Any) -> None:
     """That a row which is learned has no key of its own that chooses what is learned, and no boxes for placeholders.
     Raises `RowProblem`."""
+    check_variables(raw)
     if not isinstance(raw, dict):
         return
     masks = [key for key in _OF_ROW if raw.get(key) not in (None, "", [])]

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +30,9 @@ Places = Mapping[str, Any] | list[Any] | bool
 
 _EXTENSION = "arrow.json"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+#: numbers that JSON does not write, and `datasets` takes for JSON: 007, 5.
+_ODD_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]*)?")
+_OURS: ContextVar[Mapping[str, str]] = ContextVar("ours", default=MappingProxyType({}))
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
 
@@ -61,6 +67,20 @@ _ALLOWED: dict[str, Callable[[Any, str], bool]] = {
     ),
 }  # fmt: skip
 """Keys under which rows have a text -> whether a value, stored as a text, is what else they may have there."""
+
+
+@contextmanager
+def renamed(ours: Mapping[str, str]) -> Iterator[None]:
+    """Within it, columns of these names (theirs -> ours) are read as what they become, texts where we have texts."""
+    before = _OURS.set(ours)
+    try:
+        yield
+    finally:
+        _OURS.reset(before)
+
+
+def our_name(column: str) -> str:
+    return _OURS.get().get(column, column)
 
 
 @lru_cache(maxsize=256)
@@ -119,10 +139,15 @@ def parsed(value: Any, places: Places, where: str, key: str) -> Any:
 
 
 def _value(text: str, where: str, key: str) -> Any:
-    value = parse_json(text, where, Unreadable, None)
+    try:
+        value = parse_json(text, where, Unreadable, None)
+    except Unreadable:
+        if _ODD_NUMBER.fullmatch(text):  # a text, for no number is written so
+            return text
+        raise
     if value is None or isinstance(value, str):
         return value
     if key in _ALLOWED:
         return value if _ALLOWED[key](value, text) else text
-    # Under another key, which `columns` may rename: 1.50 was a text, for the number is written 1.5.
-    return text if isinstance(value, float) and repr(value) != text else value
+    # Under another key: 1.50 and -0 were texts, for the numbers are written 1.5 and 0.
+    return text if isinstance(value, int | float) and json.dumps(value) != text else value

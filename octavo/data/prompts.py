@@ -41,7 +41,7 @@ from octavo.data.conversations import (
 )
 from octavo.data.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.foreign import check_row, check_turn, check_turn_text
+from octavo.data.foreign import check_row, check_turn, check_turn_text, check_variables
 from octavo.data.images import ImageFile, Picture
 from octavo.data.missing import is_missing
 from octavo.data.sample import Sample
@@ -133,6 +133,7 @@ class PromptEncoder(Encoder):
 def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
     """One decoded row as a `PromptRow`; `format` is "prompt" or one that SFT knows. Raises `BadSample`."""
     with naming(raw, file, row) as identity:
+        check_variables(raw)
         prompt, names, answer, reasoning = _read(raw, format)
         fields = raw if isinstance(raw, dict) else {}
         columns = {key: _without_bytes(fields[key]) for key in further(fields, format)}

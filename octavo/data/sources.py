@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.config.texts import is_url
+from octavo.data import json_columns
 from octavo.data.cache import Say, default_folder, quiet
 from octavo.data.conversations import ROLES, naming
 from octavo.data.documents import is_document, parse_document
@@ -95,6 +96,7 @@ class Renamed:
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
         self.path, self.rows, self._columns = rows.path, rows, columns
+        self._theirs = {theirs: ours for ours, theirs in columns.items()}
         self.shards: Sequence[int] | None = getattr(rows, "shards", None)
         self.window: int | None = getattr(rows, "window", None)
 
@@ -102,7 +104,8 @@ class Renamed:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        raw = self.rows[row]
+        with json_columns.renamed(self._theirs):
+            raw = self.rows[row]
         return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
 
     def keys(self) -> set[str]:

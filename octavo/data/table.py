@@ -203,7 +203,7 @@ def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
 
 def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
     try:
-        return json_columns.parsed(value, places, f"its JSON column {name!r}", name)
+        return json_columns.parsed(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
     except Unreadable as cause:
         raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
 

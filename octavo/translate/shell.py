@@ -225,8 +225,8 @@ class _Reader(Builtins):
 
     def pipeline(self, node: Pipeline, item: Item) -> bool | None:
         status: bool | None = None
-        for command in node.commands:
-            if len(node.commands) == 1:
+        for number, command in enumerate(node.commands, 1):
+            if len(node.commands) == 1 or (self.last_here and number == len(node.commands)):
                 status = self.node(command, item)
             else:
                 with self.apart():
@@ -287,7 +287,7 @@ class _Reader(Builtins):
             if known is True:
                 self.passed(body, node.line, node.heading)
                 continue
-            globs = [] if known is None else [glob(self, pattern, 2) for pattern in patterns]
+            globs = [] if known is None else [glob(self, pattern, 2, self.cased) for pattern in patterns]
             self.spend(10 * len(subject.text))
             fits = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
             if known is False and not falls and not any(fit is not False for fit in fits):
@@ -375,7 +375,7 @@ class _Reader(Builtins):
             return None
         self.files += 1
         program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).program()
-        positional = self.positional
+        positional, often = self.positional, self.set_positional
         if len(words) > 1:
             self.positional = words[1:]
         status: bool | None = None
@@ -385,7 +385,8 @@ class _Reader(Builtins):
         if program.stopped:
             self.leave(*program.stopped)
         self.reading.pop()
-        self.positional = positional
+        if len(words) > 1 and self.set_positional == often:  # without arguments, those are the caller's own
+            self.positional = positional
         return status
 
     # ---- simple commands

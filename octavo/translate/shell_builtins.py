@@ -14,7 +14,8 @@ VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SUM_OF = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)\s*([^=]+?)|(\+\+|--))\s*")
 ON_CONDITION = "whether it is carried out depends on what only a run knows; it is not taken"
 RUN = "what it sets is known to a run only"
-BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", "printf", "let")
+BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", "printf", "let", "shopt", "trap")
+_NO_FUNCTION = "a shell takes local in functions alone, and sets nothing"
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Builtins(Expander):
         self.script = Script()
         self.exported: dict[str, bool] = {}
         self.all_exported = False
+        self.last_here = False  # the last command of a pipe is carried out in the shell itself
+        self.set_positional = 0  # how often set gave arguments
         self.frames = [Frame()]
         self.within: list[str] = []
         self.dropped = 0
@@ -131,25 +134,32 @@ class Builtins(Expander):
             self.journal.append((self.exported, name, self.exported.get(name)))
         self.exported[name] = exported
 
-    def assignment(self, node: Assignment) -> None:
+    def assignment(self, node: Assignment, value: list[Word] | None = None) -> None:
+        """``value``: what it or its elements are, where that is worked out already."""
         if node.name in self.readonly:
             return
         if node.index is not None:
             self.lose([node.name])
             self.leave(node.line, f"{node.name}[{node.index}]=...", RUN)
         elif node.elements is not None:
-            items = self.several(node.elements)
+            items = self.several(node.elements) if value is None else value
             if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
                 self.lose([node.name])
             else:
                 self.assign_array(node.name, items, node.append)
         else:
-            self.put(node.name, self.pieces(node.value) if node.value else [], node.append)
+            self.put(node.name, self.pieces(node.value) if value is None else value, node.append)
 
     def declare(self, name: str, words: Sequence[Word | Assignment], item: Item) -> bool | None:
         options = "".join(w.text[1:] for w in words if isinstance(w, Word) and w.text.startswith("-"))
         if "f" in options or "p" in options or any(isinstance(w, Word) and w.text.startswith("+") for w in words):
             return None
+        if name == "local" and not any(frame.name for frame in self.frames):
+            self.changes += 1
+            self.leave(item.line, item.text, _NO_FUNCTION)
+            return None
+        if "n" in options:  # another name of a variable: whatever is assigned to it changes that one
+            self.anything(item, RUN)
         if set(options) & set("nilucA"):
             self.leave(item.line, item.text, RUN)
             self.lose(
@@ -161,6 +171,12 @@ class Builtins(Expander):
             )
             return None
         frame = self.frames[-1]
+        # a shell works out all of them before the first is assigned: in local A=1 B=$A, A is the former one
+        values = {
+            id(word): self.several(word.elements) if word.elements is not None else self.pieces(word.value)
+            for word in words
+            if isinstance(word, Assignment)
+        }
         for word in words:
             target, value = word, None
             if isinstance(word, Word):
@@ -186,7 +202,7 @@ class Builtins(Expander):
                 if value is None and isinstance(word, Word) and label not in self.forced:
                     self.store(label, Variable())
             if isinstance(target, Assignment):
-                self.assignment(target)
+                self.assignment(target, values[id(target)])
             elif value:
                 self.put(label, [Word(value[2], target.line, target.open, target.unsure)])
             if name == "export" or "x" in options:
@@ -203,6 +219,8 @@ class Builtins(Expander):
     def _unset(self, words: list[Word], item: Item) -> bool | None:
         for word in words:
             if word.open or "[" in word.text:
+                self.lose([word.text.partition("[")[0]] if not word.open else [])
+                self.changes += 1
                 self.leave(item.line, item.text, RUN)
             elif word.text in self.forced or word.text in self.readonly or word.text.startswith("-"):
                 continue
@@ -226,9 +244,28 @@ class Builtins(Expander):
         if "--" in texts or (texts and texts[0][:1] not in ("-", "+")):
             rest = words[texts.index("--") + 1 :] if "--" in texts else words
             self.positional = None if any(word.open for word in rest) else rest
+            self.set_positional += 1
             self.changes += 1
             if self.within:
                 self.leave(item.line, item.text, ON_CONDITION)
+        return True
+
+    def _shopt(self, words: list[Word], item: Item) -> bool | None:
+        texts = [word.text for word in words]
+        if "-s" in texts or "-u" in texts:
+            changed = {"nocasematch", "lastpipe"} & set(texts)
+            if changed and (self.within or self.dropped):
+                self.changes += 1
+                self.leave(item.line, item.text, ON_CONDITION)
+            elif changed:
+                self.cased = "-u" in texts if "nocasematch" in changed else self.cased
+                self.last_here = "-s" in texts if "lastpipe" in changed else self.last_here
+        return True
+
+    def _trap(self, words: list[Word], item: Item) -> bool | None:
+        """What is carried out at errors, or before each command, may change anything; at the end, nothing."""
+        if {word.text.upper().removeprefix("SIG") for word in words[1:]} & {"ERR", "DEBUG", "RETURN"} and words[0].text:
+            self.anything(item, RUN)
         return True
 
     def _shift(self, words: list[Word], item: Item) -> bool | None:

@@ -10,6 +10,7 @@ from octavo.translate.shell_expansion import Expander, Word, glob
 from octavo.translate.shell_syntax import Condition, ShellWord
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+_OCTAL = re.compile(r"[+-]?0[0-9]")
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,
     "-ne": lambda a, b: a != b,
@@ -62,7 +63,7 @@ def compared(expander: Expander, node: Condition) -> bool | None:
 def _comparison(expander: Expander, words: list[ShellWord]) -> bool | None:
     sign = words[1].literal if len(words) == 3 else None
     if sign in ("=", "==", "!="):
-        left, pattern = expander.text(words[0]), glob(expander, words[2], 2)
+        left, pattern = expander.text(words[0]), glob(expander, words[2], 2, expander.cased)
         if left.open or left.unsure or pattern is None or len(left.text) > 1000:
             return None
         expander.spend(10 * len(left.text))
@@ -73,4 +74,8 @@ def _comparison(expander: Expander, words: list[ShellWord]) -> bool | None:
         return None
     if len(words) not in (1, 2, 3):
         return None
-    return tested([expander.text(word) for word in words])
+    plain = [expander.text(word) for word in words]
+    # [[ 010 -eq 8 ]] holds, and 08 is no number: it reads sums, where [ reads numbers
+    if sign in _NUMBERS and any(_OCTAL.match(word.text) for word in (plain[0], plain[2])):
+        return None
+    return tested(plain)

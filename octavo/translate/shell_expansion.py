@@ -20,6 +20,7 @@ from octavo.translate.shell_syntax import (
     Substitution,
 )
 from octavo.translate.shell_values import LINES, Fields, Variable, Word, joined
+from octavo.translate.shell_words import PATTERNS
 from octavo.translate.sums import reckon
 
 #: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
@@ -30,6 +31,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[0-9]+")
 _TERM = re.compile(r"-?[0-9]+|[-+*/%()]")
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_EXTENDED = re.compile(r"[@!+*?]\(")
+#: variables that a shell itself gives values, whatever a script assigns
+_OWN = ("LINENO", "RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "BASHPID", "PPID", "UID", "EUID",
+        "GROUPS", "FUNCNAME", "DIRSTACK", "BASH_COMMAND", "HISTCMD")  # fmt: skip
 _CHANGES = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
@@ -54,6 +59,7 @@ class Expander:
         self.readonly: set[str] = set()
         self.positional: list[Word] | None = None
         self.splits = True  # IFS is as it was
+        self.cased = True  # patterns of conditions tell A from a: nocasematch is off
         self.journal: list[tuple[Any, ...]] = []
         self.journals = 0  # how many are open
         self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # that a name may be, and whether it is one
@@ -151,7 +157,7 @@ class Expander:
                     into.close()
                 for piece in value:
                     self.spend(len(piece.text))
-                    if part.quoted:
+                    if part.quoted or piece.whole:
                         into.add(piece.text, piece.line, piece)
                     elif not self.splits:  # a script that sets IFS
                         into.add(piece.text, piece.line, Word("", 0, (*piece.open, "IFS"), piece.unsure))
@@ -189,17 +195,23 @@ class Expander:
             return [Word(f"{head}{middle}{tail}", line) for middle in inside.split(",")]
         return [Word(text, line, (text,))]
 
-    def pieces(self, word: ShellWord | None) -> list[Word]:
-        """A word where nothing is split: an assigned value, a default, an arithmetic expression."""
+    def pieces(self, word: ShellWord | None, splits: bool = False) -> list[Word]:
+        """A word where nothing is split: an assigned value, an arithmetic expression; or, with ``splits``, a default
+        that will be, but for what is quoted in it."""
         found: list[Word] = []
         for part in word.parts if word else ():
             if isinstance(part, Literal):
-                found.append(Word(part.text, part.line))
+                found.append(Word(part.text, part.line, whole=splits and part.quoted))
                 continue
             for number, value in enumerate(self.part(part)):
                 if number:
                     found.append(Word(" ", part.line))
-                found += value
+                if splits and part.quoted:
+                    found += [replace(piece, whole=True) for piece in value or [Word("", part.line)]]
+                elif splits:
+                    found += value
+                else:
+                    found += [replace(piece, whole=False) if piece.whole else piece for piece in value]
         self.spend(sum(len(piece.text) + EACH for piece in found))
         return found
 
@@ -250,15 +262,19 @@ class Expander:
         if sign == "+":
             if value is None or any(piece.open for piece in value):
                 return [[self.left(part, part.name)]]
-            return [self.doubted([] if absent else self.pieces(part.argument), unsure, part.line)]
+            return [self.doubted([] if absent else self.default(part), unsure, part.line)]
         if not absent:
             return [value or []]
         if sign == "?" or (variable is not None and variable.lost):
             return [[Word(f"${part.name}", part.line, (part.name,))]]
-        pieces = self.doubted(self.pieces(part.argument), unsure, part.line)
+        pieces = self.doubted(self.default(part), unsure, part.line)
         if sign == "=" and part.index is None:
             self.assign(part.name, pieces)
         return [pieces]
+
+    def default(self, part: Parameter) -> list[Word]:
+        """What stands in the place of a value: ``${name:-here}``. What ``=`` assigns is split as any value."""
+        return self.pieces(part.argument, not part.quoted and part.operator.lstrip(":") in ("-", "+"))
 
     @staticmethod
     def doubted(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
@@ -324,13 +340,15 @@ class Expander:
         if items is None or part.operator:
             if items is not None or part.operator.lstrip(":")[:1] != "-":
                 return [[self.left(part, part.name)]]
-            return [self.pieces(part.argument)]
+            return [self.default(part)]
         if variable is not None and variable.unsure:
             items = [Word(w.text, w.line, w.open, variable.unsure) for w in items or [Word("", part.line)]]
         if part.length:
             known = not any(word.open or word.unsure for word in items)
             return [[Word(str(len(items)), part.line) if known else self.left(part, part.name)]]
         self.spend(EACH * len(items))
+        if star and part.quoted and not self.splits and len(items) > 1:  # by the first letter of IFS
+            return [[self.left(part, "IFS")]]
         if star and part.quoted:
             return [[piece for word in items for piece in (word, Word(" ", word.line))][:-1]]
         return [[word] for word in items]
@@ -338,7 +356,7 @@ class Expander:
     def changed(self, part: Parameter, value: list[Word] | None) -> list[Word]:
         """``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
         whole = self.joined(value, part.line) if value else None
-        pattern = glob(self, part.argument, 1) if part.operator in ("%", "%%", "#", "##") else None
+        pattern = glob(self, part.argument, 1) if part.operator in PATTERNS else None
         if whole is None or whole.open or pattern is None or len(whole.text) > 300:
             return [self.left(part)]
         text, places = whole.text, range(len(whole.text) + 1)
@@ -356,6 +374,9 @@ class Expander:
     def assign(self, name: str, pieces: list[Word], append: bool = False, line: int | None = None) -> None:
         """A scalar gets a value; of an array, its first element does."""
         if name in self.forced or name in self.readonly:
+            return
+        if name in _OWN:
+            self.lose([name])
             return
         former = self.variables.get(name)
         if former is not None and former.items is not None:
@@ -456,7 +477,7 @@ class Expander:
         return [self.left(part)]
 
 
-def glob(expander: Expander, word: ShellWord | None, stars: int) -> re.Pattern[str] | None:
+def glob(expander: Expander, word: ShellWord | None, stars: int, cased: bool = True) -> re.Pattern[str] | None:
     """A pattern of the shell as an expression; None where it is not followed. Unquoted variables are patterns too."""
     written: list[str] = []
     for part in word.parts if word else ():
@@ -469,9 +490,10 @@ def glob(expander: Expander, word: ShellWord | None, stars: int) -> re.Pattern[s
                 return None
             if part.quoted:
                 written.append(re.escape(piece.text))
-            elif any(sign in piece.text for sign in "[\\") or "**" in piece.text:
+            elif any(sign in piece.text for sign in "[\\") or "**" in piece.text or _EXTENDED.search(piece.text):
                 return None
             else:
                 written.append("".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in piece.text))
     text = "".join(written)
-    return re.compile(text, re.DOTALL) if text.count(".*") <= stars and len(text) < 2000 else None
+    flags = re.DOTALL if cased else re.DOTALL | re.IGNORECASE
+    return re.compile(text, flags) if text.count(".*") <= stars and len(text) < 2000 else None

@@ -19,13 +19,15 @@ _SPACES = re.compile(r"[ \t\n]+")
 @dataclass(frozen=True, slots=True)
 class Word:
     """A word of a command, or a piece of a value. ``line``: 0 is of another file; ``open``: what nothing sets;
-    ``unsure``: lines that were not followed and may change it; ``bare``: what followed it was an empty variable."""
+    ``unsure``: lines that were not followed and may change it; ``bare``: what followed it was an empty variable;
+    ``whole``: it was quoted in a default, so that white space in it ends no word."""
 
     text: str
     line: int
     open: tuple[str, ...] = ()
     unsure: tuple[int, ...] = ()
     bare: bool = False
+    whole: bool = False
 
 
 @dataclass(slots=True)

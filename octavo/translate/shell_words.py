@@ -33,6 +33,8 @@ _BRACED = re.compile(r"[^}\"'\\$`]+")
 _BRACED_IN_QUOTES = re.compile(r"[^}\"\\$`]+")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@#*?$!-]")
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]\n{}]{0,200})\])?")
+#: operators of ``${name...}`` whose argument is a pattern
+PATTERNS = ("#", "##", "%", "%%")
 _OPERATOR = re.compile(r":?[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
 _BACKQUOTED = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL)
 _BRACKET = re.compile(r"[()]")
@@ -191,6 +193,9 @@ class WordParser(ABC):
             self.enter()
             parts.append(self.parameter(quoted))
             self.depth -= 1
+        elif text.startswith("$[", start) and (end := text.find("]", start, start + _SUM)) >= 0:  # a sum of old
+            self.at = end + 1
+            parts.append(Unfollowed(quoted, self.line(start), self.shown(start, self.at)))
         elif not quoted and text.startswith("$'", start):
             parts.append(self.ansi())
         elif not quoted and text.startswith('$"', start):
@@ -222,8 +227,10 @@ class WordParser(ABC):
                 )
                 self.at = operator.end() if operator else self.at
         argument = ShellWord([], line)
+        # in "${name##*/}" the quotes around it do not quote the pattern
+        patterned = isinstance(part, Parameter) and part.operator in PATTERNS
         while self.at < self.end and self.text[self.at] != "}":
-            self.braced(argument.parts, quoted)
+            self.braced(argument.parts, quoted and not patterned)
         if self.at >= self.end:
             raise self.wrong("${ is not closed")
         self.at += 1

@@ -103,3 +103,33 @@ def test_a_completion_that_is_context_teaches_nothing(folder):
     with pytest.raises(BadSample, match=r"has a completion that is context \(weight 0\)"):
         folder.read([row], "rows.jsonl")[0]
     assert folder.read([row], "rows.jsonl", "prompts")[0].answer == "a"
+
+
+@pytest.mark.parametrize(
+    ("role", "key", "value"),
+    [("assistant", "loss_mask", 0), ("assistant", "train", False), ("assistant", "weight", 0),
+     ("assistant", "loss", 0.5), ("user", "train", True), ("user", "loss_mask", 1)],
+)  # fmt: skip
+def test_a_part_that_says_whether_it_is_learned(folder, role, key, value):
+    part = {"type": "text", "text": "b"}
+    turns = [{"role": r, "content": [part, part | ({key: value} if r == role else {})]} for r in ("user", "assistant")]
+    with pytest.raises(
+        BadSample, match=rf"of the {role}, has a part with the {key} .*parts of a turn cannot be chosen"
+    ):
+        folder.read([{"messages": turns}], "rows.jsonl")[0]
+
+
+def test_a_part_that_says_what_holds_anyway(folder):
+    asks = {"type": "text", "text": "q", "train": False, "loss_mask": 0, "weight": None}
+    says = {"type": "text", "text": "a", "train": True, "weight": 1, "loss_mask": None}
+    row = {"messages": [{"role": "user", "content": [asks]}, {"role": "assistant", "content": [says]}]}
+    assert folder.read([row], "rows.jsonl")[0].turns[-1].text == "a"
+
+
+def test_variables_that_a_row_has_for_the_template(folder):
+    row = {"messages": [USER, SAID], "chat_template_kwargs": {"enable_thinking": False}}
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": {"enable_thinking": False}}
+    for one, kind in ((row, "conversations"), (row, "prompts"), (pair, "pairs")):
+        with pytest.raises(BadSample, match=r"row 0: has the chat_template_kwargs .*data.template_args"):
+            folder.read([one], "rows.jsonl", kind)[0]
+    assert folder.read([row | {"chat_template_kwargs": {"enable_thinking": None}}], "rows.jsonl")[0].turns

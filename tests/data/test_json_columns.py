@@ -103,6 +103,22 @@ def test_a_value_that_is_no_json_is_wrong_with_its_row_alone(folder):
         source[1]
 
 
+@pytest.mark.parametrize("stream", (False, True))
+def test_texts_of_columns_that_are_renamed_are_as_they_were(folder, monkeypatch, stream):
+    """Under the name that `columns` gives; 007 and 5. are JSON for `datasets`, and for no parser of JSON."""
+    texts = ["1.50", "007", "5.", "true", '{"a": 1}', "[1, 2]", "-0", " 7", '["x", "y"]', "five"]
+    rows = pa.table(
+        {"q": pa.array([*texts[:-1], '"five"'], pa.json_()), "a": pa.array([*texts[:-1], '"5"'], pa.json_())}
+    )
+    parquet.write_table(rows, folder.path / "rows.parquet")
+    monkeypatch.setattr(cache, "SMALL", 0 if stream else cache.SMALL)
+    monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
+    source = folder.read(folder.path / "rows.parquet", columns={"prompt": "q", "answer": "a"}, stream=stream)
+    assert [[turn.text for turn in source[row].turns] for row in range(len(texts))] == [
+        [text, "5" if text == "five" else text] for text in texts
+    ]
+
+
 def test_metadata_that_is_damaged_says_nothing(folder):
     for damaged in (b"", b"[]", b'{"info": 3}', b'{"info": {"features": {"text": []}}}', b"[" * 100_000):
         rows = pa.table({"text": ["[1]"]}).replace_schema_metadata({b"huggingface": damaged})

@@ -256,3 +256,53 @@ def test_what_a_script_was_called_with_is_no_value_of_the_flag_before_it(tmp_pat
     made = import_of(tmp_path, 'swift sft $FIRST --model org/m --dataset org/d --max_length 64 --max_steps 4 "$@"\n')
     assert load_config_text(made.content, base=tmp_path).train.steps == 4
     assert [text for _, text, _ in made.unread] == ["$FIRST", "$@"]
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        # the quotes around ${...} do not quote its pattern
+        ('A=a/b.json; x "${A##*/}" "p-${A%/*}-s" "${A#a\\/}" "${A##"*/"}"', ["x", "b.json", "p-a-s", "b.json", "a/b.json"]),
+        ("A='a*b'; P='a*'; x \"${A#a*}\" \"${A##$P}\" \"${A#\"$P\"}\" \"${A#'a*'}\"", ["x", "*b", "", "b", "b"]),
+        # what is quoted in a default stays one word, what is not does not
+        ("x ${S:-\"a b\"} ${S:-'c d'} ${S-e\\ f} ${S:-g h} ${S:-i\" j\"}", ["x", "a b", "c d", "e f", "g", "h", "i j"]),
+        ('A=1; x ${A:+--s "a b"} ${A:+c d}', ["x", "--s", "a b", "c", "d"]),
+        ('A="p q"; B=(1 "2 3"); x ${S:-"$A"} ${S:-$A} ${S:-"${B[@]}"}', ["x", "p q", "p", "q", "1", "2 3"]),
+        ('E=; x ${E:-""} ${E:-} ${E:-${F:-"a b"}}', ["x", "", "a b"]),
+        ('A=${S:-"a b"}; x $A ${T:="c d"}', ["x", "a", "b", "c", "d"]),
+        # all words of a declaration are worked out before the first is assigned
+        ("A=0; export A=1 B=$A; x $A $B", ["x", "1", "0"]),
+        ('A=0; f() { local A=1 B=$A C=("$A" "$A"); x $A $B "${C[@]}"; }; f', ["x", "1", "0", "0", "0"]),
+        ("set -- p; source by_set.sh; x $1", ["x", "z"]),
+        ("set -- p; source by_set.sh q; x $1", ["x", "z"]),
+        ("set -- p r; source by_shift.sh q; x $1", ["x", "p"]),
+        ("shopt -s lastpipe; A=1; true | A=2; x $A", ["x", "2"]),
+        ("shopt -s nocasematch; case Q in q) A=1;; *) A=2;; esac; [[ Q == q ]] && B=3; x $A $B", ["x", "1", "3"]),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_bash(written: str, words: list[str]) -> None:
+    files = {"by_set.sh": "set -- z\n", "by_shift.sh": "shift\n"}
+    script = shell.read(written + "\n", {}, "a.sh", files.get)
+    assert [word.text for word in script.commands[-1].words] == words
+    assert not any(word.open for word in script.commands[-1].words)
+
+
+@pytest.mark.parametrize(
+    ("written", "how"),
+    [
+        ("N=$[3 + 4]; x $N", "open"),
+        ("A=(1 2 3); unset 'A[1]'; x \"${A[@]}\"", "open"),
+        ('IFS=,; A=(1 2); x "${A[*]}"', "open"),
+        ("A=7bx; x ${A%@(b|x)}", "open"),
+        ("LINENO=5; x $LINENO", "open"),
+        ("A=1; [[ 08 -eq 8 ]] && A=2; x $A", "unsure"),
+        ("A=1; trap 'A=2' ERR; x $A", "unsure"),
+        ("A=1; f() { local -n R=A; R=2; }; f; x $A", "unsure"),
+        ("A=1; local A=2; x $A", "listed"),
+        ("if [ -f a ]; then shopt -s nocasematch; fi; x", "listed"),
+    ],
+)
+def test_what_is_not_followed_is_open_or_listed(written: str, how: str) -> None:
+    script = shell.read(written + "\n", {}, "a.sh")
+    words = script.commands[-1].words
+    assert {"open": any(w.open for w in words), "unsure": any(w.unsure for w in words)}.get(how, script.unread)
