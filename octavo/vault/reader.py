@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 from typing import Any, NoReturn
 
 from octavo.vault import form
@@ -79,6 +80,8 @@ class Reader(io.RawIOBase):
         """Of the file at a path. Raises VaultError, and OSError as open does."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread says "Is a directory", and not of what
+                raise Damaged(f"{os.fspath(path)} is no file: something else is in its place. Take it from a copy")
             return cls(handle, os.fspath(path), key)
         except BaseException:
             os.close(handle)
