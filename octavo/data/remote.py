@@ -119,12 +119,12 @@ def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
         except Exception as cause:  # of a network, of whatever package serves this kind of URL
             if isinstance(cause, _LASTING) and not _of_network(cause):
                 raise DataError(
-                    f"{url} cannot be had ({first_line(cause)[:300]}); check the URL and who may read it, or copy it "
-                    "here and name the folder"
+                    f"{url} cannot be had ({_why(cause)}); check the URL and who may read it, or copy it here and name "
+                    "the folder"
                 ) from cause
             if atomic.no_room(Path(), cause):
                 raise
-            why = first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
+            why = _why(cause)
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
                 raise DataError(
@@ -132,6 +132,13 @@ def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
                 ) from cause
             time.sleep(WAIT * 2 ** (tries - 1))
     raise AssertionError
+
+
+def _why(cause: Exception) -> str:
+    """What failed, in a line: of a file that is called missing what its server said, a refusal or a circle too."""
+    if isinstance(cause, _Lost):
+        return str(cause)
+    return first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
 
 
 def _of_network(cause: BaseException) -> bool:
