@@ -141,6 +141,23 @@ def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
     assert len(said) == 4
 
 
+def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
+    """No block of the first size ever comes; however slow this machine is, smaller ones come in time."""
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if not 0 < (size or 0) <= 2:
+                Server.over.wait()
+            return super().read(size)
+
+    monkeypatch.setattr(Plain, "_open", lambda *call, **options: Slow(ROWS))
+    for name, value in (("SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_LEAST", 1)):
+        monkeypatch.setattr(remote, name, value)
+    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
+    rows = open_fetched(url, None)
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
+
+
 def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
     """A try that was given up shares its file with the next one."""
     file, watch = tmp_path / "x", remote._Watch()
