@@ -13,12 +13,12 @@ from octavo.vault.errors import Damaged
 from octavo.vault.key import Key, find
 
 _COUNTED = 10_000
-_of_version_1: dict[str, None] = {}  # what this process opened in it
+_of_version_1: dict[str, str] = {}  # what this process opened in it: absolute path -> as it was named first
 
 
 def read_in_version_1() -> list[str]:
     """The files of version 1, whose names are bound to nothing, that this process read since it was last asked."""
-    files = list(_of_version_1)
+    files = list(_of_version_1.values())
     _of_version_1.clear()
     return files
 
@@ -60,7 +60,7 @@ class Reader(io.RawIOBase):
         stored, path = self._stored, self._path
         self._cipher = form.of(key, self._bytes(0, form.HEADER), path)
         if self._cipher.version == form.FIRST and len(_of_version_1) < _COUNTED:
-            _of_version_1[str(path)] = None
+            _of_version_1.setdefault(os.path.abspath(str(path)), str(path))
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
         self._begin = len(self._cipher.header)
         body, whole = size - self._begin, self._cipher.chunk + form.TAG

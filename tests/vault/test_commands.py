@@ -203,3 +203,12 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
     one, other = models.load(tmp_path / "plain"), models.load(tmp_path / "old")
     assert all(map(torch.equal, one.parameters(), other.parameters()))
     models.load_processor(tmp_path / "old")
+
+
+def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
+    (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
+    monkeypatch.chdir(tmp_path)
+    vault.read_in_version_1()
+    for path in ("a", tmp_path / "a", "./a"):
+        vault.Reader.of(path).close()
+    assert vault.read_in_version_1() == ["a"]
