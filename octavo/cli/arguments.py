@@ -24,8 +24,8 @@ from octavo.reading import printable
 TARGETS = {
     **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
     **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
-    **dict.fromkeys(("import", "compare", "bisect", "bench"), ("out",)),
-    "encrypt": ("target", "new_key"), "convert": ("destination",), "demo": ("dir",),
+    **dict.fromkeys(("import", "compare", "bisect", "bench", "report"), ("out",)),
+    "encrypt": ("target", "new_key"), "demo": ("dir",),  # convert looks itself: it has two spellings
 }  # fmt: skip
 OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 

@@ -46,7 +46,7 @@ def convert(source: Path, target: Path, conversion: Conversion, what: str) -> in
         raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
     if not target.absolute().parent.is_dir():
         raise Refused(f"{printable(target.parent)} is no folder; make it first, or name another place")
-    files = _files(source, conversion.named) if source.is_dir() else [source]
+    files = _files(source, conversion.named) if source.is_dir() else _regular([source])
     total, done = sum(file.stat().st_size for file in files), 0
     with terminal.progress(what) as progress:
 
@@ -118,7 +118,8 @@ def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
     if odd := next((file for file in entries if file.is_symlink() and (file.is_dir() or not file.exists())), None):
         what = "a folder, which is not followed" if odd.is_dir() else "nothing"
         raise Refused(f"{printable(odd)} is a link to {what}; put what is meant in its place, or remove the link")
-    files, places = [file for file in entries if not file.is_dir() and named(file) is not None], dict[Path, Path]()
+    stored = _regular([file for file in entries if not file.is_dir()])
+    files, places = [file for file in stored if named(file) is not None], dict[Path, Path]()
     for file in files:
         name = str(named(file))
         if (other := places.setdefault(file.with_name(name), file)) is not file:
@@ -126,11 +127,17 @@ def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
     return files
 
 
+def _regular(files: list[Path]) -> list[Path]:
+    """The same. Raises Refused for what is no regular file: opening a pipe would wait for who writes to it."""
+    for file in files:
+        if (kind := reading.kind_of(file)) is not None:
+            raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
+    return files
+
+
 def _stored(file: Path) -> BinaryIO:
     """A regular file as it stands on the disk."""
-    if (kind := reading.kind_of(file)) is not None:
-        raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
-    return file.open("rb")
+    return _regular([file])[0].open("rb")
 
 
 def lines(opened: BinaryIO, file: Path, key: vault.Key | None = None) -> Iterator[tuple[int, bytes]]:

@@ -27,7 +27,8 @@ from octavo.reading import COUNT, TEXT, check_form, first_line, parse_json
 TRIES = 4
 SECONDS = 120.0  # without a byte, after which a try has failed
 WAIT = 0.5  # seconds before the second try; twice as long before each further one
-_BLOCK = 16 << 20  # bytes that are asked for at a time
+_BLOCK = 16 << 20  # bytes that are asked for at a time; a 16th with each further try
+_LEAST = 1 << 12
 _LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, ValueError)
 #: what services call that by which one sees that a file holds something else
 _MARKS = ("ETag", "etag", "md5Hash", "blob_id", "oid", "LastModified", "last_modified", "mtime", "created")
@@ -113,18 +114,18 @@ def report(text: str) -> None:
 def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
     for tries in range(1, TRIES + 1):
         try:
-            return _watched(work)
+            return _watched(work, max(_LEAST, _BLOCK >> 4 * (tries - 1)))
         except DataError:
             raise
         except Exception as cause:  # of a network, of whatever package serves this kind of URL
             if isinstance(cause, _LASTING) and not _of_network(cause):
                 raise DataError(
-                    f"{url} cannot be had ({first_line(cause)[:300]}); check the URL and who may read it, or copy it "
-                    "here and name the folder"
+                    f"{url} cannot be had ({_why(cause)}); check the URL and who may read it, or copy it here and name "
+                    "the folder"
                 ) from cause
             if atomic.no_room(Path(), cause):
                 raise
-            why = first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
+            why = _why(cause)
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
                 raise DataError(
@@ -132,6 +133,13 @@ def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
                 ) from cause
             time.sleep(WAIT * 2 ** (tries - 1))
     raise AssertionError
+
+
+def _why(cause: Exception) -> str:
+    """What failed, in a line: of a file that is called missing what its server said, a refusal or a circle too."""
+    if isinstance(cause, _Lost):
+        return str(cause)
+    return first_line(cause.__cause__ if isinstance(cause, _LASTING) and cause.__cause__ else cause)[:300]
 
 
 def _of_network(cause: BaseException) -> bool:
@@ -146,9 +154,11 @@ def _of_network(cause: BaseException) -> bool:
 
 
 class _Watch:
-    """What a try has in common with those who wait for it: when it last came on, and whether it was given up."""
+    """What a try has in common with those who wait for it: when it last came on, and whether it was given up. `block`:
+    bytes that it asks for at a time, fewer with each try: of a slow line no large block comes in time."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = _BLOCK) -> None:
+        self.block = block
         self.moved, self.ended = threading.Event(), threading.Event()
         self.lock, self.given_up = threading.Lock(), False
 
@@ -156,10 +166,10 @@ class _Watch:
         self.moved.set()
 
 
-def _watched(work: Callable[[_Watch], _T]) -> _T:
+def _watched(work: Callable[[_Watch], _T], block: int) -> _T:
     """Do it in a thread, as long as something comes every `SECONDS`. A thread that waits for a server cannot be ended:
     it is left behind, and writes nothing any more."""
-    watch, results, errors = _Watch(), [], []
+    watch, results, errors = _Watch(block), [], []
 
     def run() -> None:
         try:
@@ -193,9 +203,9 @@ def _system(url: str) -> tuple[Any, str]:
 
 def _copied(remote: Remote, to: Path, watch: _Watch) -> None:
     system, path = _system(remote.url)
-    with system.open(path, "rb", block_size=_BLOCK) as source, open(to, "r+b") as out:
+    with system.open(path, "rb", block_size=watch.block) as source, open(to, "r+b") as out:
         out.truncate(remote.size)  # of an earlier try that brought more
-        while piece := source.read(_BLOCK):
+        while piece := source.read(watch.block):
             watch.move()
             with watch.lock:
                 if watch.given_up:  # another try writes there now

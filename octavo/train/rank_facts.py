@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import octavo
-from octavo import accelerator, data, environment, switches
+from octavo import accelerator, data, environment, switches, vault
 from octavo.config import Config
 from octavo.models.folder import parts_of
 from octavo.train import datafiles
@@ -64,6 +64,8 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     facts |= {f"file of {name}": digest[:16] for name, digest in prints.items()}
     facts |= _versions()
     facts["device"] = accelerator.here().type
+    if cfg.run.encrypt:  # else it would be told at the first save, and the steps before it were lost
+        facts["id of the key"] = vault.find().id.hex()
     facts |= {f"variable {name}": os.environ[name] for name in switches.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
             facts.items() if not _any(key, LOCAL)}  # fmt: skip

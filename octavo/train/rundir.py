@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, fp8, reading, vault
+from octavo import checkpoint, fp8, reading, targets, vault
 from octavo.atomic import write_bytes, write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
@@ -254,7 +254,9 @@ def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
 
 
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:
-    """What the directory holds; refuses what must not be touched."""
+    """What the directory holds; refuses what must not be touched, and a name under which no model can be written:
+    else a run would train to its end before `hf/` is refused."""
+    targets.check_target(directory, TrainError)
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
     # What starts with a dot is a file that was being written when a run was killed before it had a configuration.

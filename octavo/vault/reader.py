@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import stat
 from typing import Any, NoReturn
 
 from octavo.vault import form
@@ -12,12 +13,12 @@ from octavo.vault.errors import Damaged
 from octavo.vault.key import Key, find
 
 _COUNTED = 10_000
-_of_version_1: dict[str, None] = {}  # what this process opened in it
+_of_version_1: dict[str, str] = {}  # what this process opened in it: absolute path -> as it was named first
 
 
 def read_in_version_1() -> list[str]:
     """The files of version 1, whose names are bound to nothing, that this process read since it was last asked."""
-    files = list(_of_version_1)
+    files = list(_of_version_1.values())
     _of_version_1.clear()
     return files
 
@@ -59,7 +60,7 @@ class Reader(io.RawIOBase):
         stored, path = self._stored, self._path
         self._cipher = form.of(key, self._bytes(0, form.HEADER), path)
         if self._cipher.version == form.FIRST and len(_of_version_1) < _COUNTED:
-            _of_version_1[str(path)] = None
+            _of_version_1.setdefault(os.path.abspath(str(path)), str(path))
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
         self._begin = len(self._cipher.header)
         body, whole = size - self._begin, self._cipher.chunk + form.TAG
@@ -79,6 +80,8 @@ class Reader(io.RawIOBase):
         """Of the file at a path. Raises VaultError, and OSError as open does."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread says "Is a directory", and not of what
+                raise Damaged(f"{os.fspath(path)} is no file: something else is in its place. Take it from a copy")
             return cls(handle, os.fspath(path), key)
         except BaseException:
             os.close(handle)

@@ -117,7 +117,8 @@ def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, 
 @pytest.mark.parametrize("how", ("404", "410", "403"))
 def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had \(FileNotFoundError"):
+    said_by_it = rf"rows\.jsonl cannot be had \(Status: the server answered {how}\); check the URL and who may read it"
+    with pytest.raises(DataError, match=said_by_it):
         open_fetched(url, None)
     assert not said and len(Server.answers) == 98
 
@@ -129,15 +130,32 @@ def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
     monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    assert said and "rows.jsonl: try 1 of 4 failed (_Lost: nothing came for 0.05 s)" in said[0]
+    assert said and "rows.jsonl: try 1 of 4 failed (nothing came for 0.05 s)" in said[0]
 
 
 def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
     monkeypatch.setattr(remote, "SECONDS", 0.05)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(_Lost: nothing came for 0\.05 s\)"):
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(nothing came for 0\.05 s\)"):
         open_fetched(url, None)
     assert len(said) == 4
+
+
+def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
+    """No block of the first size ever comes; however slow this machine is, smaller ones come in time."""
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if not 0 < (size or 0) <= 2:
+                Server.over.wait()
+            return super().read(size)
+
+    monkeypatch.setattr(Plain, "_open", lambda *call, **options: Slow(ROWS))
+    for name, value in (("SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_LEAST", 1)):
+        monkeypatch.setattr(remote, name, value)
+    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
+    rows = open_fetched(url, None)
+    assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
 
 
 def test_what_comes_late_is_not_written(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 import octavo
-from octavo import environment
+from octavo import environment, vault
 from octavo.config import Config, override, to_yaml
 from octavo.config.texts import FilePath
 from octavo.train.rank_facts import LOCAL, PLACES, rank_facts
@@ -102,6 +102,15 @@ def test_versions_rewards_and_arithmetic_are_told_apart(own: Make, monkeypatch: 
     found = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     assert found > {"octavo", "package.transformers", "variable NVIDIA_TF32_OVERRIDE", "file of reward score"}
     assert "package.rich" not in found
+
+
+def test_other_keys_are_told_apart_by_their_ids(own: Make, monkeypatch: pytest.MonkeyPatch):
+    facts = []
+    for key in ("01" * 31 + "02", "03" * 31 + "04"):
+        monkeypatch.setenv(vault.VALUE, key)
+        facts.append(rank_facts(own("run.encrypt=true"), {}))
+    assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"id of the key"}
+    assert key not in str(facts)
 
 
 def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
         assert main(["encrypt", *words]) == 2
         assert why in capsys.readouterr().err
     assert contents(back) == {"mine": b"mine"} and not (tmp_path / "k").exists()
+
+
+@pytest.mark.parametrize("place", ["added", "a.json", vault.LIST])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, capsys, place, make):
+    stored, back = tmp_path / "stored", tmp_path / "back"
+    assert main(["encrypt", str(folder), str(stored)]) == 0
+    (stored / place).unlink(missing_ok=True)
+    make(stored / place)  # opening a pipe that nobody writes to would never return
+    for command in ("decrypt", "encrypt"):
+        if (place, make) == ("added", os.mkdir):  # an empty folder
+            continue
+        assert main([command, str(stored), str(back)]) in (1, 2)
+        assert place in capsys.readouterr().err
+        assert not back.exists() and not list(tmp_path.glob(".*"))
 
 
 def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
@@ -187,3 +203,12 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
     one, other = models.load(tmp_path / "plain"), models.load(tmp_path / "old")
     assert all(map(torch.equal, one.parameters(), other.parameters()))
     models.load_processor(tmp_path / "old")
+
+
+def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
+    (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
+    monkeypatch.chdir(tmp_path)
+    vault.read_in_version_1()
+    for path in ("a", tmp_path / "a", "./a"):
+        vault.Reader.of(path).close()
+    assert vault.read_in_version_1() == ["a"]
