@@ -37,8 +37,8 @@ ARTEFACTS = 64 << 20  # bytes of a test's folder that are kept
 
 #: what code that depends on the order of processes, threads or signals calls
 RACING = {
-    "kill", "killpg", "send_signal", "raise_signal", "pthread_kill", "setitimer", "SIGTERM", "SIGINT", "SIGHUP",
-    "SIGKILL", "SIGALRM", "flock", "FileLock", "start_processes", "init_process_group",
+    "kill", "killpg", "terminate", "send_signal", "raise_signal", "pthread_kill", "setitimer", "SIGTERM", "SIGINT",
+    "SIGHUP", "SIGKILL", "SIGALRM", "flock", "FileLock", "start_processes", "init_process_group",
 }  # fmt: skip
 RACING_NAME = re.compile(r"resum|kill|interrupt|signal|(?<![a-z])lock|(?<![a-z])ranks?(?![a-z])")
 RACING_MODULES = {"tests.ranks"}

@@ -48,6 +48,12 @@ def test_that_kills():
 
 def test_resumes():
     assert not first_time("resumes")
+
+def test_ended():
+    import multiprocessing
+    for process in multiprocessing.active_children():
+        process.terminate()
+    assert not first_time("ended")
 """
 
 
@@ -89,7 +95,12 @@ def test_a_test_that_passes_when_run_again_is_reported_and_saves_the_run(run, ca
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [("test_wrong", "failed again"), ("test_that_kills", "race_is_a_bug"), ("test_resumes", "race_is_a_bug")],
+    [
+        ("test_wrong", "failed again"),
+        ("test_that_kills", "race_is_a_bug"),
+        ("test_resumes", "race_is_a_bug"),
+        ("test_ended", "race_is_a_bug"),
+    ],
 )
 def test_what_fails_twice_or_races_fails_the_run(run, words: str, why: str) -> None:
     part, folder = run

@@ -156,7 +156,7 @@ def _prefill(config: Any, model: models.CacheShape, shape: Shape, dtype: torch.d
     prompt."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     each = getattr(text, "moe_intermediate_size", None)
-    inner = each * text.num_experts_per_tok if each else text.intermediate_size
+    inner = each * text.num_experts_per_tok if each else getattr(text, "intermediate_size", None) or text.hidden
     attention = 2 * (2 * model.queries + 2 * model.heads) * model.dim
     decoder = shape.prompt * (3 * text.hidden_size + 2 * model.dim + max(3 * inner, attention))
     tower = pixels = 0

@@ -5,7 +5,7 @@ from octavo.models.attention import attend, kernels_here, use_attention, use_ker
 from octavo.models.deferred import Deferred, defer
 from octavo.models.dropout import switch_off_dropout, switched_off
 from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
-from octavo.models.endings import EndToken, answer_end, state_end, stated_ends, stop_ids, unstated_end
+from octavo.models.endings import EndToken, answer_end, ends_with, state_end, stated_ends, stop_ids, unstated_end
 from octavo.models.errors import ModelError
 from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.frames import OF_VIDEOS, as_images, positions_of_rows
@@ -63,6 +63,7 @@ __all__ = [
     "draw",
     "dummy_image_inputs",
     "empty",
+    "ends_with",
     "freeze",
     "freeze_all",
     "fresh",

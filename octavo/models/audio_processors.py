@@ -19,7 +19,7 @@ from transformers import BatchFeature, PreTrainedTokenizerBase, WhisperFeatureEx
 from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
 
 from octavo.models.chat import WithDeadline
-from octavo.models.errors import ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import check_sizes, stock
 from octavo.models.hearing import LEAST, hearing_of
 from octavo.models.readable import readable
@@ -91,7 +91,7 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
             f"x {wanted[1]}. Take both from one model."
         )
     if processor.audio_token_id != config.audio_token_id:
-        raise ModelError(
+        raise ForeignTokenizerError(
             f"{folder}: {processor.audio_token} is token {processor.audio_token_id} of the tokenizer, and config.json "
             f"looks for sounds at {config.audio_token_id} (audio_token_index). Take both from one model."
         )

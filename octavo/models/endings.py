@@ -17,9 +17,9 @@ from typing import Any
 
 from octavo import vault
 from octavo.models import chat
-from octavo.models.errors import ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import at, parts_of, read_json
-from octavo.models.processors import load_for_chat
+from octavo.models.processors import load_for_chat, load_tokenizer
 
 SETTINGS = "generation_config.json"
 _ANSWER = "Octavo"  # one plain word, which templates write unchanged
@@ -82,8 +82,7 @@ def stop_ids(settings: Any, processor: Any) -> list[int]:
     """The tokens that end an answer: of a model's generation `settings` (else the tokenizer's end), and the one by
     which the chat template ends answers."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    stated = getattr(settings, "eos_token_id", None)
-    ids = _as_list(tokenizer.eos_token_id if stated is None else stated)
+    ids = _as_list(getattr(settings, "eos_token_id", None)) or _as_list(tokenizer.eos_token_id)
     learned = answer_end(processor, ids)
     return ids if learned is None else [*ids, learned.id]
 
@@ -99,21 +98,35 @@ def stated_ends(folder: Path) -> list[int]:
     return _as_list(text.get("eos_token_id") if own is None and isinstance(text, dict) else own)
 
 
+def ends_with(folder: Path, learned: EndToken, tokenizer: Any | None = None) -> list[int]:
+    """The tokens that a folder's settings have to name, so that whoever reads them stops where Octavo does
+    (:func:`stop_ids`): those that they name, where there is none the end token of the `tokenizer` (None: it is loaded),
+    and the `learned` one. Raises ModelError."""
+    stated = stated_ends(folder)
+    if not stated:
+        stated = _as_list((load_tokenizer(folder) if tokenizer is None else tokenizer).eos_token_id)
+    return list(dict.fromkeys([*stated, learned.id]))
+
+
 def unstated_end(folder: Path, processor: Any | None = None) -> EndToken | None:
     """The token by which the chat template ends answers where the folder's settings do not stop at it, else None.
 
     processor  of the folder; None: it is loaded
 
-    None also for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises ModelError as
-    :func:`stated_ends`.
+    None also for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises
+    ForeignTokenizerError for one of another model, and ModelError as :func:`stated_ends`.
     """
     if processor is None:
         try:
             processor = load_for_chat(folder)
+        except ForeignTokenizerError:  # whoever loads the folder that is written would be refused
+            raise
         except ModelError:  # weights can be written without a tokenizer
             return None
     tokenizer = getattr(processor, "tokenizer", processor)
-    return answer_end(processor, stated_ends(folder) or _as_list(tokenizer.eos_token_id))
+    # Where there are settings, transformers asks nobody else; without them it takes those of its configuration's class.
+    silent = [] if os.path.lexists(at(folder, SETTINGS)) else _as_list(tokenizer.eos_token_id)
+    return answer_end(processor, stated_ends(folder) or silent)
 
 
 def state_end(source: Path, written: Path, encrypted: vault.Folder | None = None) -> EndToken | None:
@@ -130,7 +143,7 @@ def state_end(source: Path, written: Path, encrypted: vault.Folder | None = None
         file = _home(written) / SETTINGS
         raw = read_json(_home(source) / "config.json")
         settings = {key: raw[key] for key in _FROM_CONFIG if raw.get(key) is not None}
-    settings["eos_token_id"] = [*stated_ends(source), learned.id]
+    settings["eos_token_id"] = ends_with(source, learned)
     vault.put(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
     return learned
 

@@ -55,8 +55,14 @@ _MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
 #: keys of config.json (and ends of keys) that are above zero, and those that are not below it: with any other number a
 #: model loads, and computes something else. A window of -3 hides all tokens; a base of 0 gives angles that are infinite
 _ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
-               "low_freq_factor", "high_freq_factor", "long_factor", "short_factor")  # fmt: skip
-_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise")
+               "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
+               "long_factor", "short_factor")  # fmt: skip
+_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section")
+#: and those that are 1 at most: what is dropped, or turned, is a part
+_AT_MOST_ONE = ("dropout", "partial_rotary_factor")
+#: keys of one part of a model: how many experts a token takes, and how many there are
+_TAKEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: of these only inside a table of rotary embeddings: elsewhere a factor may be any
 _ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
@@ -139,6 +145,7 @@ def check_sizes(file: Path) -> None:
     while level:
         key, node = level.pop()
         if isinstance(node, dict):
+            _check_experts(file, node)
             level += [(f"{key}.{name}" if key in _ROPE else name, one) for name, one in node.items()]
         elif isinstance(node, list):
             level += [(key, one) for one in node]
@@ -161,6 +168,19 @@ def _check_sign(file: Path, key: str, value: float) -> None:
     if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
         least = "above 0" if above else "0 or above"
         raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Mend the field.")
+    if key.endswith(_AT_MOST_ONE) and value > 1:
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be 1 at most. Mend the field.")
+
+
+def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
+    """Raises ModelError where a token takes more experts than there are: no forward would end."""
+    there = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
+    for key in _TAKEN:
+        if type(taken := part.get(key)) is int and taken > max(there, default=0) > 1:  # dense siblings have 0 or 1
+            raise ModelError(
+                f"{file} gives {key}={taken}, and it must be {max(there)} at most, the number of experts. Mend the "
+                "field."
+            )
 
 
 def check_generation_config(folder: Path) -> None:

@@ -27,7 +27,7 @@ from transformers.utils import is_torchvision_available
 
 from octavo.models import stock_processors as stocked
 from octavo.models.chat import WithDeadline
-from octavo.models.errors import ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import read_json, stock
 from octavo.models.frames import as_images
 from octavo.models.nvila.images import NvilaImages
@@ -260,11 +260,11 @@ def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
         if theirs is None or ours in (None, theirs):
             continue
         if raw.get(key) is None:
-            raise ModelError(
+            raise ForeignTokenizerError(
                 f"{folder}: config.json lacks {key}, for which the model's class takes {theirs}, and the tokenizer has "
                 f"{ours}: the model could not find its images. Add the key to config.json."
             )
-        raise ModelError(
+        raise ForeignTokenizerError(
             f"{folder}: config.json gives {key} {theirs!r:.80}, and tokenizer_config.json {ours!r:.80}: the model "
             "could not take its images. Copy both files from one model."
         )

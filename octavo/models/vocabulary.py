@@ -14,7 +14,7 @@ from typing import Any
 
 from octavo import reading
 from octavo.models import chat
-from octavo.models.errors import ModelError
+from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import at
 from octavo.sealed import NOTE
 
@@ -36,7 +36,7 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
     beyond = max((number for number in used if number >= rows), default=None)
     if beyond is not None:
         text = reading.printable(str(tokenizer.convert_ids_to_tokens(beyond)))
-        raise ModelError(
+        raise ForeignTokenizerError(
             f"{folder}: the token {beyond} ({text}) is beyond the model's embedding of {rows} rows, and "
             f"{used[beyond]}. Take the tokenizer that belongs to the model."
         )

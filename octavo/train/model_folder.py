@@ -39,7 +39,10 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
 def _of_end(cfg: Config, end: models.EndToken) -> str:
     stated = models.stated_ends(Path(cfg.model.path))
     stops = f"stop at {', '.join(map(str, stated))}" if stated else "name no end token"
-    both = "both" if stated else "it"
+    ends = models.ends_with(Path(cfg.model.path), end)
+    both = {1: "it", 2: "both"}.get(len(ends), "all")
+    if not stated and len(ends) > 1:
+        stops += f", so that the tokenizer's counts, {ends[0]}"
     written = f"hf/ and exports name {both}"
     if cfg.lora is not None:
         written = f"octavo merge names {both}, and a server of adapter/ needs stop_token_ids [{end.id}]"

@@ -123,6 +123,26 @@ def test_other_names_are_no_scales_of_a_cache(copy: Good) -> None:
         models.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("layer", "said"), [("layers.0", "layers.1 has none"), ("layers.9", "layers.9, and the folder has no such layer")]
+)
+def test_scales_of_some_layers_alone(copy: Good, layer: str, said: str) -> None:
+    folder = copy("ct-row")
+    for name in ("k_scale", "v_scale"):
+        folders.put(folder, f"model.{layer}.self_attn.{name}", torch.tensor(0.1), beside=folders.Q)
+    scheme(folder)
+    (found,) = verify(folder).findings
+    assert found.kind == "cache-scales" and said in found.text and verify(folder).ok
+
+
+def test_a_scale_of_no_elements(copy: Good) -> None:
+    folder = copy("ct-row")
+    add_scales(folder, ("k_scale", "v_scale"))
+    scheme(folder)
+    folders.put(folder, "model.layers.0.self_attn.k_scale", torch.zeros(0), beside=folders.Q)
+    assert {(f.kind, f.tensor) for f in verify(folder).failures} == {("scale-nan", "model.layers.0.self_attn.k_scale")}
+
+
 # AutoFP8 --------------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +188,15 @@ def test_autofp8_with_a_kv_cache_and_damage(copy: Good) -> None:
     folders.put(folder, f"{folders.DOWN}_scale", None)
     found = {(f.kind, f.tensor) for f in verify(folder).failures}
     assert found == {("scale-missing", folders.Q), ("scale-missing", folders.DOWN)}
+
+
+@pytest.mark.parametrize(("value", "kind"), [(-1.0, "negative"), (0.0, "zero"), (float("nan"), "nan")])
+def test_fixed_scales_of_activations_are_read(copy: Good, value: float, kind: str) -> None:
+    folder = copy("ct-tensor")
+    autofp8(folder)
+    name = f"{folders.Q.removesuffix('weight')}input_scale"
+    folders.put(folder, name, torch.tensor(value))
+    assert {(f.kind, f.tensor) for f in verify(folder).failures} == {(f"scale-{kind}", name)}
 
 
 # The note of an export ------------------------------------------------------------------------------------------------

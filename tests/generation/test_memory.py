@@ -144,3 +144,9 @@ def test_what_kernels_of_the_cache_make_is_predicted(kv, prompt, monkeypatch):
         cache.attend(0, q, table, table[:, 0], 1.0)
     found, gathered = (predict(config, shape, kv, in_place=here) for here in (True, False))
     assert peak.most == found.workspace and gathered.workspace > 0.9 * found.cache
+
+
+def test_a_text_model_that_names_its_width_otherwise_is_predicted(made) -> None:
+    """MPT's MLP has `expansion_ratio` in the place of `intermediate_size`."""
+    config = made("mpt")[0].config
+    assert not hasattr(config, "intermediate_size") and predict(config, Shape(2, 16, 4), "bf16").total > 0

@@ -163,3 +163,40 @@ def test_verify_warns(base: Callable[..., Path], tokenizer: bool, kind: str) -> 
     assert verified.ok and finding.kind == kind and finding.file == SETTINGS and "<|im_end|>" in finding.text
     warned = {verdict.loader for verdict in verified.verdicts if verdict.verdict == "warns"}
     assert warned == ({"transformers", "vLLM", "SGLang"} if tokenizer else {"transformers"})
+
+
+def test_settings_that_name_no_end_token_are_named_and_mended(base: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers asks nobody else then; the tokenizer's own end stays one, as in Octavo's answers."""
+    folder = base("qwen3")
+    settings = json.loads((folder / SETTINGS).read_text())
+    del settings["eos_token_id"]
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    tokenizer = models.load_tokenizer(folder)
+    learned = models.unstated_end(folder)
+    assert learned is not None and learned.text == "<|im_end|>"
+    assert models.stop_ids(SimpleNamespace(eos_token_id=None), tokenizer) == [7, learned.id]
+    assert models.stop_ids(SimpleNamespace(eos_token_id=[]), tokenizer) == [7, learned.id]
+    assert any(f"write eos_token_id [7, {learned.id}]" in one.text for one in verify(folder, quick=True).warnings)
+    export_model(folder, tmp_path / "served", "bf16")
+    assert ends(tmp_path / "served") == [7, learned.id]
+    assert models.unstated_end(tmp_path / "served") is None
+
+
+def test_an_end_token_that_only_the_tokenizer_names(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
+    (folder / SETTINGS).write_text("{}")
+    (warning,) = (one for one in verify(folder, quick=True).warnings if one.kind.startswith("end-token"))
+    assert "the tokenizer's end token" in warning.text
+
+
+def test_the_tokenizer_of_another_model_is_no_folder_to_export(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["image_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "model.safetensors").unlink()  # no weights are read
+    with pytest.raises(models.ModelError, match="config.json lacks image_token_id"):
+        export_model(folder, tmp_path / "served", "bf16")
+    assert not (tmp_path / "served").exists()

@@ -114,6 +114,13 @@ def test_a_window_below_zero_is_refused_by_all_commands(
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
         ({"text_config": {"sliding_window": -1}}, "sliding_window=-1"),
+        ({"attention_dropout": 1.5}, "attention_dropout=1.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor=0"),
+        ({"rope_parameters": {"partial_rotary_factor": 3.0}}, "partial_rotary_factor=3.0"),
+        ({"rope_parameters": {"mrope_section": [-1, 8, 8]}}, "mrope_section=-1"),
+        ({"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
+        ({"num_experts_per_tok": 9, "num_experts": 8}, "num_experts_per_tok=9"),
+        ({"text_config": {"moe_k": 9, "moe_num_experts": 8}}, "moe_k=9"),
     ],
 )
 def test_numbers_that_mean_nothing_are_named(folder: Path, keys: dict[str, Any], named: str) -> None:
@@ -130,6 +137,7 @@ def test_numbers_that_mean_nothing_are_named(folder: Path, keys: dict[str, Any],
         {"rope_theta": 10000},
         {"attention_dropout": 0.0, "rms_norm_eps": 1e-5},
         {"logits_factor": -1.0},
+        {"num_experts_per_tok": 8, "num_experts": 0},
     ],
 )
 def test_ordinary_numbers_are_taken(folder: Path, keys: dict[str, Any]) -> None:

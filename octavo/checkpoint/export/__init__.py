@@ -198,6 +198,7 @@ def export(
     check_companions(source, copied=True)  # before an hour's work
     if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
         check_template(models.load_tokenizer(source), source)
+    models.unstated_end(source)  # refuses the tokenizer of another model
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(made, target, shards.total)

@@ -149,6 +149,8 @@ class Matrices(Stock):
         """
         if self.weights[name].dim() != 3 or not _is_experts(self.modules.get(name.rpartition(".")[0])):
             return False
+        if any(self.disk[other] == self.disk[name] for other in self.weights if other != name):
+            return False  # it is split together with another (Ernie's experts for text and for images)
         if tuple(self.revert({name: self.weights[name]}).values())[0].shape != self.weights[name].shape:
             return False  # it is split, or turned already
         mapping = get_model_conversion_mapping(self.model, add_legacy=False)

@@ -32,7 +32,7 @@ from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, check_sound, pair_up
 from octavo.checkpoint.verify.skips import check_skips
-from octavo.checkpoint.verify.values import Progress, scan, unnamed
+from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, unnamed
 from octavo.models import ModelError, empty
 from octavo.models.folder import check_generation_config, one_folder, read_json
 from octavo.models.quantization import Quantization, parse, parse_autofp8, quantization_block
@@ -74,6 +74,7 @@ def verify(
     if not quick:
         known = unnamed(looked.headers.tensors) if looked.stock is None else looked.known
         scan(known, looked.pairs, looked.stock, found, progress)
+        scan_inputs(looked.headers, found)
     compared = [] if other is None else _against(looked, other, found, progress)
     if looked.stock is not None:
         check_ties(looked.headers, looked.known, looked.stock, quick, found)

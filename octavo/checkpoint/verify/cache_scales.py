@@ -12,6 +12,7 @@ X is the attention. `kv_cache_scheme` of the quantization_config says that they 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.models.quantization import is_cache_scale
 
 _DTYPES = ("F32", "BF16", "F16")
+_LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")
+_KEYS_OF = re.compile(rf"({_LAYER.pattern})\.(?:self_attn|attention|attn)\.(?:k|qkv)_proj\.weight$")
 
 
 def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, found: Findings) -> str:
@@ -40,6 +43,7 @@ def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, 
     if scheme is None:
         found.warn("cache-scales/no-scheme", first, count=len(scales))
     _halves(scales, found)
+    _layers(scales, headers, found)
     for held in scales.values():
         if held.dtype not in _DTYPES:
             found.fail("scale-dtype/cache", held)
@@ -50,8 +54,24 @@ def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, 
     return f"{len(scales)} scales of an FP8 KV cache ({leaves})"
 
 
+def _layers(scales: Mapping[str, Held], headers: Headers, found: Findings) -> None:
+    """Layers without scales, where others of the same decoder have them, and scales of layers that are not there."""
+    layers = dict.fromkeys(match[1] for name in headers.tensors if (match := _KEYS_OF.match(name)))
+    having = {match[0]: name for name in scales if (match := _LAYER.match(name))}
+    if not layers or not having:  # another family's names
+        return
+    for layer, name in having.items():
+        if layer not in layers:
+            found.warn("cache-scales/stray", scales[name], layer=layer)
+            return
+    stacks = {layer.rpartition(".")[0] for layer in having}
+    bare = [layer for layer in layers if layer.rpartition(".")[0] in stacks and layer not in having]
+    if bare:
+        found.warn("cache-scales/layers", scales[next(iter(scales))], layer=bare[0], count=len(bare))
+
+
 def _halves(scales: Mapping[str, Held], found: Findings) -> None:
-    """Scales of keys without those of values, or the other way round; of layers, those that lack what others have."""
+    """Scales of keys without those of values, or the other way round."""
     for key, value in (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")):
         for own, other in ((key, value), (value, key)):
             for name, held in scales.items():
@@ -65,6 +85,8 @@ def _halves(scales: Mapping[str, Held], found: Findings) -> None:
 def _bad(held: Held) -> tuple[str, str] | None:
     """(kind, words) of a scale that is not finite and positive."""
     values = held.read().float()
+    if not values.numel():
+        return "nan", "empty"
     if not bool(values.isfinite().all()):
         return "nan", "NaN or infinite"
     if not bool((values != 0).all()):

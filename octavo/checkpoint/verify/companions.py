@@ -127,7 +127,9 @@ def _check_end(loaded: Any, folder: Path, found: Findings) -> None:
         stated = models.stated_ends(folder)
         tokenizer = getattr(loaded, "tokenizer", loaded)
         kind = "end-token-of-tokenizer" if end.id == tokenizer.eos_token_id else "end-token"
-        found.warn(kind, "generation_config.json", end=end, stated=stated, ends=[*stated, end.id])
+        found.warn(
+            kind, "generation_config.json", end=end, stated=stated, ends=models.ends_with(folder, end, tokenizer)
+        )
 
 
 def _write_question(loaded: Any, folder: Path, part: str | None, found: Findings) -> None:

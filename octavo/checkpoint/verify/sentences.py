@@ -113,6 +113,10 @@ SENTENCES: dict[str, str] = {
     "kv_cache_scheme: servers keep the cache in 16 bits unless told otherwise (vLLM: --kv-cache-dtype fp8); add it.",
     "cache-scales/half": "has no {other!r} beside it: servers cast the other half of the KV cache with the scale 1; "
     "calibrate again.",
+    "cache-scales/layers": "is a scale of the KV cache, and {layer} has none ({count} such layers): servers cast its "
+    "keys and values with the scale 1; calibrate again.",
+    "cache-scales/stray": "is a scale of the KV cache of {layer}, and the folder has no such layer: take the folder's "
+    "own scales, or leave them out.",
     "autofp8": "{file} is in AutoFP8's layout (one weight_scale a tensor, {q.activations} activations), which vLLM and "
     "SGLang read; transformers looks for weight_scale_inv, and Octavo loads no such folder: for both, take one of "
     "compressed-tensors.",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Held
+from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
 from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode
@@ -80,6 +80,21 @@ def scales_fp32(scale: Held) -> Tensor:
     """The scales of a weight in fp32; bytes are exponents, as E8M0 has them."""
     raw = scale.read()
     return (raw.view(torch.float8_e8m0fnu) if raw.dtype is torch.uint8 else raw).float()
+
+
+def scan_inputs(headers: Headers, found: Findings) -> None:
+    """Fixed scales of activations, which no weight's values tell anything of."""
+    for name, held in headers.tensors.items():
+        if not name.endswith(".input_scale") or held.dtype not in ("F32", "BF16", "F16"):
+            continue
+        values = held.read().float()
+        if not bool(values.isfinite().all()):
+            found.fail("scale-nan", held, text="is NaN or infinite: calibrate it again.")
+        elif not bool((values > 0).all()):
+            kind = "negative" if bool((values < 0).any()) else "zero"
+            found.fail(
+                f"scale-{kind}", held, text=f"is {kind}: a scale of activations is positive; calibrate it again."
+            )
 
 
 def experts(held: Held) -> list[Held]:

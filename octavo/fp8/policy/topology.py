@@ -125,6 +125,8 @@ def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], hea
     if is_experts(module):
         yield from _expert_rows(name, module, modules)
     elif isinstance(module, nn.Linear):
+        if any(one in module._modules for one in WRAPPED):
+            return  # some wrappers of PEFT's (RandLora, VBLoRA) are nn.Linear by class, and hold the layer inside
         if module is head or (head is None and last in _HEADS):
             kind = "lm_head"
         elif of_patches:

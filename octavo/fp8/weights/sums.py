@@ -31,6 +31,9 @@ _BASE = 6364136223846793005
 _SAMPLE = 1 << 15
 """Elements of a weight that are cast again to find stale codes; 4 rows at least."""
 
+_LEAST = 2.0**-100
+"""Values that a cast by their own scale would keep, whatever the recipe."""
+
 WeightSums = Mapping[str, int]
 
 
@@ -126,12 +129,21 @@ def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     block = torch.zeros_like(at[-1]) if high == -1 else at[-1] // high
     scale = q.scale.float()[(*at[:-1], block)]
     spec = CastSpec(q.spec.format, (1, wide), q.spec.scale)
-    fresh = quantize_with_scale(matrix[at], scale, spec).data.view(torch.uint8)
+    rows_now = matrix[at]
+    fresh = quantize_with_scale(rows_now, scale, spec).data.view(torch.uint8)
     held = q.data.view(torch.uint8)[at]
     bad = scale.isnan()
-    known = ~(bad if wide == -1 else bad.repeat_interleave(wide, dim=1)[:, :k])
+    known = ~_spread(bad, wide, k)
     zeros = ((fresh | held) & 0x7F) == 0  # of either sign
-    return ((fresh != held) & known & ~zeros).any()
+    # A block of zeros has the scale 1, whatever it will hold: small values under it are zeros again, which no cast of
+    # their own would make them. (Of other blocks only such have it whose largest value is in the hundreds.)
+    lost = zeros & _spread(scale == 1, wide, k) & (rows_now.abs() > _LEAST)
+    return ((fresh != held) & known & ~zeros | lost).any()
+
+
+def _spread(of_blocks: Tensor, wide: int, k: int) -> Tensor:
+    """What is said of blocks, said of their columns."""
+    return of_blocks if wide == -1 else of_blocks.repeat_interleave(wide, dim=1)[:, :k]
 
 
 def _sum(tensor: Tensor) -> Tensor:

@@ -208,3 +208,17 @@ def test_percentages_are_plain_digits() -> None:
     policy = fp8.Policy("blockwise", rules=(fp8.Rule("2", recipe="blockwise"),))
     notes = " ".join(fp8.plan(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10)), policy).notes)
     assert "e+" not in notes and "2: 10 x 256 as 128 x 256, 433 % more" in notes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.RandLoraConfig(r=4, target_modules=["q_proj"]),
+        peft.VBLoRAConfig(r=4, num_vectors=4, vector_length=32, target_modules=["q_proj"]),
+    ],
+    ids=["randlora", "vblora"],
+)
+def test_wrappers_that_are_linear_layers_by_class_alone(config: peft.PeftConfig) -> None:
+    """The layer inside is the one that multiplies; the wrapper has no weight."""
+    rows = {row.name: row for row in fp8.plan(peft.get_peft_model(Net(), config), "rowwise").rows}
+    assert rows["base_model.model.q_proj.base_layer"].fp8 and "base_model.model.q_proj" not in rows

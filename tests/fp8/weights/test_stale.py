@@ -123,3 +123,18 @@ def test_a_merge_of_peft_on_fp8_layers_is_found(how: str) -> None:
     (name,) = fp8.stale_codes(merged)
     assert name.split(".")[-2:] == ["1", "base_layer"] if how == "merge_adapter" else name == "1"
     assert "Call octavo.fp8.invalidate(model)" in fp8.stale_sentence([name])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_weight_that_begins_at_zero_and_grows_by_little(recipe: str) -> None:
+    """The scale of a block of zeros is 1, under which what a first small step writes is zero again."""
+    model = network(recipe)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    model(X)
+    assert fp8.stale_codes(model) == []
+    model[1].weight.data.copy_(torch.randn_like(model[1].weight) * 1e-5)
+    assert fp8.stale_codes(model) == ["1"]
+    fp8.invalidate(model)
+    model(X)
+    assert fp8.stale_codes(model) == []
