@@ -32,6 +32,7 @@ MARKER = "race_is_a_bug"
 FOLDER = "OCTAVO_FAILED"  # the variable that names the folder
 LIST = Path(__file__).with_name("flaky.txt")
 AT_MOST = 2  # flaky tests in a run of CI: with more, chance is no explanation
+CRASHED = re.compile(r"worker '\w+' crashed while running")  # as pytest-xdist says it
 TEXT = 20_000  # characters of a failure that are kept
 ARTEFACTS = 64 << 20  # bytes of a test's folder that are kept
 
@@ -169,6 +170,8 @@ def again(folder: Path) -> str:
     failed: dict[str, str] = record["tests"]
     if record["not a test"] or not failed:
         return "; ".join(record["not a test"]) or "it was not a test that failed"
+    if crashed := sorted(name for name, text in failed.items() if CRASHED.search(text)):
+        return f"{', '.join(crashed)}: the process crashed, which no test does by chance"
     if seen := sorted(known() & set(failed)):
         return f"{', '.join(seen)}: named in {LIST.name}, and failed again"
     log = folder / "flaky.json"

@@ -117,6 +117,13 @@ def test_a_listed_name_that_fails_again_fails_the_run(tmp_path: Path, monkeypatc
     assert "failed again" in flaky.again(tmp_path)
 
 
+def test_a_crash_of_the_process_is_not_run_again(tmp_path: Path) -> None:
+    text = "???: worker 'gw0' crashed while running 'tests/a.py::test_x'"
+    record = {"python": sys.executable, "tests": {"tests/a.py::test_x": text}, "not a test": []}
+    (tmp_path / "failed.json").write_text(json.dumps(record))
+    assert "the process crashed" in flaky.again(tmp_path)
+
+
 @pytest.mark.parametrize("reasons", [[], ["tests/a.py::test_dear takes too much CPU"]])
 def test_a_run_that_failed_for_another_reason_stays_failed(tmp_path: Path, reasons: list[str]) -> None:
     assert flaky.again(tmp_path)  # lint, types or the installation
