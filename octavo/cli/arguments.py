@@ -58,6 +58,8 @@ def check_words(words: Sequence[str]) -> None:
                 word.encode()
             os.stat(word)
         except UnicodeEncodeError:
+            if not os.path.lexists(word):  # half a character: no path, and the command says what it is instead
+                continue
             raise UsageError(f"{shown}: its name is not UTF-8; rename it, or name it by a link") from None
         except OSError as error:
             if error.errno == errno.ELOOP:

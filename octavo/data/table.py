@@ -67,7 +67,8 @@ class Mapped:
         except Exception as cause:  # whatever a damaged file makes the library raise
             raise self._damaged(cause) from cause
         if self.schema is not None and self._table.schema != self.schema:
-            raise self._damaged(ValueError(f"its columns are {', '.join(self._table.schema.names)[:99]!r}"))
+            # its names are not quoted: damaged ones are no UTF-8, and Arrow then raises for them
+            raise self._damaged(ValueError("its columns are not those that Octavo writes"))
         self._batches = self._table.to_batches()
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -122,7 +123,11 @@ class TextRows(Mapped):
 
     def __getitem__(self, row: int) -> Any:
         found = self._row(row)
-        return parsed(self.path, row, *(found.column(name)[0].as_py() for name in TEXTS.names))
+        try:
+            values = [found.column(name)[0].as_py() for name in TEXTS.names]
+        except UNREADABLE as cause:  # validation does not look into texts
+            raise self._damaged(cause) from cause
+        return parsed(self.path, row, *values)
 
     def keys(self) -> set[str]:
         """Every key that some row has which can be read: a pass over all rows, kept beside them where they are kept."""
@@ -181,7 +186,11 @@ class ColumnRows(Mapped):
     def __getitem__(self, row: int) -> Any:
         found = self._row(row)
         if found.schema.names[-1:] == [PROBLEM]:
-            if (problem := found.column(found.num_columns - 1)[0].as_py()) is not None:
+            try:
+                problem = found.column(found.num_columns - 1)[0].as_py()
+            except UNREADABLE as cause:  # validation does not look into texts
+                raise self._damaged(cause) from cause
+            if problem is not None:
                 raise BadSample(self.path, row, problem)
             found = found.select(range(found.num_columns - 1))
         return row_of(self.path, row, found)

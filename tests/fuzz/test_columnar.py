@@ -186,9 +186,10 @@ def test_damaged_columns() -> None:
     assert run(seed=2, cases=60) == []
 
 
-@pytest.mark.parametrize(("seed", "case"), [(100, 1661), (100, 3359), (101, 1000)])
+@pytest.mark.parametrize(("seed", "case"), [(100, 1661), (100, 3359), (101, 1000), (293664, 147)])
 def test_cases_that_were_findings(seed: int, case: int) -> None:
-    """Columns of another file taken for texts; statistics in a footer that made pyarrow end the process."""
+    """Columns of another file taken for texts; statistics in a footer that made pyarrow end the process; a name of a
+    column that is no UTF-8."""
     assert run(seed, 1, only=case) == []
 
 
