@@ -153,7 +153,7 @@ def test_a_file_of_other_columns_is_not_taken_for_texts(tmp_path):
     from octavo.data.table import TextRows
 
     file = kept(tmp_path, pa.table({"x": [1]}))
-    with pytest.raises(DataError, match="its columns are 'x'"):
+    with pytest.raises(DataError, match="its columns are not those that Octavo writes"):
         TextRows(file, file)
 
 
