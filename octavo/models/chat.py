@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -109,8 +109,7 @@ def _render_and_exit(processor: Any, writer: int) -> NoReturn:
                 lengths.append(len(_rendered(processor, turns)))
             except LongRendering as long:
                 lengths.append(long.length)
-            except BaseException as caught:
-                error = caught.__cause__ if isinstance(caught.__cause__, MemoryError) else caught
+            except BaseException as error:
                 errors.append(f"{type(error).__name__}: {' '.join(str(error)[:300].split())}")
         os.write(writer, json.dumps([lengths, errors]).encode())
         code = 0
@@ -118,10 +117,9 @@ def _render_and_exit(processor: Any, writer: int) -> NoReturn:
         os._exit(code)
 
 
-def _limit(which: int, most: int, soft: int = resource.RLIM_INFINITY) -> None:
+def _limit(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
-    bounds = [bound for bound in (most, soft, hard) if bound != resource.RLIM_INFINITY]
-    resource.setrlimit(which, (min(bounds), hard))
+    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _rendered(processor: Any, turns: Any) -> str:
@@ -147,28 +145,8 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
 
 
 @contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Lets this process map `MEMORY` bytes more than it has: one product of a list in a template takes all there is,
-    and no signal ends it. Where other threads of Python are, which may map as much, nothing is limited."""
-    statm, (soft, hard) = Path("/proc/self/statm"), resource.getrlimit(resource.RLIMIT_AS)
-    if threading.active_count() > 1 or not statm.exists():
-        yield
-        return
-    _limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY, soft)
-    try:
-        yield
-    except MemoryError as cause:
-        raise ModelError(
-            f"the chat template needs more than {MEMORY >> 20} MiB of memory for this conversation"
-        ) from cause
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
-def deadline(text: bool = True) -> Iterator[None]:
-    """Ends a rendering that has taken `SECONDS` of this thread's processor time, with a ModelError; one that gives a
-    `text`, and no tensors beside it, when it takes more memory than any template needs, too.
+def deadline() -> Iterator[None]:
+    """Ends a rendering that has taken `SECONDS` of this thread's processor time, with a ModelError.
 
     A signal looks every second, so that a machine that stood still harms nobody. Only a process's main thread gets
     signals: elsewhere nothing is limited. A timer that somebody else had set goes on behind.
@@ -185,8 +163,7 @@ def deadline(text: bool = True) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, look)
     timer = signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:
-        with _bounded_memory() if text else nullcontext():
-            yield
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
@@ -295,7 +272,7 @@ class WithDeadline:
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
         more = self.template_args
-        with deadline(kwargs.get("tokenize") is False):
+        with deadline():
             text = None if args else written(self, self.tokenizer, conversation, kwargs, more)  # type: ignore[attr-defined]
             if text is None:
                 text = super().apply_chat_template(conversation, *args, **{**more, **kwargs})  # type: ignore[misc]
