@@ -98,8 +98,8 @@ def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: 
     """Positions [3, B, T] with the times of Qwen2.5-VL's videos; those of other families as they are.
 
     The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
-    arXiv 2502.13923, section 2.1.2; transformers from 5.18). Earlier versions cut the seconds to an integer first,
-    so that every step of a video of more than two frames a second is at the same time.
+    arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 cuts the seconds to an integer first, so that every
+    step of a video of more than one step a second is at the same time.
 
     kinds: int64 [B, T], 2 where a token stands for a video · videos: those of :data:`OF_VIDEOS`
     """
