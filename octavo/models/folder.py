@@ -57,7 +57,8 @@ _MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
 _ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
                "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
                "long_factor", "short_factor")  # fmt: skip
-_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section")
+_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section", "layer_rope_theta")
+_OF_LAYERS = "layer_rope_theta"  # 0: this layer turns nothing (granitemoe_swa)
 #: and those that are 1 at most: what is dropped, or turned, is a part
 _AT_MOST_ONE = ("dropout", "partial_rotary_factor")
 #: keys of one part of a model: how many experts a token takes, and how many there are
@@ -164,7 +165,7 @@ def check_sizes(file: Path) -> None:
 
 def _check_sign(file: Path, key: str, value: float) -> None:
     """Raises ModelError for a number that has to be above zero, or not below it, and is not."""
-    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE)))
+    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_OF_LAYERS)
     if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
         least = "above 0" if above else "0 or above"
         raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Mend the field.")
