@@ -83,9 +83,21 @@ def our_name(column: str) -> str:
     return _OURS.get().get(column, column)
 
 
-@lru_cache(maxsize=256)
 def places_in(schema: pa.Schema) -> dict[str, Places]:
     """Column -> where it holds JSON texts; columns without any are left out."""
+    try:
+        hash(schema)
+    except TypeError:  # older versions of pyarrow cannot hash a schema with metadata
+        return _places_in(schema)
+    return _known_places(schema)
+
+
+@lru_cache(maxsize=256)
+def _known_places(schema: pa.Schema) -> dict[str, Places]:
+    return _places_in(schema)
+
+
+def _places_in(schema: pa.Schema) -> dict[str, Places]:
     features = _features(schema)
     places = {field.name: _of_field(field, features.get(field.name)) for field in schema}
     return {name: place for name, place in places.items() if place}
