@@ -23,7 +23,8 @@ import torch
 import turns
 from torch import nn
 
-from octavo import checkpoint, reading, vault
+from octavo import checkpoint
+from octavo.base import encryption, safe_read
 from octavo.bench import record
 
 RESULT = Path(__file__).resolve().parent / "results" / "encryption_cpu.json"
@@ -55,13 +56,13 @@ def write_plain(path: Path, data: bytes) -> None:
 
 
 def write_encrypted(path: Path, data: bytes, chunk: int) -> None:
-    with vault.writing(path, chunk) as out:
+    with encryption.writing(path, chunk) as out:
         out.write(data)
 
 
 def read(path: Path) -> int:
     size, buffer = 0, bytearray(1 << 22)
-    with reading.open_file(path, buffering=0) as file:
+    with safe_read.open_file(path, buffering=0) as file:
         while got := file.readinto(buffer):  # type: ignore[attr-defined]
             size += got
     return size
@@ -69,7 +70,7 @@ def read(path: Path) -> int:
 
 def some(path: Path, size: int) -> None:
     places = random.Random(0)
-    with reading.open_file(path, buffering=0) as file:
+    with safe_read.open_file(path, buffering=0) as file:
         for _ in range(READS):
             file.seek(places.randrange(size - 4096))
             assert len(file.read(4096)) == 4096
@@ -82,7 +83,7 @@ def of_files(scratch: Path, size: int, repeats: int) -> dict[str, dict[str, floa
     for chunk in CHUNKS:
         write_encrypted(paths[f"{chunk >> 10} KiB"], data, chunk)
     for path in paths.values():
-        assert reading.read_bytes(path, limit=2 * size) == data
+        assert safe_read.read_bytes(path, limit=2 * size) == data
     works: dict[str, Callable[[], object]] = {"write, plain": lambda: write_plain(paths["plain"], data)}
     for chunk in CHUNKS:
         name = f"{chunk >> 10} KiB"
@@ -124,8 +125,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.pop(vault.FILE, None)
-    os.environ[vault.VALUE] = os.urandom(32).hex()
+    os.environ.pop(encryption.FILE, None)
+    os.environ[encryption.VALUE] = os.urandom(32).hex()
     size, asked = args.megabytes * 10**6, {name: getattr(args, name) for name in SIZE}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         rows = of_files(Path(folder), size, args.repeats) | of_states(Path(folder), size, args.repeats)

@@ -52,7 +52,8 @@ def load(
     """
     import torch
 
-    from octavo import fp8, hub, models
+    from octavo import fp8, models
+    from octavo.base import hub
 
     if hub.is_name(str(path)):
         path = hub.model_folder(str(path), None, None, say)

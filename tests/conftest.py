@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from octavo import vault
+from octavo.base import encryption
 
 
 def _count_frozen_once() -> None:
@@ -101,7 +101,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _no_key_stays() -> Iterator[None]:
     """The command line hands a key on by the environment, which is that of the tests behind it too."""
     yield
-    for name in (vault.FILE, vault.VALUE):
+    for name in (encryption.FILE, encryption.VALUE):
         os.environ.pop(name, None)
 
 

@@ -27,11 +27,8 @@ LEVELS = [
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
     {"fp8"},
-    {"config", "environment", "atomic", "arithmetic", "sealed"},
-    {"hub", "switches", "targets"},
-    {"accelerator"},
-    {"reading"},
-    {"vault"},
+    {"config", "arithmetic"},
+    {"base"},
 ]
 LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
 # The packages of octavo.fp8, the lowest first; within one, files form no circle.
@@ -72,7 +69,7 @@ BY_TEXT |= {"__import__", "exec", "eval", "runpy.run_module", "pkgutil.resolve_n
 NO_MODULES = {"octavo.schema.json"}
 # Who may name a vendor's devices (a module, or a package with all in it), each with its reason.
 NAMES_DEVICES = {
-    "octavo.accelerator": "it asks for all others",
+    "octavo.base.accelerator": "it asks for all others",
     "octavo.fp8.kernels": "kernels are written for one vendor's devices",
     "octavo.fp8.measuring.timing": "the clock of kernels: it holds a stream busy while they are queued",
     "octavo.train.graphs": "CUDA graphs",
@@ -337,8 +334,8 @@ def know_shards(tree: Tree) -> list[str]:
 
 def names_no_device(tree: Tree) -> list[str]:
     """Nobody names a vendor's devices but :data:`NAMES_DEVICES`: not by torch's modules, methods and attributes for
-    them, nor by a type of device as text. All others ask ``octavo.accelerator``. Words of a sentence, and longer ones
-    such as the keys of a configuration, are free."""
+    them, nor by a type of device as text. All others ask ``octavo.base.accelerator``. Words of a sentence, and longer
+    ones such as the keys of a configuration, are free."""
     wrong = []
     for module, file in tree.files.items():
         if f"{module}.".startswith(tuple(f"{name}." for name in NAMES_DEVICES)):
@@ -351,7 +348,7 @@ def names_no_device(tree: Tree) -> list[str]:
                 case ast.Call(func=ast.Attribute(attr=word)) if word in VENDORS:
                     found.add(f".{word}()")
         found |= {repr(text) for _, text, _ in file.texts if re.fullmatch(rf"({'|'.join(VENDORS)})(:\d*)?", text)}
-        wrong += [f"{module} names {word}; ask octavo.accelerator" for word in sorted(found)]
+        wrong += [f"{module} names {word}; ask octavo.base.accelerator" for word in sorted(found)]
     return wrong
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.parallel import WorldError, world
 
 CPU, OTHER = torch.device("cpu"), torch.device("privateuseone")

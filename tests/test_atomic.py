@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from octavo import atomic
+from octavo.base import atomic_write
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_text_is_the_former_one_until_the_new_one_is_whole(tmp_path: Path, monkeypatch, shared: bool) -> None:
     file, read = tmp_path / "result.json", []
-    atomic.write_text(file, "former", shared)
+    atomic_write.write_text(file, "former", shared)
 
     def full(handle: int) -> None:
         read.append(file.read_text())  # as another process would, in between
@@ -22,7 +22,7 @@ def test_a_text_is_the_former_one_until_the_new_one_is_whole(tmp_path: Path, mon
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(os, "fsync", full)
-        atomic.write_text(file, "new", shared)
+        atomic_write.write_text(file, "new", shared)
     assert read == ["former"] and file.read_text() == "former" and [*tmp_path.iterdir()] == [file]
-    atomic.write_text(file, "new", shared)
+    atomic_write.write_text(file, "new", shared)
     assert file.read_text() == "new" and [*tmp_path.iterdir()] == [file]

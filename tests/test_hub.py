@@ -18,7 +18,8 @@ import pytest
 from huggingface_hub import errors
 
 import octavo
-from octavo import data, hub, train
+from octavo import data, train
+from octavo.base import hub
 from octavo.config import ConfigError, load_config_text
 from octavo.models import tiny
 from octavo.train.finished import export_model

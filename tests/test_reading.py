@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo import reading
-from octavo.reading import DEPTH, Unreadable
+from octavo.base import safe_read
+from octavo.base.safe_read import DEPTH, Unreadable
 from tests.fuzz import mutate
 
 
@@ -29,7 +29,7 @@ def test_whatever_stands_in_a_files_place_is_named(tmp_path: Path, what: str) ->
     file.write_text("{}")
     mutate.replace_file(random.Random(0), file, what)
     with pytest.raises(OwnError, match=PLACES[what]) as raised:
-        reading.read_json(file, OwnError)
+        safe_read.read_json(file, OwnError)
     assert str(file) in str(raised.value)
 
 
@@ -50,7 +50,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS)
 def test_json_that_breaks_who_walks_it_is_refused(text: str) -> None:
     with pytest.raises(Unreadable, match=TEXTS[text]):
-        reading.parse_json(text, "x.json")
+        safe_read.parse_json(text, "x.json")
 
 
 def test_json_of_every_kind_that_files_hold_is_read() -> None:
@@ -60,31 +60,31 @@ def test_json_of_every_kind_that_files_hold_is_read() -> None:
         "pair": "\U0001f600 é",
         "deep": json.loads("[" * 60 + "]" * 60),
     }
-    assert reading.parse_json(json.dumps(good), "x.json") == good
-    assert reading.parse_json(json.dumps([good], ensure_ascii=False), "x.json", wanted=list) == [good]
+    assert safe_read.parse_json(json.dumps(good), "x.json") == good
+    assert safe_read.parse_json(json.dumps([good], ensure_ascii=False), "x.json", wanted=list) == [good]
 
 
 def test_bytes_are_bounded_and_text_is_utf8(tmp_path: Path) -> None:
     file = tmp_path / "big"
     file.write_bytes(b"12345678\n\xffx")
-    assert reading.read_bytes(file, limit=11) == b"12345678\n\xffx"
+    assert safe_read.read_bytes(file, limit=11) == b"12345678\n\xffx"
     with pytest.raises(Unreadable, match="11 bytes or more, and 10 are the most"):
-        reading.read_bytes(file, limit=10)
+        safe_read.read_bytes(file, limit=10)
     with pytest.raises(Unreadable, match=r"byte 9 \(line 2\) is 0xff"):
-        reading.read_text(file)
+        safe_read.read_text(file)
     file.write_bytes(b"\xef\xbb\xbfyes")
-    assert reading.read_text(file, encoding="utf-8-sig") == "yes"
+    assert safe_read.read_text(file, encoding="utf-8-sig") == "yes"
     with open(file, "r+b") as grown:
         grown.truncate(1 << 40)  # a hole: a terabyte that takes no room, refused unread
     with pytest.raises(Unreadable, match=str(1 << 40)):
-        reading.read_bytes(file)
+        safe_read.read_bytes(file)
     for path in ("a\0b", "\ud800"):
         with pytest.raises(Unreadable, match=r"\\x00|\\ud800"):
-            reading.read_bytes(path)
+            safe_read.read_bytes(path)
 
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:
-    assert reading.printable("é\x1b[2J\n\ud800\u202e") == r"é\x1b[2J\n\ud800\u202e"
+    assert safe_read.printable("é\x1b[2J\n\ud800\u202e") == r"é\x1b[2J\n\ud800\u202e"
 
 
 def test_links_out_of_a_folder_are_told_and_those_of_the_hubs_cache_are_inside(tmp_path: Path) -> None:
@@ -96,4 +96,9 @@ def test_links_out_of_a_folder_are_told_and_those_of_the_hubs_cache_are_inside(t
     (snapshot / "own").touch()
     for name, target in (("a", blob), ("b", other), ("c", snapshot / "own")):
         (snapshot / name).symlink_to(target)
-    assert [reading.outside(snapshot / name, snapshot) for name in ("own", "a", "b", "c")] == [None, None, other, None]
+    assert [safe_read.outside(snapshot / name, snapshot) for name in ("own", "a", "b", "c")] == [
+        None,
+        None,
+        other,
+        None,
+    ]

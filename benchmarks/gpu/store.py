@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
 
 FILES = {"tests": "tests.json", "suite": "suites.json"}
 MARK = "octavo-gpu"  # the key by which a printed line is known
@@ -41,7 +41,7 @@ class Store:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                if atomic.no_room(folder, error) is None:
+                if atomic_write.no_room(folder, error) is None:
                     raise  # on a full disk there is nothing to lock, and each write will fail and be printed
             self.files = {kind: _read(folder / name) for kind, name in FILES.items()}
             if folder.exists():
@@ -68,7 +68,7 @@ class Store:
             if not self._waiting[kind]:
                 continue
             try:
-                atomic.write_text(self.folder / name, json.dumps(self.files[kind], indent=1, default=str) + "\n")
+                atomic_write.write_text(self.folder / name, json.dumps(self.files[kind], indent=1, default=str) + "\n")
             except OSError as error:
                 if not self._full:
                     self._full = error.strerror or str(error)

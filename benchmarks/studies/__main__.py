@@ -72,19 +72,19 @@ def told(estimate: dict[str, Any]) -> str:
 def _written(file: Path, estimates: list[dict[str, Any]], trained: int) -> list[dict[str, Any]]:
     """The estimates as they were written, each with how many units were trained by then: the first before any was. A
     design that was changed later has another one, and the page can tell."""
-    from octavo import atomic
+    from octavo.base import atomic_write
 
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     if not found or found[-1]["designs"] != estimates:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         found.append({"written": now, "trained": trained, "designs": estimates})
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps(found, indent=1) + "\n")
+        atomic_write.write_text(file, json.dumps(found, indent=1) + "\n")
     return found
 
 
 def _save(name: str, study: Any, home: Path, planned: list[Any], found: dict[str, Any], written: Any) -> None:
-    from octavo import environment
+    from octavo.base import environment
     from octavo.bench import record
 
     results = HERE.parent / "results"

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.config import Config, load_config_text
 from octavo.data import text
 from octavo.models import tiny
@@ -41,14 +41,14 @@ def prepare(home: Path, steps: int, family: str = "qwen3") -> Config:
     if not held.exists():
         rows = [json.loads(line)["text"] for line in (home / "text/test.jsonl").read_text("utf-8").splitlines()]
         middles = [row[len(row) // 3 :][:HELD] for row in rows]
-        atomic.write_text(held, "".join(json.dumps({"text": middle}) + "\n" for middle in middles))
+        atomic_write.write_text(held, "".join(json.dumps({"text": middle}) + "\n" for middle in middles))
     if not (home / family).exists():
         tiny.write(family, home / family)
     file, layers = home / family / "config.json", LAYERS[family]
     config = json.loads(file.read_text(encoding="utf-8"))
     wanted = _of(family, layers)
     if any(config[key] != value for key, value in wanted.items()):  # new, or a kill came between the two
-        atomic.write_text(file, json.dumps(config | wanted, indent=2) + "\n")
+        atomic_write.write_text(file, json.dumps(config | wanted, indent=2) + "\n")
     return load_config_text(CONFIG.format(home=home, length=LENGTH, family=family, steps=steps), ())
 
 

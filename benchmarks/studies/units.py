@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.config import Config, load_config_text, override, to_yaml
 from octavo.report import parent_watch
 
@@ -198,6 +198,6 @@ def _train(home: Path, unit: Unit) -> None:
         "cpu_seconds": round(time.process_time() - began, 1), "failure": failure,
         "config": to_yaml(unit.cfg), "plant": unit.plant,
     }  # fmt: skip
-    atomic.write_text(folder / DONE, json.dumps(found) + "\n")
+    atomic_write.write_text(folder / DONE, json.dumps(found) + "\n")
     if not unit.keeps:
         shutil.rmtree(folder / TRAINED)

@@ -3,7 +3,7 @@
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r],
                                 .lora_magnitude_vector [N] (DoRA)
     adapter_config.json         LoraConfig's fields; base_model_name_or_path: the stock model's folder
-    sealed.json                 beside a sealed model: of which key the adapter is (octavo.sealed)
+    sealed.json                 beside a sealed model: of which key the adapter is (octavo.base.seal_note)
 
 Nothing in it says what the base was made of. PEFT loads it over the stock model; :func:`load` over a stock model or
 over FP8, since it registers the layers for that, which PEFT does not store.
@@ -25,23 +25,24 @@ from safetensors.torch import save as serialized
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, reading, targets, vault
+from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
 from octavo.adapters.targets import NEVER, taken_over
+from octavo.base import atomic_write, encryption, safe_read, target_folder
+from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
+from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
 from octavo.fp8.weights import distributed, full, is_whole
 from octavo.models import headers
 from octavo.models.folder import pickles
-from octavo.reading import COUNT, FINITE, FLAG, Is
-from octavo.sealed import NOTE, Note, note_bytes, read_note
 
 if TYPE_CHECKING:
     from octavo.config.sections import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.
-_BESIDE = (CONFIG, WEIGHTS, NOTE, vault.LIST, "README.md", ".gitattributes")
+_BESIDE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
 _HONOURED = {
@@ -99,8 +100,8 @@ def save(
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
     The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
-    (:mod:`octavo.atomic`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call this on
-    one. ``encrypt``: every file (:mod:`octavo.vault`).
+    (:mod:`octavo.base.atomic_write`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call
+    this on one. ``encrypt``: every file (:mod:`octavo.base.encryption`).
 
     Raises AdapterError where the directory holds something that is no adapter, or cannot be written, and for values
     that are not finite.
@@ -110,23 +111,23 @@ def save(
     if bad := fp8.not_finite(values.items()):
         raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
-    if final.exists() and (not final.is_dir() or [f for f in targets.contents(final) if f not in _BESIDE]):
-        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(targets.contents(final)[:3])
+    if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _BESIDE]):
+        odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
-        with atomic.folder(final, AdapterError) as made:
-            encrypted = vault.Folder(made) if encrypt else None
+        with atomic_write.folder(final, AdapterError) as made:
+            encrypted = encryption.Folder(made) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             if encrypted is not None:
                 encrypted.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
                 save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            vault.put(made / CONFIG, text.encode(), encrypted)
+            encryption.put(made / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
-                vault.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+                encryption.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
             if encrypted is not None:
                 encrypted.write_list()
-            atomic.sync_tree(made)
+            atomic_write.sync_tree(made)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
     return final
@@ -163,8 +164,8 @@ def read_config(directory: str | Path) -> Any:
     file = folder / CONFIG
     if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
-    raw = reading.read_json(file, AdapterError)
-    reading.check_form(raw, _FORM, file, AdapterError)
+    raw = safe_read.read_json(file, AdapterError)
+    safe_read.check_form(raw, _FORM, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -217,7 +218,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
         )
     try:
         headers.read(file)
-        with vault.plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
+        with encryption.plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (headers.HeaderError, SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from octavo import accelerator
+from octavo.base import accelerator
+from octavo.base.safe_read import first_line
 from octavo.bench.record import Absent, Result, Row
 from octavo.fp8 import measuring
-from octavo.reading import first_line
 
 Call = Callable[[], Any]
 

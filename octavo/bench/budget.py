@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo import accelerator
+from octavo.base import accelerator
 
 #: parts in the order in which they are shown; the last is what no other claims
 PARTS = ("linears", "attention", "head", "norms", "optimizer", "rest")

@@ -14,7 +14,8 @@ import torch
 import torch._dynamo.config
 from torch import nn
 
-from octavo import accelerator, fp8
+from octavo import fp8
+from octavo.base import accelerator
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, environment
+from octavo.base import atomic_write, environment
 
 #: what every record says of where its figures come from
 MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "gpus", "driver", "packages")
@@ -187,7 +187,7 @@ def machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def save(found: Mapping[str, Any], path: Path) -> Path:
     """Figures as JSON, whole or not at all: those of suites and those of every script in ``benchmarks/``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(found, indent=1, default=str) + "\n", shared=True)
+    atomic_write.write_text(path, json.dumps(found, indent=1, default=str) + "\n", shared=True)
     return path
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from octavo import accelerator, fp8, models
+from octavo import fp8, models
+from octavo.base import accelerator
 from octavo.bench.bench import Bench, Call, Work
 from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
 from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm

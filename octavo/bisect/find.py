@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.bisect.answer import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
 from octavo.bisect.candidates import Candidate, Space, extras
 from octavo.bisect.judging import MARGINS, Bar, By, short
@@ -91,8 +91,8 @@ def bisect(
     answer = _answer(cfg, asked, by, MARGINS[by] if margin is None else margin, steps or total)
     if answer.works is not None:
         works = answer.works.model_copy(update={"run": original.run, "data": original.data})
-        atomic.write_text(directory / "works.yaml", to_yaml(works))
-    atomic.write_text(directory / "bisect.json", json.dumps(document(answer), indent=1, allow_nan=False) + "\n")
+        atomic_write.write_text(directory / "works.yaml", to_yaml(works))
+    atomic_write.write_text(directory / "bisect.json", json.dumps(document(answer), indent=1, allow_nan=False) + "\n")
     write(answer, directory)
     return answer
 

@@ -9,10 +9,10 @@ import matplotlib
 import numpy as np
 
 import octavo
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.safe_read import finite
 from octavo.bisect.answer import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
 from octavo.config import to_yaml
-from octavo.reading import finite
 from octavo.report import figures, parts
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def write(answer: Answer, directory: Path) -> Path:
         if answer.works is None
         else to_yaml(answer.works.model_copy(update={"run": type(answer.works.run)()})),
     )
-    atomic.write_text(page, text)
+    atomic_write.write_text(page, text)
     return page
 
 

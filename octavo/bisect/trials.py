@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo import atomic, checkpoint, reading, rl, train
+from octavo import checkpoint, rl, train
+from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.fp8 import ProofError
 from octavo.report.reuse import comparable
@@ -123,7 +124,7 @@ class Trials:
         gc.collect()
         if failure:
             home.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(home / FAILURE, failure + "\n")
+            atomic_write.write_text(home / FAILURE, failure + "\n")
         (home / DONE).touch()
         found = _read(home, begins)
         assert found is not None
@@ -160,7 +161,7 @@ def _read(home: Path, begins: int) -> Outcome | None:
     if not (home / DONE).is_file():
         return None
     file = home / FAILURE
-    failure = reading.read_text(file, BisectError).strip() if file.is_file() else ""
+    failure = safe_read.read_text(file, BisectError).strip() if file.is_file() else ""
     try:
         record: RunRecord = read(home)
     except ReportError:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.staging import Staging
 from octavo.checkpoint.together import Ranks

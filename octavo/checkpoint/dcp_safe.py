@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from octavo import accelerator, reading, vault
+from octavo.base import accelerator, encryption, safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Rows
 
@@ -100,7 +100,7 @@ class Encrypting(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with vault.writing(path) as stream:
+        with encryption.writing(path) as stream:
             yield stream
 
 
@@ -144,7 +144,7 @@ class SafeReader(FileSystemReader):
     def _unpickled(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(reading.read_bytes(path, CheckpointError))).load()
+            metadata = _MetadataUnpickler(io.BytesIO(safe_read.read_bytes(path, CheckpointError))).load()
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:
@@ -272,16 +272,18 @@ def _field(record: Any, name: str) -> Any:
 def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     """One tensor out of a `*.distcp` file, on the CPU. Raises CheckpointError for whatever else lies there."""
     try:
-        with reading.open_file(path, CheckpointError) as file:
+        with safe_read.open_file(path, CheckpointError) as file:
             file.seek(info.offset)
             stream = io.BytesIO(file.read(info.length))
         tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except CheckpointError as error:
         raise CheckpointError(f"{error} It holds {name}.") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} was refused: {name} is no plain tensor ({reading.first_line(error)})") from error
+        raise CheckpointError(
+            f"{path} was refused: {name} is no plain tensor ({safe_read.first_line(error)})"
+        ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged at {name}: {reading.first_line(error)}") from error
+        raise CheckpointError(f"{path} is damaged at {name}: {safe_read.first_line(error)}") from error
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path} was refused: {name} is a {type(tensor).__name__}, not a tensor")
     return tensor

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, reading, vault
+from octavo.base import atomic_write, encryption, safe_read
 from octavo.checkpoint.errors import CheckpointError
 
 STATE = "state.json"
@@ -93,7 +93,7 @@ def recover(directory: Path) -> None:
     """Undo a replacement that was interrupted between its two renames: the former checkpoint returns."""
     for step in _left(directory, "old"):
         if not aside(directory, step, "old").is_symlink() and not os.path.lexists(place(directory, step)):
-            atomic.restore(aside(directory, step, "old"), place(directory, step))
+            atomic_write.restore(aside(directory, step, "old"), place(directory, step))
 
 
 def sweep(directory: str | os.PathLike[str]) -> None:
@@ -128,10 +128,10 @@ def publish(directory: Path, step: int) -> Path:
     What is there and is no checkpoint of this step that a run wrote (a file, a link, a copy of another one) is renamed
     to `step_N.other` and stays."""
     made, final, former = aside(directory, step, "tmp"), place(directory, step), aside(directory, step, "old")
-    atomic.sync(made)
+    atomic_write.sync(made)
     if os.path.lexists(final) and _why_other(final):
         os.rename(final, _free(final.with_name(final.name + OTHER)))
-    atomic.swap(made, final, former)
+    atomic_write.swap(made, final, former)
     if former.exists():
         _remove(former)
     return final
@@ -170,7 +170,7 @@ def prune(directory: str | os.PathLike[str], newest: int, keep: int) -> list[str
 def fingerprint(path: Path) -> dict[str, int]:
     """{"size": bytes, "crc32": ...} of a file, of an encrypted one of what it holds; read in pieces."""
     checksum, size = 0, 0
-    with reading.open_file(path, CheckpointError) as file:
+    with safe_read.open_file(path, CheckpointError) as file:
         while piece := file.read(1 << 22):
             checksum, size = zlib.crc32(piece, checksum), size + len(piece)
     return {"size": size, "crc32": checksum}
@@ -179,7 +179,7 @@ def fingerprint(path: Path) -> dict[str, int]:
 def write_sealed(file: Path, document: Mapping[str, Any], encrypt: bool = False) -> None:
     """JSON with a checksum over its own contents, there whole or not at all, and forced to the disk."""
     raw = (json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n").encode()
-    atomic.write_bytes(file, vault.encrypted(raw) if encrypt else raw)
+    atomic_write.write_bytes(file, encryption.encrypted(raw) if encrypt else raw)
 
 
 def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
@@ -187,9 +187,9 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
     if not os.path.lexists(file):
         raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished")
     try:
-        document = reading.read_json(file)
-    except reading.Unreadable as error:
-        if isinstance(error.__cause__, (vault.NoKey, vault.WrongKey)):
+        document = safe_read.read_json(file)
+    except safe_read.Unreadable as error:
+        if isinstance(error.__cause__, (encryption.NoKey, encryption.WrongKey)):
             raise CheckpointError(str(error)) from error
         raise CheckpointError(f"{file} is damaged; {fix} ({error})") from error
     claimed = document.pop("crc32", None)
@@ -262,17 +262,17 @@ def problem(path: Path, name: str, wanted: dict[str, int]) -> str | None:
     file = path / name
     if name != os.path.basename(name):
         return f"{path / STATE} lists {name!r}, outside the checkpoint"
-    if file.is_file() and vault.is_encrypted(file) != vault.is_encrypted(path / STATE):
+    if file.is_file() and encryption.is_encrypted(file) != encryption.is_encrypted(path / STATE):
         return f"of {file} and {STATE} beside it one is encrypted, and one is not: it was exchanged"
     try:
         size = file.stat().st_size
-        if vault.is_encrypted(file):
-            with reading.open_file(file, CheckpointError) as opened:
-                size = reading.size_of(opened)
+        if encryption.is_encrypted(file):
+            with safe_read.open_file(file, CheckpointError) as opened:
+                size = safe_read.size_of(opened)
         found = fingerprint(file) if size == wanted["size"] else {"size": size}
     except FileNotFoundError:
         return f"{file} is missing"
-    except vault.VaultError as error:
+    except encryption.VaultError as error:
         return str(error)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"

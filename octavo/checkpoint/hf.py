@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import atomic, fp8, models, targets, vault
+from octavo import fp8, models
+from octavo.base import atomic_write, encryption, target_folder
+from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, nbytes
 from octavo.checkpoint.homes import Homes
@@ -26,7 +28,6 @@ from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.together import Ranks
 from octavo.fp8.weights import full, master_of
 from octavo.models.folder import INDEX, PARTS, check_companions, companions, copy_companions, parts_of, write_config
-from octavo.reading import printable
 
 LARGEST = 5 * 10**9
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
@@ -54,7 +55,7 @@ def save_hf(
     source   the folder the model was loaded from: config, tokenizer and processor files are copied from it
     largest  bytes of a file at most; a tensor above that has its own
     skip     names that are no part of the model (a critic's)
-    encrypt  every file (:mod:`octavo.vault`); which tensors share one then depends on the number of ranks
+    encrypt  every file (:mod:`octavo.base.encryption`); which tensors share one then depends on the number of ranks
 
     What is written is what trains: weights in the dtypes they have (BF16 where an optimizer keeps lower halves, which
     no forward saw), frozen FP8 ones as their values. Written aside (`.NAME.part`), forced to the disk, then renamed:
@@ -77,7 +78,7 @@ def save_hf(
     with _aside(target, world) as made:
         tensors = [tensor for part in parts for tensor in part.tensors]
         owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
-        encrypted = vault.Folder(made, _one_id(world)) if encrypt else None
+        encrypted = encryption.Folder(made, _one_id(world)) if encrypt else None
         homes = Homes(made, tensors, largest, owners, world.rank, parts_of(source), encrypted)
         with _shards(homes, world) as shards:
             _write(state, parts, stock, shards, world)
@@ -93,7 +94,7 @@ def save_hf(
                 models.state_end(source, made, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
-                atomic.sync_tree(made)
+                atomic_write.sync_tree(made)
     return target
 
 
@@ -149,7 +150,7 @@ def _aside(target: Path, world: Ranks) -> Iterator[Path]:
         made: Path | None = None
         with _agreed(world):
             if world.rank == 0:
-                made = stack.enter_context(atomic.folder(target, models.ModelError))
+                made = stack.enter_context(atomic_write.folder(target, models.ModelError))
         yield Path(world.gather_objects(str(made))[0])
         with _agreed(world):
             stack.close()
@@ -191,7 +192,7 @@ def _agreed(world: Ranks) -> Iterator[None]:
 def _check_target(target: Path) -> None:
     """Raise ModelError for a directory that no model may replace."""
     if target.exists() and (
-        not target.is_dir() or (targets.contents(target) and not (target / "config.json").exists())
+        not target.is_dir() or (target_folder.contents(target) and not (target / "config.json").exists())
     ):
         raise models.ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
     if foreign := _foreign(target):
@@ -202,8 +203,8 @@ def _check_target(target: Path) -> None:
 
 def _foreign(target: Path) -> list[str]:
     """What is in a model folder that no saved model has, and would be gone with it."""
-    names = targets.contents(target)
-    own = {"config.json", INDEX, vault.LIST, *(file.name for file in companions(target))}
+    names = target_folder.contents(target)
+    own = {"config.json", INDEX, encryption.LIST, *(file.name for file in companions(target))}
     inside = {f"{part}/{name}" for part in parts_of(target) for name in os.listdir(target / part)}
     names = {name for name in names if not (inside and name in PARTS)} | inside
     return sorted(name for name in names if Path(name).name not in own and not name.endswith(".safetensors"))

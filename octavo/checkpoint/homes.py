@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards
 
@@ -22,7 +22,7 @@ class Homes:
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
-        parts: Sequence[str] = (), encrypted: vault.Folder | None = None,
+        parts: Sequence[str] = (), encrypted: encryption.Folder | None = None,
     ) -> None:  # fmt: skip
         self._named = bool(parts)
         planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy
 import torch
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
 
 

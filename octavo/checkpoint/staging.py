@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.rows import Copied, Rows
 from octavo.checkpoint.writing import Moment

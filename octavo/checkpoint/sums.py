@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 
 #: what was written, and the permission to replace it by another export
@@ -20,7 +20,7 @@ OWN = "sha256_of_note"
 def sha256(file: Path) -> str:
     """Of a file's bytes, in hex. Raises CheckpointError."""
     digest = hashlib.sha256()
-    with reading.open_file(file, CheckpointError) as opened:
+    with safe_read.open_file(file, CheckpointError) as opened:
         while piece := opened.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
@@ -45,7 +45,7 @@ def read_note(folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError for one that cannot be read or that Octavo did not write.
     """
-    note = reading.read_json(folder / MARKER, CheckpointError)
+    note = safe_read.read_json(folder / MARKER, CheckpointError)
     sums, files = note.get("sha256", {}), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from octavo.atomic import no_room
+from octavo.base.atomic_write import no_room
+from octavo.base.encryption import VaultError
 from octavo.checkpoint.errors import CheckpointError
-from octavo.vault import VaultError
 
 
 class Ranks(Protocol):

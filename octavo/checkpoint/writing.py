@@ -27,7 +27,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from octavo import fp8, vault
+from octavo import fp8
+from octavo.base import encryption
 from octavo.checkpoint import files
 from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.contents import all_tensors, here, named, tensors
@@ -180,6 +181,6 @@ def _one_key(world: Ranks) -> None:
     """That all ranks have the same key: else no process could read what they write. Raises CheckpointError."""
     key = ""
     with shared("write", Path("checkpoints"), world):
-        key = vault.find().id.hex()
+        key = encryption.find().id.hex()
     if len(found := sorted({*world.gather_objects(key)})) > 1:
         raise CheckpointError(f"the ranks were given different keys ({', '.join(found)}). Give all of them the same")

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import environment, hub, targets, vault
+from octavo.base import encryption, environment, hub, target_folder
+from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
 from octavo.config.problems import named
 from octavo.config.texts import is_url
 from octavo.config.words import Format, RecipeName, one_word
-from octavo.reading import printable
 
 #: command -> arguments that name what it writes
 TARGETS = {
@@ -72,7 +72,7 @@ def check_targets(command: str, args: argparse.Namespace) -> None:
     """What a command is asked to write has a name that can be used. Raises UsageError."""
     for name in TARGETS.get(command, ()):
         if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
-            targets.check_target(target, UsageError)
+            target_folder.check_target(target, UsageError)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
@@ -165,17 +165,17 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help=f"key of what is encrypted or sealed (else {vault.FILE} or {vault.VALUE})",
+        help=f"key of what is encrypted or sealed (else {encryption.FILE} or {encryption.VALUE})",
     )
 
 
 def use_key(args: argparse.Namespace) -> None:
     """Hand the key's file on, to ranks and workers too, as their environment does; it wins over what is set there."""
     if getattr(args, "key_file", None) is not None:
-        os.environ.pop(vault.VALUE, None)
-        os.environ[vault.FILE] = os.path.abspath(args.key_file)
+        os.environ.pop(encryption.VALUE, None)
+        os.environ[encryption.FILE] = os.path.abspath(args.key_file)
     if hasattr(args, "key_file"):
-        vault.keep_source()
+        encryption.keep_source()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     import torch
 
-    from octavo import accelerator, bench
+    from octavo import bench
+    from octavo.base import accelerator
 
     here = list(dict.fromkeys((accelerator.here().type, "cpu")))
     name = args.device or here[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from octavo import targets
+from octavo.base import target_folder
 from octavo.cli import arguments, terminal
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from octavo import bisect
 
     directory = Path(args.out or f"{cfg.run.dir}-bisect")
-    targets.check_target(directory, arguments.UsageError)
+    target_folder.check_target(directory, arguments.UsageError)
     answer = bisect.bisect(
         cfg, directory, args.by, args.margin, args.steps, args.start, terminal.console(stderr=args.json), args.fresh
     )

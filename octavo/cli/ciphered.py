@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from octavo import atomic, reading, targets, vault
+from octavo.base import atomic_write, encryption, safe_read, target_folder
+from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
-from octavo.reading import printable
 
 PIECE = 1 << 22
 
@@ -40,7 +40,7 @@ def convert(source: Path, target: Path, conversion: Conversion, what: str) -> in
     of files. Files and folders keep their modes. Raises Refused, and VaultError for what cannot be read."""
     if not source.exists():
         raise Refused(f"{printable(source)} is not there")
-    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and targets.is_free(target)):
+    if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and target_folder.is_free(target)):
         raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
@@ -73,8 +73,8 @@ def _write_folder(
 ) -> None:
     folders = [folder for folder in sorted(source.rglob("*")) if folder.is_dir()]
     modes = {folder.relative_to(source): stat.S_IMODE(folder.stat().st_mode) & 0o777 for folder in folders}
-    fixed = targets.is_fixed(target)
-    with atomic.folder(target, Refused, replace=False) as made:
+    fixed = target_folder.is_fixed(target)
+    with atomic_write.folder(target, Refused, replace=False) as made:
         made.chmod(0o700)
         conversion.begin(source, files, made)
         for folder in modes:
@@ -86,7 +86,7 @@ def _write_folder(
         conversion.finish()
         for folder, mode in modes.items():
             (made / folder).chmod(mode | 0o700)  # else it could not be moved, nor removed
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     if not fixed:  # a volume keeps its own
         modes[Path()] = stat.S_IMODE(source.stat().st_mode) & 0o777
     for folder in reversed(modes):
@@ -98,9 +98,9 @@ def _write_file(source: Path, target: Path, one: Callable[[Path, Path], None]) -
     try:
         aside.unlink(missing_ok=True)  # of one that was killed
         one(source, aside)
-        atomic.swap(aside, target)
+        atomic_write.swap(aside, target)
     except OSError as error:
-        if (reason := atomic.no_room(target, error)) is None:
+        if (reason := atomic_write.no_room(target, error)) is None:
             raise
         raise Refused(f"{printable(target)} could not be written: {reason}") from error
     finally:
@@ -130,7 +130,7 @@ def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
 def _regular(files: list[Path]) -> list[Path]:
     """The same. Raises Refused for what is no regular file: opening a pipe would wait for who writes to it."""
     for file in files:
-        if (kind := reading.kind_of(file)) is not None:
+        if (kind := safe_read.kind_of(file)) is not None:
             raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
     return files
 
@@ -140,11 +140,11 @@ def _stored(file: Path) -> BinaryIO:
     return _regular([file])[0].open("rb")
 
 
-def lines(opened: BinaryIO, file: Path, key: vault.Key | None = None) -> Iterator[tuple[int, bytes]]:
+def lines(opened: BinaryIO, file: Path, key: encryption.Key | None = None) -> Iterator[tuple[int, bytes]]:
     """(bytes read, what it holds) of each line of an encrypted list; `key`: the process's, unless given."""
     for number, line in enumerate(opened, 1):
         if line.endswith(b"\n"):  # half a line is what a kill leaves
-            yield len(line), vault.decrypted_line(line[:-1], f"{file}, line {number},", key)
+            yield len(line), encryption.decrypted_line(line[:-1], f"{file}, line {number},", key)
 
 
 def pieces(opened: BinaryIO) -> Iterator[bytes]:
@@ -154,7 +154,7 @@ def pieces(opened: BinaryIO) -> Iterator[bytes]:
 
 def is_encrypted(opened: BinaryIO) -> bool:
     """By the first bytes."""
-    begins = vault.begins(opened.read(8))
+    begins = encryption.begins(opened.read(8))
     opened.seek(0)
     return begins
 

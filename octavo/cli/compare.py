@@ -19,7 +19,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from octavo import targets
+from octavo.base import target_folder
 from octavo.cli import arguments, launch, terminal
 from octavo.config import RECIPES, Config, override
 from octavo.config.phases import BEYOND_SFT
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     nproc = 1 if args.nproc == 1 else launch.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
-    targets.check_target(directory, arguments.UsageError)
+    target_folder.check_target(directory, arguments.UsageError)
     asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
     asked["factorial"] = components
     if args.power:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from octavo import targets
+from octavo.base import target_folder
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
@@ -75,7 +75,7 @@ def _named(args: argparse.Namespace) -> None:
             f"{args.command} takes two folders: octavo convert {args.command} SRC DST, or {given}"
         )
     args.source, args.destination = folders
-    targets.check_target(args.destination, arguments.UsageError)
+    target_folder.check_target(args.destination, arguments.UsageError)
     if args.like and args.model_assets_dir:
         raise arguments.UsageError("--like and --model_assets_dir name the same folder; keep one")
     args.like = args.like or args.model_assets_dir

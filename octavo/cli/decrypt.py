@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from octavo import vault
+from octavo.base import encryption
+from octavo.base.safe_read import printable
 from octavo.cli import ciphered, terminal
-from octavo.reading import printable
 
 _STATE = "state.json"  # a checkpoint's; octavo.checkpoint, which has the name, imports torch
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    vault.find()
+    encryption.find()
     work = _Decryption()
     ciphered.convert(args.source, args.target, work, "decrypting")
     print(f"{printable(args.target)}: {ciphered.counted(work.counts)}")
@@ -47,32 +47,32 @@ class _Decryption:
     def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
         """Raises VaultError for a file that is damaged, exchanged, missing or added, and where nothing is encrypted."""
         for folder in (source, *sorted(source.rglob("*"))):
-            if made is not None and (folder == source or vault.has_list(folder)):
-                vault.check_folder(folder)
+            if made is not None and (folder == source or encryption.has_list(folder)):
+                encryption.check_folder(folder)
         encrypted = 0
         for file in files:
-            if vault.is_encrypted(file):
-                with vault.Reader.of(file) as reader:
-                    vault.check_file(file, reader)
-            elif not vault.is_list(file):
-                vault.check_file(file, None)
+            if encryption.is_encrypted(file):
+                with encryption.Reader.of(file) as reader:
+                    encryption.check_file(file, reader)
+            elif not encryption.is_list(file):
+                encryption.check_file(file, None)
                 _refuse_damaged(file)
                 continue
             encrypted += 1
         if not encrypted:
             what = "nothing in it is encrypted" if made is not None else "it is not encrypted, or its head is damaged"
-            raise vault.Damaged(f"{source} cannot be decrypted: {what}. Name what is, or take it from a copy")
+            raise encryption.Damaged(f"{source} cannot be decrypted: {what}. Name what is, or take it from a copy")
 
     def named(self, file: Path) -> str | None:
         """A list of lines without its ending; the list of a folder's files is none of them."""
-        if file.name == vault.LIST and vault.is_encrypted(file):
+        if file.name == encryption.LIST and encryption.is_encrypted(file):
             return None
-        return file.name.removesuffix(vault.SUFFIX) if vault.is_list(file) else file.name
+        return file.name.removesuffix(encryption.SUFFIX) if encryption.is_list(file) else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """As :class:`octavo.cli.ciphered.Conversion` has it."""
         encrypted = ciphered.is_encrypted(opened)
-        listed = not encrypted and vault.is_list(file)
+        listed = not encrypted and encryption.is_list(file)
         self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
             for size, line in ciphered.lines(opened, file):
@@ -81,7 +81,7 @@ class _Decryption:
             return
         if not encrypted:
             self.plain.append(printable(file))
-        plain = vault.opened(os.dup(opened.fileno()), file) if encrypted else opened
+        plain = encryption.opened(os.dup(opened.fileno()), file) if encrypted else opened
         for piece in ciphered.pieces(plain):
             out.write(piece)
             yield len(piece)
@@ -94,16 +94,16 @@ def _refuse_damaged(file: Path) -> None:
     """Raises Damaged for a plain file that was an encrypted one: what is left of its head says so, its name, or the
     list of a checkpoint that it belongs to."""
     with file.open("rb") as stored:
-        head = stored.read(vault.HEADER)
+        head = stored.read(encryption.HEADER)
     why = ""
-    if vault.was_encrypted(head, vault.find()):
+    if encryption.was_encrypted(head, encryption.find()):
         why = "its head is that of an encrypted file, and was changed or cut"
-    elif file.suffix == vault.SUFFIX and head:
+    elif file.suffix == encryption.SUFFIX and head:
         why = "its first line is not an encrypted one"
-    elif vault.is_encrypted(file.with_name(_STATE)):
+    elif encryption.is_encrypted(file.with_name(_STATE)):
         why = f"{_STATE} of its checkpoint is encrypted, and it is not: its head was changed, or it was exchanged"
     if why:
-        raise vault.Damaged(f"{file} is damaged: {why}. Take the file from a copy")
+        raise encryption.Damaged(f"{file} is damaged: {why}. Take the file from a copy")
 
 
 def _others(names: list[str]) -> str:

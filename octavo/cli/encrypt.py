@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from octavo import vault
+from octavo.base import encryption
+from octavo.base.safe_read import printable
+from octavo.base.seal_note import NOTE, ONE_PURPOSE, fingerprint
 from octavo.cli import arguments, ciphered
-from octavo.reading import printable
-from octavo.sealed import NOTE, ONE_PURPOSE, fingerprint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         if args.source is not None:
             raise arguments.UsageError("--new-key makes a key and nothing else; encrypt with it in a second command")
-        key = vault.write_new(args.new_key)
+        key = encryption.write_new(args.new_key)
         print(f"wrote {args.new_key}, the key {key.id.hex()}. Keep a copy elsewhere: without it nothing is read again")
         return 0
     if args.source is None or args.target is None:
         raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")
-    key, old = vault.find(), None if args.old_key is None else vault.from_file(args.old_key)
+    key, old = encryption.find(), None if args.old_key is None else encryption.from_file(args.old_key)
     _check_purpose(args.source, old)
     work = _Encryption(key, old)
     ciphered.convert(args.source, args.target, work, "encrypting")
@@ -56,10 +56,10 @@ class _Encryption:
     """Encrypts what is plain, and what the old key opens. Each folder with a list of its files, and the whole, is bound
     anew; without an old key a folder that is encrypted stays as it is."""
 
-    def __init__(self, key: vault.Key, old: vault.Key | None) -> None:
+    def __init__(self, key: encryption.Key, old: encryption.Key | None) -> None:
         self.key, self.old = key, old
         self.counts = {"encrypted": 0, "copied as they are": 0}
-        self._folders: dict[Path, vault.Folder] = {}
+        self._folders: dict[Path, encryption.Folder] = {}
         self._kinds: dict[Path, str] = {}
         self._single = False
 
@@ -67,51 +67,52 @@ class _Encryption:
         """Raises Exchanged for files that are missing from a folder with a list, or that nobody listed; Refused for a
         part of such a folder, whose files are no good without the rest."""
         self._single = made is None
-        roots = [folder for folder in (source, *sorted(source.rglob("*"))) if vault.has_list(folder)]
-        if self.old is None and source not in roots and vault.root_of(source) is not None:
+        roots = [folder for folder in (source, *sorted(source.rglob("*"))) if encryption.has_list(folder)]
+        if self.old is None and source not in roots and encryption.root_of(source) is not None:
             self._refuse_part(source, files)
         for root in roots:
-            with suppress(vault.WrongKey):  # of a third key: it is copied as it is, and nothing of it can be seen
-                vault.check_folder(root, added=self.old is None, key=self.old or self.key)
+            with suppress(encryption.WrongKey):  # of a third key: it is copied as it is, and nothing of it can be seen
+                encryption.check_folder(root, added=self.old is None, key=self.old or self.key)
         if made is not None:
             anew = roots if self.old is not None else []
             bound = [source, *anew] if self.old is not None or source not in roots else []
-            self._folders = {root: vault.Folder(made / root.relative_to(source), key=self.key) for root in bound}
+            self._folders = {root: encryption.Folder(made / root.relative_to(source), key=self.key) for root in bound}
 
     def _refuse_part(self, source: Path, files: list[Path]) -> None:
-        if any(map(vault.is_encrypted, files)):
+        if any(map(encryption.is_encrypted, files)):
             raise ciphered.Refused(
-                f"{printable(source)} is part of {printable(vault.root_of(source))}, which is encrypted as a whole: "
-                "its files are bound to their paths there. Copy all of that folder, or bind them anew with --old-key"
+                f"{printable(source)} is part of {printable(encryption.root_of(source))}, which is encrypted as a "
+                "whole: its files are bound to their paths there. Copy all of that folder, or bind them anew with "
+                "--old-key"
             )
 
     def named(self, file: Path) -> str | None:
         """All keep their names; a list that is written anew is no file to encrypt."""
-        return None if self.old is not None and file.name == vault.LIST else file.name
+        return None if self.old is not None and file.name == encryption.LIST else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """As :class:`octavo.cli.ciphered.Conversion` has it."""
         plain: BinaryIO = opened
-        listed, encrypted = vault.is_list(file), ciphered.is_encrypted(opened)
+        listed, encrypted = encryption.is_list(file), ciphered.is_encrypted(opened)
         if listed and self.old is not None:
             for size, line in ciphered.lines(opened, file, self.old):
-                out.write(vault.encrypted_line(line, self.key))
+                out.write(encryption.encrypted_line(line, self.key))
                 yield size
-            self._note(path, vault.LINES)
+            self._note(path, encryption.LINES)
             return
         if encrypted and self.old is not None:
-            plain = vault.opened(os.dup(opened.fileno()), file, key=self.old)
+            plain = encryption.opened(os.dup(opened.fileno()), file, key=self.old)
         elif encrypted or listed:
-            kind = vault.LINES if listed else self._checked(file)
+            kind = encryption.LINES if listed else self._checked(file)
             for piece in ciphered.pieces(opened):
                 out.write(piece)
                 yield len(piece)
             self._note(path, kind, "copied as they are")
             return
         else:
-            with suppress(vault.WrongKey):
-                vault.check_file(file, None, self.old or self.key)
-        writer = vault.Writer(out, key=self.key, place=self._place(file, path))
+            with suppress(encryption.WrongKey):
+                encryption.check_file(file, None, self.old or self.key)
+        writer = encryption.Writer(out, key=self.key, place=self._place(file, path))
         for piece in ciphered.pieces(plain):
             writer.write(piece)
             yield len(piece)
@@ -123,10 +124,10 @@ class _Encryption:
         for folder in sorted(self._folders.values(), key=lambda folder: -len(folder.root.parts)):
             inside = {path: kind for path, kind in self._kinds.items() if path.is_relative_to(folder.root)}
             folder.write_list(inside)
-            with vault.Reader.of(folder.root / vault.LIST, self.key) as reader:
-                self._kinds[folder.root / vault.LIST] = reader.tag.hex()
+            with encryption.Reader.of(folder.root / encryption.LIST, self.key) as reader:
+                self._kinds[folder.root / encryption.LIST] = reader.tag.hex()
 
-    def _place(self, file: Path, path: Path) -> vault.Place | None:
+    def _place(self, file: Path, path: Path) -> encryption.Place | None:
         """What a file is bound to: its path in the innermost folder with a list."""
         for root in file.parents:
             if root in self._folders:
@@ -136,29 +137,29 @@ class _Encryption:
     def _checked(self, file: Path) -> str:
         """The tag of an encrypted file that is copied as it is: not one of another place, where its key is given."""
         try:
-            with vault.Reader.of(file, self.key) as reader:
-                vault.check_file(file, reader, self.key)
+            with encryption.Reader.of(file, self.key) as reader:
+                encryption.check_file(file, reader, self.key)
                 if self._single and reader.place is not None:
                     self._refuse_part(file, [file])
-        except vault.WrongKey:
+        except encryption.WrongKey:
             pass
         with file.open("rb") as stored:
-            return vault.tag_of(stored.read(vault.HEADER)).hex()
+            return encryption.tag_of(stored.read(encryption.HEADER)).hex()
 
     def _note(self, path: Path, kind: str, how: str = "encrypted") -> None:
         self._kinds[path] = kind
         self.counts[how] += 1
 
 
-def _check_purpose(source: Path, old: vault.Key | None) -> None:
+def _check_purpose(source: Path, old: encryption.Key | None) -> None:
     """Raises Refused where what is encrypted was sealed with the same key, as its note says."""
-    own = fingerprint(vault.given()).encode()
+    own = fingerprint(encryption.given()).encode()
     for file in source.rglob(NOTE) if source.is_dir() else [source.with_name(NOTE)]:
         raw = file.read_bytes() if file.is_file() else b""
-        if vault.begins(raw):
+        if encryption.begins(raw):
             try:
-                raw = vault.decrypted(raw, file, old)
-            except vault.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen
+                raw = encryption.decrypted(raw, file, old)
+            except encryption.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen
                 continue
         if own in raw:
             raise ciphered.Refused(f"{file.parent} was sealed with the key that is given for files. {ONE_PURPOSE}")

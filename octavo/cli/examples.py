@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import octavo
-from octavo import atomic, targets
+from octavo.base import atomic_write, target_folder
 from octavo.cli.arguments import UsageError
 
 #: a link to the project's examples/; a wheel holds the files
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = Path(args.directory)
-    if not targets.is_free(target):
+    if not target_folder.is_free(target):
         raise UsageError(f"{target} is there and not empty; name a new folder, nothing is overwritten")
-    with atomic.folder(target, UsageError, replace=False) as made:
+    with atomic_write.folder(target, UsageError, replace=False) as made:
         shutil.copytree(SOURCE, made, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     written = sorted(file for file in target.rglob("*") if file.is_file())
     print(f"wrote {len(written)} files to {target}; what each one shows is in {target / 'README.md'}")
     return 0

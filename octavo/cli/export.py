@@ -65,7 +65,7 @@ def device(name: str | None) -> str | None:
     """A device that torch knows and this machine has. Raises UsageError."""
     import torch
 
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     if name is None:
         return None

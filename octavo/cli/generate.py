@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_sealed(base: Path, args: argparse.Namespace) -> None:
     """A sealed model is asked in its own words, and shown nothing. Raises UsageError."""
     from octavo import models
-    from octavo.sealed import read_note
+    from octavo.base.seal_note import read_note
 
     if read_note(base, UsageError) is None:
         return

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo import atomic, translate
+    from octavo import translate
+    from octavo.base import atomic_write
 
     out = Path(args.out)
     for option, word in (("-o", args.out), ("--root", args.root), *(("--set", word) for word in args.variables)):
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{' and '.join(there)} would be overwritten; name another file, or give --force")
     for path, text in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, text)
+        atomic_write.write_text(path, text)
     if args.json:
         terminal.show_json(translate.plain(made))
     else:

@@ -2,7 +2,7 @@
 
 The default action of both ends the process at once, and no ``finally`` runs: what `octavo decrypt` had written in plain
 would stay on the disk. A process that is killed (SIGKILL) still leaves it; the next command that writes there removes
-it (:mod:`octavo.atomic`).
+it (:mod:`octavo.base.atomic_write`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def how_many(asked: int | None) -> int:
         raise UsageError(
             "--nproc starts the processes of a run, and torchrun has started this one; leave one of them out"
         )
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     gpus = accelerator.count()
     if asked is None:

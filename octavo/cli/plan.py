@@ -315,7 +315,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
 
 def _attention(cfg: Any, model: Any) -> Any:
     """The kernels of attention that a run on this machine would take; none where torch chooses at each call."""
-    from octavo import accelerator
+    from octavo.base import accelerator
     from octavo.train import attention
 
     return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), accelerator.here())
@@ -337,7 +337,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
 
 
 def _need_a_gpu() -> None:
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     if not accelerator.is_gpu(accelerator.here()):
         raise arguments.UsageError(
@@ -347,7 +347,7 @@ def _need_a_gpu() -> None:
 
 
 def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
-    from octavo import accelerator
+    from octavo.base import accelerator
     from octavo.train import planning
 
     tokens = count()

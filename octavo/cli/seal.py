@@ -19,9 +19,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo import targets, vault
+from octavo.base import encryption, target_folder
+from octavo.base.seal_note import ONE_PURPOSE
 from octavo.cli import arguments, terminal
-from octavo.sealed import ONE_PURPOSE
 
 if TYPE_CHECKING:
     from octavo import sealing
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError(f"{args.settings[0]} belongs to seal data; leave it out")
 
     if args.what == "key":
-        targets.check_target(args.source, arguments.UsageError)
-        vault.new_secret(args.source)
+        target_folder.check_target(args.source, arguments.UsageError)
+        encryption.new_secret(args.source)
         return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Who loses it unseals nothing")
 
     from octavo import sealing
@@ -89,17 +89,17 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     from octavo import data, sealing
 
     key = sealing.find_key()
-    for name in (vault.FILE, vault.VALUE):
+    for name in (encryption.FILE, encryption.VALUE):
         os.environ.pop(name, None)
     if args.files_key is not None:
-        os.environ[vault.FILE] = os.path.abspath(args.files_key)
+        os.environ[encryption.FILE] = os.path.abspath(args.files_key)
         if sealing.find_key().fingerprint == key.fingerprint:
             raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
     places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
-    roots = (root / vault.LIST for place in places if (root := vault.root_of(place)) is not None)
+    roots = (root / encryption.LIST for place in places if (root := encryption.root_of(place)) is not None)
     if (encrypted := next(roots, None)) is None:
         files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
-        encrypted = next(filter(vault.is_encrypted, files), None)
+        encrypted = next(filter(encryption.is_encrypted, files), None)
     if encrypted is not None and args.files_key is None:
         raise arguments.UsageError(
             f"{encrypted} is encrypted: name its key with --files-key FILE. The key that seals opens no files"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.reading import finite, printable
+from octavo.base.safe_read import finite, printable
 
 #: how a status is shown to a person; the word alone must do where there is no colour
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}

@@ -14,8 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
-from octavo.reading import printable
 
 _SHOWN = 3  # findings of one kind that are shown to a person, and compared tensors
 _ROWS = 10

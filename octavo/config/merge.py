@@ -13,11 +13,11 @@ from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
+from octavo.base.hub import is_name
+from octavo.base.safe_read import Unreadable, decode, read_bytes
 from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.problems import Place, Problem, dotted, named, nearest
 from octavo.config.texts import is_reward_path, is_url, not_a_path
-from octavo.hub import is_name
-from octavo.reading import Unreadable, decode, read_bytes
 
 #: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
 MOST_FILES = 100

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from octavo.reading import printable
+from octavo.base.safe_read import printable
 
 #: as many problems are told one by one
 MOST_TOLD = 20

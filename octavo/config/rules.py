@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from octavo.base.hub import is_name
 from octavo.config import (
     rules_adapt,
     rules_check,
@@ -22,7 +23,6 @@ from octavo.config.rules_lora import PARTS
 from octavo.config.texts import is_url
 from octavo.config.whole import Sections
 from octavo.config.words import COMPONENTS
-from octavo.hub import is_name
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")

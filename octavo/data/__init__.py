@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from octavo import accelerator
+from octavo.base import accelerator
+from octavo.base.hub import is_name
 from octavo.config.texts import is_url
 from octavo.config.video import VideoSection
 from octavo.data import digits, text
@@ -57,7 +58,6 @@ from octavo.data.sealed import check as check_sealed
 from octavo.data.sounds import AudioRef
 from octavo.data.sources import Source, opened, preferences, read
 from octavo.data.splitting import Split, split
-from octavo.hub import is_name
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset

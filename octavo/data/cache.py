@@ -23,11 +23,11 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.encryption import VaultError, anonymous, check_folder, is_encrypted
+from octavo.base.hub import is_name
 from octavo.data import content
 from octavo.data.errors import DataError
-from octavo.hub import is_name
-from octavo.vault import VaultError, anonymous, check_folder, is_encrypted
 
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
@@ -79,7 +79,7 @@ def kept(
                 if form in ("Arrow", "index"):  # written here, so it need not be read once more for its form
                     content.note_valid(target, folder)
     except OSError as cause:
-        why = atomic.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
+        why = atomic_write.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
             f"{folder} cannot keep {Path(source).name} as {form}: {why}. Name a folder with room that can be written "
             "to in data.cache (or OCTAVO_CACHE)"
@@ -132,7 +132,7 @@ def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -
     say(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
     try:
         write(aside, progress)
-        atomic.sync(aside)
+        atomic_write.sync(aside)
         publish(aside, target)
     finally:
         aside.unlink(missing_ok=True)

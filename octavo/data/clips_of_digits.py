@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo import atomic, targets
+from octavo.base import atomic_write, target_folder
 from octavo.data.digits import SIDE, Digits, accept, handwriting, listed
 from octavo.data.errors import DataError
 
@@ -73,12 +73,12 @@ def write(
     directory = Path(directory)
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "video": True, **given, "seed": seed}
-    if not targets.is_free(directory):
+    if not target_folder.is_free(directory):
         accept(directory, settings, "videos", "mp4", ("",))
         return found
-    with atomic.folder(directory, DataError, replace=False) as made:
+    with atomic_write.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return found
 
 

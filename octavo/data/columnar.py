@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from octavo.base.safe_read import first_line, printable
 from octavo.data.errors import DataError
-from octavo.reading import first_line, printable
 
 TEXT_BYTES = 64 << 20  # of text in a row, as of a line of JSONL
 ROW_BYTES = 1 << 30  # of a row in all: a video may be in it

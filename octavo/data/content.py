@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from octavo.base.safe_read import printable
 from octavo.data.errors import DataError
-from octavo.reading import printable
 
 HEAD = 64 << 20  # bytes of `Content.head`: what checkpoints of 0.4.0 compare
 AT_ONCE = 4  # files that are read at a time

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from octavo import atomic, targets
+from octavo.base import atomic_write, target_folder
+from octavo.base.safe_read import Unreadable, read_json
 from octavo.data.errors import DataError
-from octavo.reading import Unreadable, read_json
 
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
@@ -90,13 +90,13 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     directory = Path(directory)
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
-    if not targets.is_free(directory):
+    if not target_folder.is_free(directory):
         kinds = ("", "_text", "_captions", "_prompts")
         accept(directory, settings, "images", "png", kinds)
         return found
-    with atomic.folder(directory, DataError, replace=False) as made:
+    with atomic_write.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return found
 
 

@@ -7,7 +7,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from octavo.reading import printable
+from octavo.base.safe_read import printable
 
 MOST = 1000  # characters of a reason, and a tenth of it of an id: rows may hold megabytes
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.safe_read import read_json
 from octavo.data import cache, content, remote, tables, tar
 from octavo.data.errors import DataError
 from octavo.data.files import texts_of
@@ -27,7 +28,6 @@ from octavo.data.footer import groups_of
 from octavo.data.order import WINDOW
 from octavo.data.remote import Remote
 from octavo.data.table import ColumnRows, Rows, TextRows, write_texts
-from octavo.reading import read_json
 
 BYTES = 50 * 10**9  # of a data set's files, where nobody says
 AT_ONCE = 8  # files that are counted at a time
@@ -58,7 +58,7 @@ class Store:
         return target
 
     def _full(self, shard: Remote, cause: OSError) -> DataError:
-        why = atomic.no_room(self.folder, cause) or cause.strerror or str(cause)
+        why = atomic_write.no_room(self.folder, cause) or cause.strerror or str(cause)
         return DataError(
             f"{self.folder} cannot keep {shard.url} ({shard.size} bytes): {why}. Lower fetch_gb of this data set, "
             "or name a folder with room in data.cache (or OCTAVO_CACHE)"
@@ -101,7 +101,7 @@ class Store:
             if target.suffix != cache.TAR:
                 made = aside.with_suffix(".arrow")
                 _convert(shard, aside, made)
-            atomic.sync(made)
+            atomic_write.sync(made)
             with self._room(shard, made.stat().st_size, aside, made):
                 cache.publish(made, target)
         finally:
@@ -229,7 +229,7 @@ def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> 
     with ThreadPoolExecutor(AT_ONCE if of_footer else max(1, min(AT_ONCE, room))) as pool:
         counts = [*pool.map(count, found)]
     store.folder.mkdir(parents=True, exist_ok=True)
-    atomic.write_bytes(beside, json.dumps(counts).encode(), shared=True)
+    atomic_write.write_bytes(beside, json.dumps(counts).encode(), shared=True)
     return counts
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from octavo.base.safe_read import decode, open_file, read_bytes, size_of
 from octavo.data import cache, tables
 from octavo.data.content import Stat, stat_of
 from octavo.data.errors import DataError
 from octavo.data.streams import Groups, Lines, Place
 from octavo.data.table import Rows, Text, TextRows, write_texts
 from octavo.data.tar import look_up, open_tar
-from octavo.reading import decode, open_file, read_bytes, size_of
 
 ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
 _NO_LIMIT = 1 << 62

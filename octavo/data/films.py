@@ -21,14 +21,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from octavo.base.encryption import VaultError, check_plain, is_encrypted
+from octavo.base.safe_read import open_file
 from octavo.data.clips import Clip, Frames, VideoFile
 from octavo.data.display import matrix_of, upright
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as load_image
-from octavo.reading import open_file
-from octavo.vault import VaultError, check_plain, is_encrypted
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MOST_FRAMES = 1 << 20  # of a file: ten hours at 29 a second

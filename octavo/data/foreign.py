@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from octavo.base.safe_read import Unreadable, parse_json
 from octavo.data.errors import RowProblem, shown
-from octavo.reading import Unreadable, parse_json
 
 CONTEXT = 'an assistant\'s turn that is not learned has "weight": 0'
 PLACEHOLDERS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>"}  # and what shows that a text has them as a tag

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
 
+from octavo.base.encryption import check_plain, is_encrypted
+from octavo.base.safe_read import read_bytes
 from octavo.data.errors import DataError
 from octavo.data.inline import Inline
-from octavo.reading import read_bytes
-from octavo.vault import check_plain, is_encrypted
 
 ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from octavo.reading import Unreadable, parse_json
+from octavo.base.safe_read import Unreadable, parse_json
 
 Places = Mapping[str, Any] | list[Any] | bool
 """Where JSON texts are: True for one, fields of a struct by name, [places of an entry] of a list."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from octavo.base.safe_read import first_line, open_file, size_of
 from octavo.data.errors import DataError
-from octavo.reading import first_line, open_file, size_of
 
 MOST = 256 << 20  # bytes of a file in a tar
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}

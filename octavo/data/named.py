@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import lru_cache, partial
 from pathlib import Path
 
+from octavo.base.safe_read import first_line
 from octavo.data.errors import DataError
 from octavo.data.streams import Groups
 from octavo.data.table import Rows
 from octavo.data.tables import DatasetRows, Shards
-from octavo.reading import first_line
 
 
 def open_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:

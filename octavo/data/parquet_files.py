@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo import reading
+from octavo.base import safe_read
+from octavo.base.encryption import check_plain, is_encrypted
 from octavo.data.columnar import check_batch, sentence
 from octavo.data.errors import DataError
 from octavo.data.footer import DICTIONARY, PREFIXES, Group, groups_of
-from octavo.vault import check_plain, is_encrypted
 
 BATCH_ROWS = 1024
 BATCH_BYTES = 32 << 20  # of pages that a batch of rows is decoded of, by the mean of its row group
@@ -62,7 +62,7 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Parq
 
     try:
         if open_file is None and is_encrypted(path):
-            open_file = partial(reading.open_file, path, DataError, 0)
+            open_file = partial(safe_read.open_file, path, DataError, 0)
         elif open_file is None:
             check_plain(path, DataError)
         source: Any = path if open_file is None else open_file()
@@ -157,6 +157,6 @@ def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
             size = max(chunk.size, chunk.values * (8 + max(0, column.length)))
             if size > max(UNFOLDED, RATIO * max(1, chunk.stored)):
                 raise DataError(
-                    f"{path}: column {reading.printable(chunk.path)!r} of row group {number} takes {size} bytes "
+                    f"{path}: column {safe_read.printable(chunk.path)!r} of row group {number} takes {size} bytes "
                     f"decoded, of {chunk.stored} in the file; write it in smaller row groups, or leave it out"
                 )

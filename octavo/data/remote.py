@@ -19,10 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.safe_read import COUNT, TEXT, check_form, first_line, parse_json
 from octavo.data import cache
 from octavo.data.errors import DataError
-from octavo.reading import COUNT, TEXT, check_form, first_line, parse_json
 
 TRIES = 4
 SECONDS = 120.0  # without a byte, after which a try has failed
@@ -123,7 +123,7 @@ def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
                     f"{url} cannot be had ({_why(cause)}); check the URL and who may read it, or copy it here and name "
                     "the folder"
                 ) from cause
-            if atomic.no_room(Path(), cause):
+            if atomic_write.no_room(Path(), cause):
                 raise
             why = _why(cause)
             report(f"{url}: try {tries} of {TRIES} failed ({why})")

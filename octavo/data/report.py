@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from octavo import vault
+from octavo.base import encryption
+from octavo.base.safe_read import kind_of
 from octavo.data.errors import DataError
-from octavo.reading import kind_of
 
 # Rows that are worth a word, and are trained on as they are:
 CONTROL = "with control tokens"  # whose words spell some
@@ -51,7 +51,7 @@ class SkipReport:
         self._met: set[Key] = set()
         self._listed: set[Key] = set()
         self._read = 0
-        self._encrypted = self.path is not None and self.path.suffix == vault.SUFFIX
+        self._encrypted = self.path is not None and self.path.suffix == encryption.SUFFIX
 
     def add(self, record: dict[str, Any]) -> None:
         """Count a row, and list it where nobody has."""
@@ -72,7 +72,7 @@ class SkipReport:
             if key not in self._listed:
                 # A file's name may hold bytes that are no text; "\\udcff" is how JSON writes them.
                 line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-                file.write(vault.encrypted_line(line) if self._encrypted else line)
+                file.write(encryption.encrypted_line(line) if self._encrypted else line)
                 file.flush()
 
     def _catch_up(self, file: Any) -> None:
@@ -83,7 +83,7 @@ class SkipReport:
         self._read += len(text)
         for line in text.splitlines():
             try:
-                found = json.loads(vault.decrypted_line(line, self.path) if self._encrypted else line)
+                found = json.loads(encryption.decrypted_line(line, self.path) if self._encrypted else line)
                 self._listed.add(_key(found))
-            except (ValueError, KeyError, TypeError, RecursionError, vault.Damaged):
+            except (ValueError, KeyError, TypeError, RecursionError, encryption.Damaged):
                 continue

@@ -1,6 +1,6 @@
 """Sealed rows: samples made where the plain tokenizer and the key are at hand, and read as they are.
 
-    FOLDER/sealed.json      whose key they are of, and what for (`octavo.sealed`)
+    FOLDER/sealed.json      whose key they are of, and what for (`octavo.base.seal_note`)
     FOLDER/rows.arrow       a row of `SCHEMA` each, in the order of the data set that was sealed; of a pair of phase
                             preference two, the chosen answer and the rejected one
 
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from octavo import reading
+from octavo.base import safe_read
+from octavo.base.encryption import check_plain, is_encrypted
+from octavo.base.seal_note import NOTE, Note, check_adapter, read_note
 from octavo.data.cache import default_folder, kept
 from octavo.data.columnar import sentence
 from octavo.data.errors import BadSample, DataError, LongSample
@@ -26,8 +28,6 @@ from octavo.data.inputs import COUNTED, Input
 from octavo.data.pairs import Pair
 from octavo.data.sample import IGNORE, Sample
 from octavo.data.table import Mapped
-from octavo.sealed import NOTE, Note, check_adapter, read_note
-from octavo.vault import check_plain, is_encrypted
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset
@@ -156,7 +156,7 @@ def _mapped(file: Path) -> Path:
     """The file itself, or of an encrypted one its plain text in memory. Raises `DataError`."""
 
     def decrypt(made: Path, progress: Callable[[float], None]) -> None:
-        with reading.open_file(file, DataError) as stored, made.open("wb") as out:
+        with safe_read.open_file(file, DataError) as stored, made.open("wb") as out:
             shutil.copyfileobj(stored, out, 1 << 22)
 
     if is_encrypted(file):

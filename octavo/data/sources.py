@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.base.hub import is_name
 from octavo.config.texts import is_url
 from octavo.data import json_columns
 from octavo.data.cache import Say, default_folder, quiet
@@ -23,7 +24,6 @@ from octavo.data.named import open_named, stream_named
 from octavo.data.pairs import parse_labelled, parse_pair, told_by
 from octavo.data.prompts import MEDIA_KEYS, further, parse_answered, parse_prompt
 from octavo.data.table import Rows
-from octavo.hub import is_name
 
 if TYPE_CHECKING:
     from octavo.config import Dataset

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from octavo.base.encryption import Reader, begins
 from octavo.data.columnar import too_large
 from octavo.data.content import stat_of
 from octavo.data.errors import BadSample, DataError
 from octavo.data.parquet_files import Parquet, parquet_file, read_group
 from octavo.data.table import Text, keys_of, parsed, row_of
-from octavo.vault import Reader, begins
 
 KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from octavo.atomic import write_bytes
+from octavo.base.atomic_write import write_bytes
+from octavo.base.safe_read import Unreadable, parse_json
 from octavo.data import columnar, content, json_columns
 from octavo.data.errors import BadSample, DataError
-from octavo.reading import Unreadable, parse_json
 
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a record batch: what is written at a time
 TEXTS = pa.schema([("text", pa.large_binary()), ("line", pa.int64()), ("problem", pa.string())])

@@ -24,14 +24,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from octavo.base.encryption import is_encrypted
+from octavo.base.safe_read import open_file
 from octavo.data import cache, columnar, content, parquet_files
 from octavo.data.columnar import plain_field, row_bytes, too_large
 from octavo.data.errors import BadSample, DataError
 from octavo.data.parquet_files import RATIO, UNFOLDED, parquet_file, unreadable
 from octavo.data.streams import Lines, Place
 from octavo.data.table import BATCH_BYTES, PROBLEM, ColumnRows, Rows, Text, row_of, writer
-from octavo.reading import open_file
-from octavo.vault import is_encrypted
 
 _CELL = 1 << 30  # characters of a cell; the module's own limit, 128 KiB, is that of all readers of this process
 _COUNT = -1  # of a shard that was not opened yet

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from octavo.base.encryption import is_encrypted
 from octavo.data import cache, content
 from octavo.data.clips import VIDEO_KEYS
 from octavo.data.errors import BadSample
@@ -34,7 +35,6 @@ from octavo.data.members import entries
 from octavo.data.sounds import SOUND_KEYS
 from octavo.data.streams import Pieces
 from octavo.data.table import BATCH_ROWS, Mapped, keys_of, parsed, writer
-from octavo.vault import is_encrypted
 
 INDEX = pa.schema([
     ("key", pa.string()), ("names", pa.list_(pa.string())), ("starts", pa.list_(pa.int64())),

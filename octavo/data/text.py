@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, targets
+from octavo.base import atomic_write, target_folder
+from octavo.base.safe_read import Unreadable, read_json
 from octavo.data.errors import DataError
-from octavo.reading import Unreadable, read_json
 
 LAYOUT = 1  # rises when the same Python gives other files
 HELD_OUT = 10  # every tenth file
@@ -67,12 +67,12 @@ def write(directory: str | Path) -> TextSet:
     """
     directory = Path(directory)
     asked = {"layout": LAYOUT, "python": platform.python_version()}
-    if not targets.is_free(directory):
+    if not target_folder.is_free(directory):
         rows = _accept(directory, asked)
     else:
-        with atomic.folder(directory, DataError, replace=False) as made:
+        with atomic_write.folder(directory, DataError, replace=False) as made:
             rows = _write(made, asked)
-            atomic.sync_tree(made)
+            atomic_write.sync_tree(made)
     return TextSet(directory, directory / "train.jsonl", directory / "test.jsonl", rows)
 
 

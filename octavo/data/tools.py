@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.base.safe_read import Unreadable, parse_json
 from octavo.data.errors import RowProblem, shown
 from octavo.data.missing import check_numbers
-from octavo.reading import Unreadable, parse_json
 
 Call = dict[str, Any]
 """{"type": "function", "function": {"name": text, "arguments": object}}, and "id" where the row has one"""

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from octavo.base.encryption import is_encrypted
+from octavo.base.safe_read import open_file, read_bytes
 from octavo.data.errors import DataError
 from octavo.data.expansion import Mismatch
 from octavo.data.sounds import Recording, SoundFile
-from octavo.reading import open_file, read_bytes
-from octavo.vault import is_encrypted
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
 RATES = (4_000, 384_000)  # of files, in samples a second; beyond them a header is broken, or means to cost much

@@ -21,8 +21,9 @@ _OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "gluon": _NVIDIA, "deepgemm": _N
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of machine. ``sign``: its word among the signs of :func:`octavo.environment.describe`; ``package``: what
-    torch needs to see it; ``install``: how one gets that; ``others``: why each backend but the reference is not used.
+    """A kind of machine. ``sign``: its word among the signs of :func:`octavo.base.environment.describe`; ``package``:
+    what torch needs to see it; ``install``: how one gets that; ``others``: why each backend but the reference is not
+    used.
     """
 
     name: str

@@ -8,8 +8,8 @@ tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that serves a
 
 from __future__ import annotations
 
+from octavo.base.safe_read import first_line
 from octavo.doctor.report import ABSENT, FAIL, OK, Check
-from octavo.reading import first_line
 
 TOKENS, INPUTS, OUTPUTS = 33, 144, 80
 MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "swiglu_backward")
@@ -18,7 +18,7 @@ MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "s
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
 
-    from octavo import accelerator
+    from octavo.base import accelerator
     from octavo.fp8 import kernels
 
     if devices is None:
@@ -31,7 +31,7 @@ def versions_tested(device: str | None = None) -> Check:
     """What torch and Triton were tested; where they are newer, all kernels that are chosen on a device (None: where
     training runs) are held against the reference (:mod:`octavo.fp8.kernels`, ``self_check``), as far as that was not
     done before."""
-    from octavo import accelerator
+    from octavo.base import accelerator
     from octavo.fp8 import kernels
 
     device = device or str(accelerator.here())
@@ -133,7 +133,8 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     """calc_diff to high precision of y, dx and dw; raises where a GEMM did not run in FP8 on this backend."""
     import torch
 
-    from octavo import accelerator, fp8
+    from octavo import fp8
+    from octavo.base import accelerator
 
     dtype = accelerator.low_precision(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)

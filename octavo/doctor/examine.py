@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo import environment
+from octavo.base import environment
 from octavo.doctor import arithmetic, machine, packages
 from octavo.doctor.report import FAIL, Check, Report
 

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from octavo import environment
+from octavo.base import environment
+from octavo.base.safe_read import first_line
 from octavo.doctor import accelerators
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
-from octavo.reading import first_line
 
 GIB = 2**30
 SHM_WANTED = 1 * GIB
@@ -32,7 +32,7 @@ def versions() -> list[Check]:
 
 
 def devices(record: dict[str, Any]) -> list[Check]:
-    """CPU, memory and GPUs, from :func:`octavo.environment.describe`'s record."""
+    """CPU, memory and GPUs, from :func:`octavo.base.environment.describe`'s record."""
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
     size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
     checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
@@ -99,7 +99,7 @@ def process_groups() -> list[Check]:
     """Gloo tried with a group of one, and NCCL where there is a GPU: what torchrun needs."""
     import torch.distributed as dist
 
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     means = "training on several processes (torchrun) does not work; one process does"
     if not dist.is_available():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from octavo import environment
+from octavo.base import environment
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 SECONDS = 180

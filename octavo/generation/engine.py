@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
+from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph, Graph, weights_stay, without_waits
 from octavo.generation.attention import PagedDecode
@@ -37,7 +38,6 @@ from octavo.generation.caller import Caller
 from octavo.generation.pages import Cache
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
-from octavo.reading import first_line
 
 _NUMBERS = 4  # of a row, before its pages
 

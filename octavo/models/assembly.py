@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from octavo import accelerator, fp8
+from octavo import fp8
+from octavo.base import accelerator
 from octavo.models.codes import Paired, pair
 from octavo.models.errors import ModelError
 from octavo.models.families import WITHOUT_HEAD, describe

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from jinja2 import meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.models.errors import ModelError
 
 #: processor time of the trial, and of any rendering; published templates take milliseconds
@@ -64,7 +64,7 @@ def check_template(processor: Any, folder: Path) -> None:
     if why := _trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
         file = next((folder / name for name in FILES if (folder / name).exists()), folder)
         raise ModelError(
-            f"{file}: the chat template {reading.printable(why)}. Take the template of the original model."
+            f"{file}: the chat template {safe_read.printable(why)}. Take the template of the original model."
         )
     _tried.add(kind)
 
@@ -141,7 +141,7 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
     except Exception as cause:  # a stranger's program: jinja's errors, and Python's out of jinja
         roles = ", ".join(str(message["role"]) for message in messages)
         said = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
-        raise ModelError(f"the chat template refuses the roles {roles} ({reading.printable(said)}).") from cause
+        raise ModelError(f"the chat template refuses the roles {roles} ({safe_read.printable(said)}).") from cause
 
 
 @contextmanager
@@ -298,4 +298,4 @@ def give(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
     for name in (name for name in args if name not in known):
         close = get_close_matches(name, known, 1, 0.7)
         fix = f"Did you mean {close[0]}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
-        raise ModelError(f"{refused % reading.printable(name)}, which it does not read. {fix}")
+        raise ModelError(f"{refused % safe_read.printable(name)}, which it does not read. {fix}")

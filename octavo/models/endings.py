@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.models import chat
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import at, parts_of, read_json
@@ -129,7 +129,7 @@ def unstated_end(folder: Path, processor: Any | None = None) -> EndToken | None:
     return answer_end(processor, stated_ends(folder) or silent)
 
 
-def state_end(source: Path, written: Path, encrypted: vault.Folder | None = None) -> EndToken | None:
+def state_end(source: Path, written: Path, encrypted: encryption.Folder | None = None) -> EndToken | None:
     """Add the token of :func:`unstated_end` to those that end answers in the generation_config.json of `written`, a
     folder that is being made of `source`, and return it. The file is made where there is none. Raises ModelError."""
     learned = unstated_end(source)
@@ -144,7 +144,7 @@ def state_end(source: Path, written: Path, encrypted: vault.Folder | None = None
         raw = read_json(_home(source) / "config.json")
         settings = {key: raw[key] for key in _FROM_CONFIG if raw.get(key) is not None}
     settings["eos_token_id"] = ends_with(source, learned)
-    vault.put(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
+    encryption.put(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
     return learned
 
 

@@ -1,7 +1,7 @@
 """The files of a Hugging Face folder: config.json and safetensors, opened and found whole before anything is built.
 
-Only data is read, by `octavo.reading`; pickled weights are refused. What transformers opens by itself (tokenizer,
-processor, template, generation settings) is read here first, so that it meets no pipe and no broken JSON.
+Only data is read, by `octavo.base.safe_read`; pickled weights are refused. What transformers opens by itself
+(tokenizer, processor, template, generation settings) is read here first, so that it meets no pipe and no broken JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from octavo import reading, vault
+from octavo.base import encryption, safe_read
 from octavo.models import headers
 from octavo.models.errors import ModelError
 
@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how the names of files end that are pickles, usually
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
 #: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings,
-#: and of a sealed one the note of its key (octavo.sealed)
+#: and of a sealed one the note of its key (octavo.base.seal_note)
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -67,12 +67,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 #: of these only inside a table of rotary embeddings: elsewhere a factor may be any
 _ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
-_WHOLE = reading.Is(lambda value: type(value) is int, "a whole number")
-_POSITIVE = reading.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
+_WHOLE = safe_read.Is(lambda value: type(value) is int, "a whole number")
+_POSITIVE = safe_read.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
 #: what transformers' own check of generation_config.json leaves for the first answer to find
 _GENERATION = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_new_tokens", "max_length"), _POSITIVE),
-    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), reading.FINITE),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), safe_read.FINITE),
     "top_k": _WHOLE,
 }
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens")
@@ -108,7 +108,7 @@ def stock(subject: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"{subject}: {reading.printable(summary(error))}") from error
+        raise ModelError(f"{subject}: {safe_read.printable(summary(error))}") from error
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def read_json(file: Path) -> dict:
     """A JSON object from a file; ModelError when it is missing, broken or no object."""
     if not os.path.lexists(file):
         raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}")
-    return reading.read_json(file, ModelError)
+    return safe_read.read_json(file, ModelError)
 
 
 def check_sizes(file: Path) -> None:
@@ -201,7 +201,7 @@ def check_generation_config(folder: Path) -> None:
                 raise ModelError(f"{file}: {key} is {named!r:.80}; it is the number of a token, or a list of numbers.")
             if type(rows) is int and one >= rows:
                 raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
-    reading.check_form(settings, _GENERATION, file, ModelError)
+    safe_read.check_form(settings, _GENERATION, file, ModelError)
     with stock(f"{file} cannot be used"):
         GenerationConfig.from_dict(settings).validate()
 
@@ -310,24 +310,24 @@ def check_companions(folder: Path, copied: bool = False) -> None:
 
 def refuse_outside(file: Path, folder: Path) -> None:
     """Raises ModelError for a file that is a link out of the folder and would be copied."""
-    if (target := reading.outside(file, folder)) is not None:
+    if (target := safe_read.outside(file, folder)) is not None:
         raise ModelError(
-            f"{reading.printable(file)} is a link out of its folder, to {reading.printable(target)}, and no other "
+            f"{safe_read.printable(file)} is a link out of its folder, to {safe_read.printable(target)}, and no other "
             "folder's file is copied. Put the file itself there, if it is meant."
         )
 
 
 def read_companion(file: Path) -> bytes:
     """The contents of one of COMPANIONS, found to be what its name says. Raises ModelError."""
-    raw = reading.read_bytes(file, ModelError)
+    raw = safe_read.read_bytes(file, ModelError)
     if file.suffix in (".json", ".jinja", ".txt"):
-        text = reading.decode(raw, file, ModelError)
+        text = safe_read.decode(raw, file, ModelError)
         if file.suffix == ".json":
-            reading.parse_json(text, file, ModelError)
+            safe_read.parse_json(text, file, ModelError)
     return raw
 
 
-def copy_companions(source: Path, made: Path, encrypted: vault.Folder | None = None) -> None:
+def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | None = None) -> None:
     """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
     ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
@@ -335,7 +335,7 @@ def copy_companions(source: Path, made: Path, encrypted: vault.Folder | None = N
         copied = made / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         raw = read_companion(file)
-        vault.put(copied, raw, encrypted)
+        encryption.put(copied, raw, encrypted)
 
 
 def write_config(
@@ -343,7 +343,7 @@ def write_config(
     made: Path,
     dtype: torch.dtype,
     quantization: Mapping[str, Any] | None = None,
-    encrypted: vault.Folder | None = None,
+    encrypted: encryption.Folder | None = None,
 ) -> None:
     """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
     the code that it names (`auto_map`), which does not go along. So in each of three folders."""
@@ -365,7 +365,7 @@ def write_config(
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    vault.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
+    encryption.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
 def summary(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from octavo import reading, vault
+from octavo.base import encryption, safe_read
 
 #: what safetensors calls a dtype -> torch's
 DTYPES: dict[str, torch.dtype] = {
@@ -86,7 +86,7 @@ def is_weights(file: Path) -> bool:
 
 def is_pickle(file: Path) -> bool:
     """Whether a file is a pickle or torch's zip of one, by its first bytes."""
-    with reading.open_file(file) as opened:
+    with safe_read.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
 
@@ -94,11 +94,11 @@ def is_pickle(file: Path) -> bool:
 def read(file: Path) -> Header:
     """The header of a file, checked against the file's size. Raises HeaderError."""
     try:
-        opened = reading.open_file(file)
-    except reading.Unreadable as error:
+        opened = safe_read.open_file(file)
+    except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), "unread", "") from error
     with opened, _readable():
-        size = reading.size_of(opened)
+        size = safe_read.size_of(opened)
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
         # The first bytes of a safetensors file are a length, which may be any number, a pickle's first bytes too.
         if (first != b"{" or length > size - 8) and is_pickle(file):
@@ -128,15 +128,15 @@ def _readable() -> Iterator[None]:
     """Inside, an encrypted file that is found damaged is one that cannot be read."""
     try:
         yield
-    except vault.VaultError as error:
+    except encryption.VaultError as error:
         raise HeaderError(str(error), "unread", "") from error
 
 
 def parse(file: str, text: str) -> Header:
     """The header of this JSON. Raises HeaderError."""
     try:
-        found = reading.parse_json(text, "its header")
-    except reading.Unreadable as error:
+        found = safe_read.parse_json(text, "its header")
+    except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), fix="") from error
     words = found.pop("__metadata__", None) or {}
     if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):

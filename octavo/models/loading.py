@@ -23,7 +23,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo import accelerator, fp8
+from octavo import fp8
+from octavo.base import accelerator
 from octavo.models.assembly import (
     asked_kinds,
     assemble,

@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from octavo.base.safe_read import printable
 from octavo.models.errors import ModelError
-from octavo.reading import printable
 
 #: how many times as long a text may become; published tokenizers have 1 to 11 ("<|newline|>" for a line break)
 GROWTH = 64

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.models.chat import FILES, check_template, checked, deadline, give, written
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, check_companions, check_sizes, parts_of, read_json, stock
@@ -253,6 +253,6 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         file = at(folder, name)
         if file.exists():
             jinja = name.endswith("jinja")
-            return reading.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
+            return safe_read.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
     own = template_of(folder, tokenizer) if parts_of(folder) else None
     return tokenizer.chat_template if own is None else own

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.models import alibi
 from octavo.models.errors import ModelError
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from octavo import reading, vault
+from octavo.base import encryption, safe_read
 from octavo.models.errors import ModelError
 from octavo.models.folder import INDEX, SINGLE, check_weight_files, weight_map
 from octavo.models.headers import DTYPES, Header
@@ -73,7 +73,7 @@ class Shards:
     @property
     def encrypted(self) -> bool:
         """Whether one of the files is: transformers cannot open it."""
-        return any(map(vault.is_encrypted, {entry.file for entry in self.stored.values()}))
+        return any(map(encryption.is_encrypted, {entry.file for entry in self.stored.values()}))
 
     def __enter__(self) -> Shards:
         return self
@@ -96,14 +96,14 @@ class Shards:
             return out
         buffer = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         if stored.file not in self._open:
-            self._open[stored.file] = reading.open_file(stored.file, ModelError, buffering=0)  # closed by __exit__
+            self._open[stored.file] = safe_read.open_file(stored.file, ModelError, buffering=0)  # closed by __exit__
         file = self._open[stored.file]
         file.seek(stored.begin + begin * row)
         self.taken += len(buffer)
         while len(buffer):
             try:
                 got = file.readinto(buffer)  # type: ignore[attr-defined]
-            except vault.VaultError as cause:
+            except encryption.VaultError as cause:
                 raise ModelError(f"{cause}. It holds {stored.name}.") from cause
             if not got:
                 raise ModelError(f"{stored.file} ends within {stored.name}: it was cut or changed while it was read.")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from octavo import atomic, targets
+from octavo.base import atomic_write, target_folder
 from octavo.models import special
 from octavo.models.errors import ModelError
 from octavo.models.folder import quiet
@@ -67,8 +67,8 @@ def write(
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")
-    if targets.is_free(target):
-        with atomic.folder(target, ModelError, replace=False) as made:
+    if target_folder.is_free(target):
+        with atomic_write.folder(target, ModelError, replace=False) as made:
             _write_all(family, made, seed, size, texts)  # not forced to the disk: the seed makes it again
     else:
         with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
@@ -113,7 +113,7 @@ def _fill_zeros(model: torch.nn.Module) -> None:
 
 
 def _require_same(made: Path, target: Path, family: str) -> None:
-    here, there = {p.name for p in made.iterdir()}, set(targets.contents(target))
+    here, there = {p.name for p in made.iterdir()}, set(target_folder.contents(target))
     _, different, unreadable = filecmp.cmpfiles(made, target, sorted(here & there), shallow=False)
     if wrong := sorted((here ^ there) | set(different) | set(unreadable)):
         raise ModelError(

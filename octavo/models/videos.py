@@ -22,7 +22,7 @@ import torch
 from transformers import BatchFeature
 from transformers.video_utils import VideoMetadata
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.models.errors import ModelError
 from octavo.models.folder import at, read_json
 
@@ -221,7 +221,7 @@ def videos_of(folder: Path, kind: str, image_processor: Any, asked: Mapping[str,
     for name in ("mean", "std"):
         given = values[name]
         if not isinstance(given, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in given):
-            shown = reading.printable(repr(given))[:80]
+            shown = safe_read.printable(repr(given))[:80]
             raise ModelError(f"{file if own else folder} gives image_{name} {shown}: it is three numbers.")
         values[name] = tuple(given)
     found = Videos(kind, **values, **more)
@@ -234,7 +234,7 @@ def _check(videos: Videos, file: Path, asked: Mapping[str, Any]) -> None:
         value = getattr(videos, name)
         whole = type(value) is int or (name == "fps" and type(value) is float and math.isfinite(value))
         if value is not None and not (whole and 0 < value <= 1 << 40):
-            raise ModelError(f"{file} gives {name} {reading.printable(repr(value))[:80]}: it is a number above 0.")
+            raise ModelError(f"{file} gives {name} {safe_read.printable(repr(value))[:80]}: it is a number above 0.")
     for name in ("frames", "pixels"):
         low, high = getattr(videos, f"min_{name}"), getattr(videos, f"max_{name}")
         if low is not None and high is not None and low > high:

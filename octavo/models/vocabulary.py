@@ -12,11 +12,11 @@ import string
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
+from octavo.base import safe_read
+from octavo.base.seal_note import NOTE
 from octavo.models import chat
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import at
-from octavo.sealed import NOTE
 
 _CONVERSATION = (("user", "What is this?"), ("assistant", "A word."))
 _LETTERS = string.ascii_letters + string.digits
@@ -35,7 +35,7 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
     used |= dict.fromkeys(_template_ids(processor), "the chat template writes it in every conversation")
     beyond = max((number for number in used if number >= rows), default=None)
     if beyond is not None:
-        text = reading.printable(str(tokenizer.convert_ids_to_tokens(beyond)))
+        text = safe_read.printable(str(tokenizer.convert_ids_to_tokens(beyond)))
         raise ForeignTokenizerError(
             f"{folder}: the token {beyond} ({text}) is beyond the model's embedding of {rows} rows, and "
             f"{used[beyond]}. Take the tokenizer that belongs to the model."

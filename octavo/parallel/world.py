@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from octavo import accelerator
+from octavo.base import accelerator
+from octavo.base.safe_read import first_line
 from octavo.parallel import flight
 from octavo.parallel.errors import WorldError
 from octavo.parallel.layout import Layout
 from octavo.parallel.meeting import agree, in_words, meet
 from octavo.parallel.pulse import Marks, Pulse, missing_words
-from octavo.reading import first_line
 
 TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
 SOON = 20.0  # seconds until a rank that waits for others at the start says so

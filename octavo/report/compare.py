@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, reading
+from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.config.phases import BEYOND_SFT
 from octavo.report.claims import HeldOut
@@ -126,12 +126,12 @@ def _said_first(of: Design) -> tuple[Estimate, ...]:
     """What was expected when this design began: a trial that goes on has runs of its own by then, and what these show
     was not expected. Noted here where it begins."""
     file = of.directory / "power.json"
-    designs = reading.read_json(file, ReportError)["designs"] if file.exists() else []
+    designs = safe_read.read_json(file, ReportError)["designs"] if file.exists() else []
     for one in designs:
         if one["asked"] == of.asked:
             return tuple(Estimate(**estimate) for estimate in one["expected"])
     designs.append({"asked": of.asked, "expected": [asdict(estimate) for estimate in of.expected]})
-    atomic.write_text(file, json.dumps({"designs": designs}, indent=1) + "\n")
+    atomic_write.write_text(file, json.dumps({"designs": designs}, indent=1) + "\n")
     return of.expected
 
 
@@ -220,7 +220,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
 
 def _forget_peaks() -> None:
     """Let each run have its own peak of GPU memory."""
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     accelerator.forget_peak(accelerator.here())
 

@@ -87,7 +87,7 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
 def _jobs() -> int:
     """How many runs train at a time: one a core of the CPU, since the demo gives each one thread; an accelerator serves
     one."""
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     if accelerator.count():
         return 1

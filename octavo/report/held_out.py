@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.safe_read import read_json, read_text
 from octavo.config import Config
-from octavo.reading import read_json, read_text
 from octavo.report.claims import Judged
 from octavo.report.rundir import ReportError
 from octavo.report.trial import Run
@@ -102,5 +102,5 @@ def _kept(
         torch.set_num_threads(threads)
     gc.collect()
     file.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(file, json.dumps({"of": of, "gemms": result["fp8_gemms"], "pieces": pieces}) + "\n")
+    atomic_write.write_text(file, json.dumps({"of": of, "gemms": result["fp8_gemms"], "pieces": pieces}) + "\n")
     return Judged(tuple(pieces), int(result["fp8_gemms"]))

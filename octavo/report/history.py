@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.config import Config, ConfigError, load_config
 from octavo.report.rundir import ReportError, json_of, layer_health, rows_of
 
@@ -225,7 +225,7 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
     """The rows of the first and of the last step in a file of JSON lines; what is no whole row is left out."""
     if not file.exists():
         return []
-    with reading.open_file(file, ReportError) as opened:
+    with safe_read.open_file(file, ReportError) as opened:
         beginning = opened.read(BEGINNING)
     lines = beginning.split(b"\n")[:-1], _end(file)
     first, last = ([row for line in part if (row := _row(line, fields)) is not None] for part in lines)
@@ -239,7 +239,7 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
 
 def _end(file: Path) -> list[bytes]:
     """The last whole lines of a file that grows with the run."""
-    with reading.open_file(file, ReportError) as opened:
+    with safe_read.open_file(file, ReportError) as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - END))
         return opened.read().split(b"\n")[bool(size > END) : -1]

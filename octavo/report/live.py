@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, train
-from octavo.reading import finite, first_line
+from octavo import train
+from octavo.base import atomic_write
+from octavo.base.safe_read import finite, first_line
 from octavo.report import run_page
 from octavo.report.history import History
 from octavo.report.rundir import rows_of
@@ -46,7 +47,7 @@ class Page(train.Callback):
         self._began = self._last = time.monotonic()
         try:
             if self.predicted:
-                atomic.write_text(run.directory / MEMORY, json.dumps({"bytes": dict(self.predicted)}) + "\n")
+                atomic_write.write_text(run.directory / MEMORY, json.dumps({"bytes": dict(self.predicted)}) + "\n")
             self._history = History.begin(run.directory)
             for row in rows_of(run.directory) if run.step else ():
                 self._history.add(row)

@@ -17,8 +17,8 @@ import matplotlib
 import numpy as np
 
 import octavo
-from octavo import atomic
-from octavo.reading import finite
+from octavo.base import atomic_write
+from octavo.base.safe_read import finite
 from octavo.report import cells, completions, figures, learning, outcomes, parts, savings
 from octavo.report.claims import LOSS_MARGIN
 from octavo.report.judge import CLAIMS, Verdict, accuracy, last_step
@@ -50,8 +50,8 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
     data = document(verdict) | {"savings": finite(savings_of(verdict, records)), "completions": spoken(records)}
     drawings, images = draw(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
-    atomic.write_text(page, render(verdict, records, drawings, data["created"]))
-    atomic.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    atomic_write.write_text(page, render(verdict, records, drawings, data["created"]))
+    atomic_write.write_text(numbers, json.dumps(data, indent=1, allow_nan=False) + "\n")
     return (page, numbers, *images)
 
 

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic, reading
+from octavo.base import atomic_write, safe_read
 from octavo.config import Config, load_config
 from octavo.report.rundir import ReportError, RunRecord, read
 from octavo.report.trial import Run
@@ -52,10 +52,10 @@ def same_files(cfg: Config, directory: Path) -> None:
     now, file = datafiles.fingerprints(cfg), directory / "files.json"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(file, json.dumps(now, indent=1) + "\n")
+        atomic_write.write_text(file, json.dumps(now, indent=1) + "\n")
         return
     try:
-        datafiles.same(reading.read_json(file, ReportError), now, directory, cfg.model.path)
+        datafiles.same(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
     except TrainError as error:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.config import to_yaml
 from octavo.report import figures, parts, run_figures
 from octavo.report.claims import mean_gap
@@ -83,8 +83,8 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
     else:
         html = parts.render("runs.html.jinja", **values, **_several(runs, labels, states))
     out.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_bytes(image, picture, shared=True)
-    atomic.write_text(out, html, shared=True)  # last: where it is, its picture is
+    atomic_write.write_bytes(image, picture, shared=True)
+    atomic_write.write_text(out, html, shared=True)  # last: where it is, its picture is
     return out, image
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo import reading
-from octavo.reading import COUNT, FINITE, NUMBER, TEXT, Is
+from octavo.base import safe_read
+from octavo.base.safe_read import COUNT, FINITE, NUMBER, TEXT, Is
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 #: what rows of reinforcement learning and of preferences have beside those of every phase
@@ -189,15 +189,15 @@ def read_failed(directory: str | Path, failure: str) -> RunRecord:
 
 
 def _text(path: Path) -> str:
-    return reading.read_text(path, ReportError) if path.exists() else ""
+    return safe_read.read_text(path, ReportError) if path.exists() else ""
 
 
 def json_of(path: Path) -> dict[str, Any]:
     """A JSON file of a run directory, of the form that Octavo writes; empty where there is none."""
     if not path.exists():
         return {}
-    value = reading.read_json(path, ReportError)
-    reading.check_form(value, _FORMS[path.name], path, ReportError)
+    value = safe_read.read_json(path, ReportError)
+    safe_read.check_form(value, _FORMS[path.name], path, ReportError)
     return value
 
 
@@ -209,9 +209,9 @@ def rows_of(directory: Path) -> Iterator[dict[str, Any]]:
 def _lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:
     if not path.exists():
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
-    for number, row in reading.json_lines(path, ReportError):
+    for number, row in safe_read.json_lines(path, ReportError):
         if "step" in row:
-            reading.check_form(row, form, f"{path}:{number}", ReportError)
+            safe_read.check_form(row, form, f"{path}:{number}", ReportError)
             yield row
 
 

@@ -29,8 +29,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from octavo import data, fp8, reading, vault
-from octavo.atomic import write_bytes
+from octavo import data, fp8
+from octavo.base import encryption, safe_read
+from octavo.base.atomic_write import write_bytes
 from octavo.rl.preference import answer_logps
 from octavo.rl.roles import Base, Copy, Reference
 from octavo.train import TrainError, datafiles, losses, rundir
@@ -100,12 +101,12 @@ class Kept:
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
         raw = safetensors.numpy.save(tensors)
-        write_bytes(self.file, vault.encrypted(raw) if self.encrypt else raw)
+        write_bytes(self.file, encryption.encrypted(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
         """Take what the file holds; what it says of itself: {"key", "done", "total", "ranks"}. Raises TrainError for a
         damaged one."""
-        raw = reading.read_bytes(self.file, TrainError, _LARGEST)
+        raw = safe_read.read_bytes(self.file, TrainError, _LARGEST)
         try:
             tensors = safetensors.numpy.load(raw)
             about = dict(json.loads(tensors["about"].tobytes()))
@@ -115,7 +116,7 @@ class Kept:
                         mine[name][:] = tensors[f"{kind}.{n}"]
             return {"key": dict(about["key"]), **{name: int(about[name]) for name in ("done", "total", "ranks")}}
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            found = reading.first_line(error)
+            found = safe_read.first_line(error)
             raise TrainError(f"{self.file} is damaged ({found}); delete it: it is made again") from error
 
 

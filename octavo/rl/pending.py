@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, reading
+from octavo import data
+from octavo.base import safe_read
 from octavo.generation import Completion
 from octavo.parallel import World
 from octavo.rl.experience import Rollout
@@ -28,8 +29,8 @@ from octavo.train import TrainError
 _NAME = "pending"
 _PARTS = {"tokens": np.int64, "logps": np.float32, "entropy": np.float32, "old": np.float32}  # of each token
 _FORM = {
-    "numbers!": [reading.COUNT], "lengths!": [reading.COUNT], "reasons!": [reading.TEXT], "scores!": [reading.TEXT],
-    "weights!": reading.COUNT, "figures!": {...: reading.FINITE},
+    "numbers!": [safe_read.COUNT], "lengths!": [safe_read.COUNT], "reasons!": [safe_read.TEXT],
+    "scores!": [safe_read.TEXT], "weights!": safe_read.COUNT, "figures!": {...: safe_read.FINITE},
 }  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def waiting(
             return _read(extra, ranks[world.rank], row, decode)
         parts = [_read(extra, name, row, decode) for name in ranks]
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        found = reading.first_line(error)
+        found = safe_read.first_line(error)
         raise TrainError(f"the checkpoint's completions that wait for their step are damaged ({found})") from error
     whole = parts[0].rollout
     for part in parts[1:]:
@@ -92,7 +93,7 @@ def _read(
     extra: Mapping[str, Tensor], name: str, row: Callable[[int], data.PromptSample], decode: Callable[[np.ndarray], str]
 ) -> Written:
     about = json.loads(extra[f"{name}about"].numpy().tobytes())
-    reading.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)
+    safe_read.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)
     prompts = [replace(row(number), number=number) for number in about["numbers"]]
     lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
     if not lengths:

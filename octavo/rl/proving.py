@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from octavo import fp8, reading
+from octavo import fp8
+from octavo.base import safe_read
 from octavo.parallel import World
 
 _NAMED = 3
 _CACHED = " codes in "  # in the names of codes that a layer holds: they come and go, and follow from their parameter
-PROVEN = {"first!": reading.COUNT, "last!": reading.COUNT, "sha256": reading.TEXT, "stale": reading.COUNT}
+PROVEN = {"first!": safe_read.COUNT, "last!": safe_read.COUNT, "sha256": safe_read.TEXT, "stale": safe_read.COUNT}
 """The form of what proof.json says of rollouts."""
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import accelerator, data, fp8, generation, reading
+from octavo import data, fp8, generation
+from octavo.base import accelerator, safe_read
 from octavo.config import Config
 from octavo.config.phases import RlSection
 from octavo.models.folder import at
@@ -118,7 +119,7 @@ class Reinforcing(Phase):
         if settings.beta:
             stepper.reference = reference_for(settings.section.reference, stepper, directory / PLAN, say)
         found = read_json(directory / PROOF) or {}
-        reading.check_form(found, {"rollouts": PROVEN}, directory / PROOF, TrainError)
+        safe_read.check_form(found, {"rollouts": PROVEN}, directory / PROOF, TrainError)
         stepper.same.resume(found.get("rollouts") or {}, step)
         if stepper.world.is_main:
             stepper.shown = Shown(directory, settings.section.show, step, stepper.cfg.run.encrypt)
@@ -138,7 +139,7 @@ class Reinforcing(Phase):
 
 def _ends(file: Path) -> str:
     """The tokens that it says end answers; no part of the model folder's own fingerprint, as SFT does not ask it."""
-    named = reading.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
+    named = safe_read.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
     return "" if named is None else json.dumps(named)
 
 

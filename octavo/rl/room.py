@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo import accelerator, generation
+from octavo import generation
+from octavo.base import accelerator
 from octavo.config.phases import RlSection
 from octavo.generation import Engine, Prompt, Sampling
 from octavo.train import TrainError

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.base.encryption import SUFFIX, append
 from octavo.rl.experience import Rollout
 from octavo.train.metrics import finite
 from octavo.train.rundir import truncate_metrics
-from octavo.vault import SUFFIX, append
 
 COMPLETIONS = "completions.jsonl"
 

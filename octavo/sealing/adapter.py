@@ -14,9 +14,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo import atomic, models, reading
+from octavo import models
 from octavo.adapters.files import CONFIG, WEIGHTS, read_config, read_state
-from octavo.sealed import Note, read_note, write_note
+from octavo.base import atomic_write, safe_read
+from octavo.base.seal_note import Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.axes import Axis, Layout, Orders
 from octavo.sealing.errors import SealError
@@ -60,13 +61,13 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note:
     orders = found.draw(key)
     by = _Moving(stock, found, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
-    raw = reading.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
-    with atomic.folder(target, SealError) as made:
+    raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
+    with atomic_write.folder(target, SealError) as made:
         save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
         (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if note is not None:
             write_note(made, note)
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return target
 
 

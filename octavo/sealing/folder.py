@@ -18,14 +18,15 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo import atomic, models
+from octavo import models
+from octavo.base import atomic_write
+from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
 from octavo.checkpoint.hf import LARGEST, planned
 from octavo.models.folder import companions, copy_companions, one_folder, read_companion, read_json
 from octavo.models.shards import open_weights
 from octavo.models.values import stored_dtypes
-from octavo.sealed import NOTE, Note, read_note, write_note
 from octavo.sealing import permute
 from octavo.sealing.axes import Orders
 from octavo.sealing.check import check
@@ -78,7 +79,7 @@ def seal_model(
     found = structure(stock.model)
     orders = found.draw(key)
     difference = check(source, key, largest)
-    with atomic.folder(target, SealError) as made:
+    with atomic_write.folder(target, SealError) as made:
         tensors, size = _weights(source, made, stock, found, orders, permute.sealed, progress)
         _write_configs(source, made, orders, back=False)
         write_tokenizer(source, made, orders["vocab"])
@@ -89,7 +90,7 @@ def seal_model(
         note = {"family": stock.model.config.model_type, "stays": found.stays, "difference": difference}
         write_note(made, Note("model", key.fingerprint, note))
         models.load_processor(made)  # what training would refuse
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return Written(target, tensors, size, difference, tuple(found.stays))
 
 
@@ -116,12 +117,12 @@ def unseal_model(
     stock = Matrices(models.empty(source))
     found = structure(stock.model)
     orders = found.draw(key)
-    with atomic.folder(target, SealError) as made:
+    with atomic_write.folder(target, SealError) as made:
         tensors, size = _weights(source, made, stock, found, orders, permute.plain, progress)
         if like is not None:
             copy_companions(Path(like), made)
         _write_configs(source, made, orders, back=True)
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return Written(target, tensors, size, None, tuple(found.stays))
 
 

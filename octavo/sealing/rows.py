@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from octavo import atomic, data, models
+from octavo import data, models
+from octavo.base import atomic_write
+from octavo.base.seal_note import Note, read_note, write_note
 from octavo.config import Config, load_config
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.inputs import Input
 from octavo.data.pairs import Pair
 from octavo.data.sample import Sample
 from octavo.data.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
-from octavo.sealed import Note, read_note, write_note
 from octavo.sealing import inputs
 from octavo.sealing.axes import Orders
 from octavo.sealing.check import patch_of
@@ -76,7 +77,7 @@ def seal_data(
     pairs = cfg.train.phase == "preference"
     encoder, (rows,) = data.compared(cfg, processor, cfg.data.train) if pairs else data.learned(cfg, processor)
     left = 0
-    with atomic.folder(target, SealError) as made:
+    with atomic_write.folder(target, SealError) as made:
         with pa.OSFile(str(made / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _made(rows, encoder, cfg.data.on_bad_sample):
@@ -89,7 +90,7 @@ def seal_data(
             raise SealError(f"{source}: every one of its {left} rows would be left out; nothing was written")
         more = {"rows": len(rows), "left_out": left, "seq_length": cfg.train.seq_length, "phase": cfg.train.phase}
         write_note(made, Note("data", key.fingerprint, more))
-        atomic.sync_tree(made)
+        atomic_write.sync_tree(made)
     return Rows(target, len(rows), left)
 
 

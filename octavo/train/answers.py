@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.base.encryption import SUFFIX, append
 from octavo.train.evaluation import Answer
 from octavo.train.rundir import truncate_metrics
-from octavo.vault import SUFFIX, append
 
 ANSWERS = "answers.jsonl"
 LENGTH = 600

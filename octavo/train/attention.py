@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import accelerator, models
+from octavo import models
+from octavo.base import accelerator
 from octavo.config import Config
 from octavo.fp8 import measuring
 from octavo.parallel import World

@@ -19,7 +19,8 @@ import numpy
 import torch
 from torch import nn
 
-from octavo import accelerator, checkpoint, data, environment, fp8, hub, models, parallel
+from octavo import checkpoint, data, fp8, models, parallel
+from octavo.base import accelerator, environment, hub
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
 from octavo.config.phases import BEYOND_SFT

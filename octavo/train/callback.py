@@ -33,8 +33,8 @@ from typing import Any
 from torch import nn
 
 from octavo import parallel
+from octavo.base.safe_read import first_line
 from octavo.config import Config
-from octavo.reading import first_line
 from octavo.train import build, rundir
 from octavo.train.errors import TrainError
 from octavo.train.metrics import MetricsLog

@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo import environment, fp8
+from octavo import fp8
+from octavo.base import environment
 from octavo.fp8.proof import Check, drawn, sites, size_of
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step

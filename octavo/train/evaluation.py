@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.parallel import World
 from octavo.train import losses
 from octavo.train.errors import TrainError

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator, fp8, models
+from octavo import fp8, models
+from octavo.base import accelerator
 from octavo.config import Config
 from octavo.parallel import Context, Images, World
 from octavo.train import balance

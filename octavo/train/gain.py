@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from octavo import accelerator, checkpoint, fp8
-from octavo.reading import finite
+from octavo import checkpoint, fp8
+from octavo.base import accelerator
+from octavo.base.safe_read import finite
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError

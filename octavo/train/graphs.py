@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator, fp8, models
+from octavo import fp8, models
+from octavo.base import accelerator
+from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph, Graph, without_waits
 from octavo.parallel import World
-from octavo.reading import first_line
 from octavo.train.losses import IGNORE
 from octavo.train.update import Loss
 

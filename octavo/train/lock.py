@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.train.errors import TrainError
 
 try:
@@ -140,7 +140,7 @@ def _open(directory: Path) -> IO[str] | None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / LOCK).exists():
-            reading.open_file(directory / LOCK, TrainError).close()
+            safe_read.open_file(directory / LOCK, TrainError).close()
         made = lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)  # noqa: E731  (r+, and no O_APPEND)
         return open(directory / LOCK, "r+", encoding="utf-8", opener=made)
     except FileNotFoundError as error:
@@ -171,7 +171,7 @@ def _in_use(directory: Path, holder: Holder) -> TrainError:
 def _read(path: Path) -> tuple[Holder, str]:
     """Who holds a lock, and the number. Opened anew each time: over a network that is when a change is seen."""
     try:
-        words = reading.read_bytes(path, TrainError).decode("utf-8", "replace").split()
+        words = safe_read.read_bytes(path, TrainError).decode("utf-8", "replace").split()
     except TrainError:
         return Holder(""), ""
     return Holder(*words[:3]) if words else Holder(""), words[3] if len(words) > 3 else ""

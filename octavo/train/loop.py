@@ -14,9 +14,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, hub, parallel
+from octavo import checkpoint, parallel
+from octavo.base import hub
+from octavo.base.safe_read import finite
 from octavo.config import Config
-from octavo.reading import finite
 from octavo.train import base, build, planning, rundir, secrecy, trackers
 from octavo.train.adapting import Adapting, Spans
 from octavo.train.callback import Callback, Run, Step

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator, fp8, models
+from octavo import fp8, models
+from octavo.base import accelerator
 from octavo.fp8.memory import Row, SavedBytes, count_saved
 from octavo.fp8.weights import plain
 

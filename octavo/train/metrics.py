@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.reading import finite
+from octavo.base.safe_read import finite
 from octavo.train.rundir import METRICS, truncate_metrics
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8, reading
+from octavo import fp8
+from octavo.base import safe_read
 from octavo.train import rundir
 from octavo.train.answers import Answers
 from octavo.train.callback import Callback, Run, Step
@@ -28,7 +29,9 @@ class Proof(Callback):
         parts = course.schedule.parts if course.varies else ()
         self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
         before = rundir.read_json(run.directory / rundir.PROOF) or {} if course.varies and run.step else {}
-        reading.check_form(before, {"spans": [{"steps!": [reading.COUNT]}]}, run.directory / rundir.PROOF, TrainError)
+        safe_read.check_form(
+            before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / rundir.PROOF, TrainError
+        )
         # The span that the checkpoint lies in ends with it: what holds from here on is proven anew.
         self.before = [
             {**span, "steps": [first, min(last or run.step, run.step)]}
@@ -65,7 +68,7 @@ class Proof(Callback):
             found = self.proof.report()
             if self.before or "spans" in found:
                 found["spans"] = [*self.before, *self.proof.spans]
-            rundir.write_json(run.directory / rundir.PROOF, reading.finite({**found, **self.more}))
+            rundir.write_json(run.directory / rundir.PROOF, safe_read.finite({**found, **self.more}))
 
 
 class Figures(Callback):

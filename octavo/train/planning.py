@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo import accelerator, fp8, models, parallel
+from octavo import fp8, models, parallel
+from octavo.base import accelerator
 from octavo.config import Config, Rule
 from octavo.config.words import COMPONENTS
 from octavo.parallel import ulysses_of

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 import octavo
-from octavo import accelerator, data, environment, switches, vault
+from octavo import data
+from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
 from octavo.models.folder import parts_of
 from octavo.train import datafiles
@@ -65,8 +66,8 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     facts |= _versions()
     facts["device"] = accelerator.here().type
     if cfg.run.encrypt:  # else it would be told at the first save, and the steps before it were lost
-        facts["id of the key"] = vault.find().id.hex()
-    facts |= {f"variable {name}": os.environ[name] for name in switches.VARIABLES["numbers"] if name in os.environ}
+        facts["id of the key"] = encryption.find().id.hex()
+    facts |= {f"variable {name}": os.environ[name] for name in env_vars.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
             facts.items() if not _any(key, LOCAL)}  # fmt: skip
 

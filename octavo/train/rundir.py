@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo import checkpoint, fp8, reading, targets, vault
-from octavo.atomic import write_bytes, write_text
+from octavo import checkpoint, fp8
+from octavo.base import encryption, safe_read, target_folder
+from octavo.base.atomic_write import write_bytes, write_text
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
@@ -43,14 +44,14 @@ CHECKS = "checks.jsonl"
 
 # What a run notes in its checkpoints and takes from there without asking.
 _COUNTERS = {
-    **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), reading.COUNT),
-    **dict.fromkeys(("tokens", "skipped", "in_a_row", "overflowed", "learnt"), reading.COUNT),
-    "seconds": reading.FINITE, "health": {}, "settings!": {}, "data": {},
-    "loss_scale": {"value!": reading.FINITE, "good!": reading.COUNT},
-    "start_from": {"path!": reading.TEXT, "crc32!": reading.COUNT},
+    **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), safe_read.COUNT),
+    **dict.fromkeys(("tokens", "skipped", "in_a_row", "overflowed", "learnt"), safe_read.COUNT),
+    "seconds": safe_read.FINITE, "health": {}, "settings!": {}, "data": {},
+    "loss_scale": {"value!": safe_read.FINITE, "good!": safe_read.COUNT},
+    "start_from": {"path!": safe_read.TEXT, "crc32!": safe_read.COUNT},
     "adapt": [{
-        **dict.fromkeys(("layer!", "gemm!", "word!", "why"), reading.TEXT),
-        **dict.fromkeys(("rung!", "healthy", "step"), reading.COUNT),
+        **dict.fromkeys(("layer!", "gemm!", "word!", "why"), safe_read.TEXT),
+        **dict.fromkeys(("rung!", "healthy", "step"), safe_read.COUNT),
     }],
 }  # fmt: skip
 
@@ -133,7 +134,7 @@ class Start:
 
 def skipped(cfg: Config) -> Path:
     """The list of rows that were left out, or are worth a word."""
-    return Path(cfg.run.dir) / ("skipped.jsonl" + vault.SUFFIX * cfg.run.encrypt)
+    return Path(cfg.run.dir) / ("skipped.jsonl" + encryption.SUFFIX * cfg.run.encrypt)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
         found = read_json(start.directory / GAIN)
-        reading.check_form(found or {}, {"step": reading.COUNT}, start.directory / GAIN, TrainError)
+        safe_read.check_form(found or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
         if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
@@ -256,7 +257,7 @@ def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:
     """What the directory holds; refuses what must not be touched, and a name under which no model can be written:
     else a run would train to its end before `hf/` is refused."""
-    targets.check_target(directory, TrainError)
+    target_folder.check_target(directory, TrainError)
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
     # What starts with a dot is a file that was being written when a run was killed before it had a configuration.
@@ -299,7 +300,7 @@ def _has_begun(directory: Path) -> bool:
     """Whether a run in it has anything to show: a step, a checkpoint, an end."""
     metrics = directory / METRICS
     if metrics.exists():
-        reading.open_file(metrics, TrainError).close()  # a pipe would wait for a reader once it is written to
+        safe_read.open_file(metrics, TrainError).close()  # a pipe would wait for a reader once it is written to
     steps = metrics.exists() and metrics.stat().st_size > 0
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
@@ -321,7 +322,7 @@ def _prepare(
         secrecy.refuse_plain(chosen, cfg)
         starting.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
-        reading.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
+        safe_read.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
         saved = _complete(counters["settings"])
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
@@ -402,9 +403,9 @@ def truncate_metrics(file: Path, step: int) -> None:
     serves adapt.jsonl too."""
     if not file.exists():
         return
-    if file.suffix == vault.SUFFIX:
-        write_bytes(file, b"".join(line + b"\n" for line in reading.read_bytes(file, TrainError).split(b"\n")[:-1]
-                                   if json.loads(vault.decrypted_line(line, file))["step"] <= step))  # fmt: skip
+    if file.suffix == encryption.SUFFIX:
+        write_bytes(file, b"".join(line + b"\n" for line in safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
+                                   if json.loads(encryption.decrypted_line(line, file))["step"] <= step))  # fmt: skip
         return
     kept = [row for row in read_rows(file) if row["step"] <= step]
     write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
@@ -416,10 +417,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     try:
-        for number, row in reading.json_lines(file):
-            reading.check_form(row, {"step!": reading.COUNT}, f"{file}:{number}")
+        for number, row in safe_read.json_lines(file):
+            safe_read.check_form(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
             rows.append(row)
-    except reading.Unreadable as error:
+    except safe_read.Unreadable as error:
         raise TrainError(f"{error} The file was changed; delete that line.") from error
     return rows
 
@@ -429,8 +430,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        return dict(reading.read_json(file))
-    except reading.Unreadable as error:
+        return dict(safe_read.read_json(file))
+    except safe_read.Unreadable as error:
         raise TrainError(f"{file} is damaged; delete it and start again ({error})") from error
 
 

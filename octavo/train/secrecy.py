@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import data, vault
+from octavo import data
+from octavo.base import encryption
+from octavo.base.seal_note import ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.files import STATE
 from octavo.config import Config
 from octavo.models.headers import is_weights
-from octavo.sealed import ONE_PURPOSE, fingerprint, read_note
 from octavo.train.errors import TrainError
 
 
@@ -25,18 +26,18 @@ def check(cfg: Config) -> None:
     _refuse_shown_key(cfg)
     if cfg.run.encrypt:
         try:
-            vault.find()
-        except vault.VaultError as error:
+            encryption.find()
+        except encryption.VaultError as error:
             raise TrainError(f"run.encrypt: {error}") from error
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
-            if note is not None and note.key == fingerprint(vault.given()):
+            if note is not None and note.key == fingerprint(encryption.given()):
                 raise TrainError(
                     f"run.encrypt: {folder} was sealed with the key that is given for files. {ONE_PURPOSE}"
                 )
         return
     for key, file in _inputs(cfg):
-        if vault.is_encrypted(file):
+        if encryption.is_encrypted(file):
             raise TrainError(
                 f"{key}: {file} is encrypted, and run.encrypt is false: checkpoints, answers and lists of this run "
                 "would hold in plain what it learnt and read. Set run.encrypt: true"
@@ -47,16 +48,16 @@ def _refuse_shown_key(cfg: Config) -> None:
     """The process of the rewards gets no key, and may read the environment of its parent (/proc/PID/environ)."""
     rewards = () if cfg.rl is None else cfg.rl.rewards
     files = [entry.reward for entry in rewards if ".py:" in str(entry.reward)]
-    if files and os.environ.get(vault.VALUE):
+    if files and os.environ.get(encryption.VALUE):
         raise TrainError(
-            f"{vault.VALUE} is set, and rl.rewards names {files[0]}: code of that file could read the key in this "
-            f"process's environment. Unset it, and give the key by --key-file FILE or {vault.FILE}"
+            f"{encryption.VALUE} is set, and rl.rewards names {files[0]}: code of that file could read the key in this "
+            f"process's environment. Unset it, and give the key by --key-file FILE or {encryption.FILE}"
         )
 
 
 def refuse_plain(path: Path, cfg: Config) -> None:
     """Raises TrainError for a plain checkpoint that a run would continue from which trusts encrypted ones alone."""
-    if cfg.run.encrypt and not vault.is_encrypted(path / STATE):
+    if cfg.run.encrypt and not encryption.is_encrypted(path / STATE):
         raise TrainError(
             f"{path} is not encrypted, and run.encrypt is true: nobody vouches for what it holds. Where you do, "
             f"encrypt it (octavo encrypt {path} COPY) and continue from the copy, or begin anew: run.start_from={path}"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from octavo import fp8, hub
+from octavo import fp8
+from octavo.base import hub
 from octavo.config import Config
 from octavo.train import planning
 from octavo.train.errors import TrainError

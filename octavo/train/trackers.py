@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo import environment
+from octavo.base import environment
+from octavo.base.safe_read import finite, first_line
 from octavo.config import Config
-from octavo.reading import finite, first_line
 from octavo.train import rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from octavo.hub import is_name
+from octavo.base.hub import is_name
 from octavo.translate import course, hf_trainer, parts
 from octavo.translate.draft import Draft, choice
 from octavo.translate.megatron import RING

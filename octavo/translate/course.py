@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.translate.draft import Draft
 
 #: bytes of a data file that is opened to count its rows
@@ -80,10 +80,10 @@ def rows_of(draft: Draft, *names: str) -> int | None:
         return None
     try:
         if file.suffix == ".jsonl":
-            return sum(1 for line in reading.read_text(file).split("\n") if line.strip())
+            return sum(1 for line in safe_read.read_text(file).split("\n") if line.strip())
         if file.suffix == ".json":
-            return len(reading.read_json(file, wanted=list))
-    except reading.Unreadable:
+            return len(safe_read.read_json(file, wanted=list))
+    except safe_read.Unreadable:
         return None
     return None
 

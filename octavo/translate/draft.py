@@ -19,10 +19,10 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from octavo import reading
+from octavo.base import safe_read
+from octavo.base.hub import is_name
 from octavo.config.problems import ConfigError, Place, Problem, named, nearest
 from octavo.config.texts import is_url
-from octavo.hub import is_name
 from octavo.translate.given import Foreign, Given, TranslateError
 from octavo.translate.local import Folder
 from octavo.translate.rows import Kind, Row, Setting
@@ -157,8 +157,8 @@ class Draft:
         value = self.value(key)
         if isinstance(value, str):
             try:
-                value = reading.parse_json(value, key, wanted=None)
-            except reading.Unreadable:
+                value = safe_read.parse_json(value, key, wanted=None)
+            except safe_read.Unreadable:
                 return self._wrong(key, "a mapping (JSON)") or {}
         if value is not None and not isinstance(value, dict):
             return self._wrong(key, "a mapping") or {}

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo import reading
+from octavo.base import safe_read
+from octavo.base.safe_read import printable
 from octavo.config.document import Document, read_text
 from octavo.config.problems import ConfigError, Place, Problem, brief, dotted
-from octavo.reading import printable
 from octavo.translate import launch, references, shell
 from octavo.translate.given import Foreign, Given, TranslateError
 from octavo.translate.local import Folder
@@ -96,13 +96,13 @@ def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
 def _one(
     path: Path, known: Mapping[str, str], folder: Folder
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    text = reading.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
+    text = safe_read.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
     name = printable(path.name)
 
     def look(named: str) -> str | None:
         """A file that a script sources."""
         file = folder.named(named)
-        return None if file is None else reading.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
+        return None if file is None else safe_read.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
 
     if path.suffix in (".yaml", ".yml", ".json"):
         return _mapping(text, name, path.suffix == ".json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.translate import course, hf_trainer, megatron, parts
 from octavo.translate.draft import Draft, choice
 from octavo.translate.given import TranslateError
@@ -317,7 +317,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
         why = f"to be filled in: the file that {where}/dataset_info.json gives for {name}, which is not here"
         draft.note(f"data.{of}.{number}.path is to be filled in: the data set {name}")
         return parts.dataset(draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why)
-    reading.check_form(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
+    safe_read.check_form(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
     if entry.get("file_name"):
         at = parts.dataset(draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False,
                            why=name)  # fmt: skip
@@ -351,8 +351,8 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     return at
 
 
-_ENTRY = {"file_name": reading.TEXT, "hf_hub_url": reading.TEXT, "formatting": reading.TEXT,
-          "columns": {...: reading.TEXT}, "tags": {...: reading.TEXT}}  # fmt: skip
+_ENTRY = {"file_name": safe_read.TEXT, "hf_hub_url": safe_read.TEXT, "formatting": safe_read.TEXT,
+          "columns": {...: safe_read.TEXT}, "tags": {...: safe_read.TEXT}}  # fmt: skip
 _USUAL_TAGS = {("role_tag", "from"), ("role_tag", "role"), ("content_tag", "value"), ("content_tag", "content"),
                ("user_tag", "human"), ("user_tag", "user"), ("assistant_tag", "gpt"), ("assistant_tag", "assistant"),
                ("system_tag", "system")}  # fmt: skip

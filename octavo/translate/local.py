@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.config.texts import not_a_path
 from octavo.translate.given import TranslateError
 
@@ -51,19 +51,19 @@ class Folder:
     def json(self, *names: str) -> dict[str, Any]:
         """The object of a JSON file; empty where there is none. Raises TranslateError for one that is damaged."""
         file = self.file(*names)
-        return {} if file is None else reading.read_json(file, TranslateError, _LIMIT)
+        return {} if file is None else safe_read.read_json(file, TranslateError, _LIMIT)
 
     def text(self, *names: str) -> str | None:
         """The text of a file; None where there is none. Raises TranslateError for what is no UTF-8."""
         file = self.file(*names)
-        return None if file is None else reading.read_text(file, TranslateError, _LIMIT)
+        return None if file is None else safe_read.read_text(file, TranslateError, _LIMIT)
 
     def begins(self, *names: str) -> str:
         """The first character of a text file that is no space; empty where there is none."""
         file = self.file(*names)
         if file is None:
             return ""
-        with reading.open_file(file, TranslateError) as opened:
+        with safe_read.open_file(file, TranslateError) as opened:
             return opened.read(4096).decode("utf-8-sig", "replace").lstrip()[:1]
 
     def _path(self, *names: str) -> Path | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.hub import is_name
+from octavo.base.hub import is_name
 from octavo.translate.draft import Draft, choice, globs
 from octavo.translate.given import TranslateError
 from octavo.translate.local import section, whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.base.safe_read import printable
 from octavo.config.problems import brief
-from octavo.reading import printable
 from octavo.translate.rows import HEADINGS, Kind, Row
 from octavo.translate.translation import Translation
 from octavo.translate.written import shown

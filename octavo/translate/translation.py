@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.base.safe_read import printable
 from octavo.config import Problem
 from octavo.config.problems import Place
-from octavo.reading import printable
 from octavo.translate import detect, files, lost, written
 from octavo.translate.draft import Draft
 from octavo.translate.given import Given

@@ -23,7 +23,8 @@ from benchmarks.gpu import jobs, process, runner, store, worker
 from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.store import Store, StoreError
-from octavo import atomic, bench
+from octavo import bench
+from octavo.base import atomic_write
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,7 +298,7 @@ def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
 def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be written is printed, each result once, and the log makes the files that found no room."""
     writes = []
-    real = atomic.write_text
+    real = atomic_write.write_text
 
     def full_after_two(path: Path, text: str) -> None:
         writes.append(path)
@@ -305,13 +306,13 @@ def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, text)
 
-    monkeypatch.setattr(atomic, "write_text", full_after_two)
+    monkeypatch.setattr(atomic_write, "write_text", full_after_two)
     found, code = run(fake("x", ("one", "nap"), ("two", "crash"), ("three", "nap")))
     assert code == 1 and len(rows(found["x"])) == 5
     assert sum("cannot be written (No space left on device): results follow" in line for line in messages) == 1
     assert any("NOT SAVED: " in line and "results stand above as lines of JSON" in line for line in messages)
     on_disk = json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]
-    monkeypatch.setattr(atomic, "write_text", real)
+    monkeypatch.setattr(atomic_write, "write_text", real)
     fresh = Store(tmp_path / "fresh", messages.append)
     store.collect(messages, fresh)
     assert list(fresh.files["suite"]["calls"]) == ["one"] and fresh.files["suite"]["jobs"]["x"]["call"] == "one"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import checkpoint, fp8, models, vault
+from octavo import checkpoint, fp8, models
+from octavo.base import encryption
 from octavo.models import tiny
 from octavo.parallel import World, shard
 from tests import ranks
@@ -22,8 +23,8 @@ KEY = bytes(range(32)).hex()
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(vault.FILE, raising=False)
-    monkeypatch.setenv(vault.VALUE, KEY)
+    monkeypatch.delenv(encryption.FILE, raising=False)
+    monkeypatch.setenv(encryption.VALUE, KEY)
 
 
 def save(directory: Path, step: int, model, optimizer, world=None, **more) -> Path:
@@ -38,7 +39,9 @@ def test_what_is_saved_comes_back_and_no_byte_of_it_is_plain(tmp_path):
     model.seen.copy_(torch.tensor([1.25, 2.5, 3.75]))
     path = save(tmp_path, 3, model, optimizer, shared=torch.arange(9.0))
     stored = {file.name: file.read_bytes() for file in path.iterdir()}
-    assert sorted(stored) == [".metadata", "__0_0.distcp", "state.json"] and all(map(vault.begins, stored.values()))
+    assert sorted(stored) == [".metadata", "__0_0.distcp", "state.json"] and all(
+        map(encryption.begins, stored.values())
+    )
     for plain in (
         b"embed",
         b"rows",
@@ -85,12 +88,12 @@ def test_what_was_exchanged_is_refused_by_name(tmp_path, monkeypatch):
     with pytest.raises(checkpoint.CheckpointError, match="is corrupt: its checksum"):
         load(path, *target)
     assert same(snapshot(*target), before)
-    monkeypatch.setenv(vault.VALUE, KEY[::-1])
+    monkeypatch.setenv(encryption.VALUE, KEY[::-1])
     with pytest.raises(
         checkpoint.CheckpointError, match=r"state.json was encrypted with another key \(eeeacf5d17c30722"
     ):
         load(good, *target)
-    monkeypatch.delenv(vault.VALUE)
+    monkeypatch.delenv(encryption.VALUE)
     with pytest.raises(checkpoint.CheckpointError, match="there is no key"):
         load(good, *target)
     with pytest.raises(checkpoint.CheckpointError, match="there is no key"):
@@ -101,18 +104,18 @@ def test_what_was_exchanged_is_refused_by_name(tmp_path, monkeypatch):
 def test_a_save_that_is_broken_off_leaves_the_former_one(tmp_path, monkeypatch):
     model, optimizer = trained(3)
     save(tmp_path, 3, model, optimizer)
-    real = vault.Writer.finish
-    monkeypatch.setattr(vault.Writer, "finish", lambda self: os._exit(9) if self.tell() > 1000 else real(self))
+    real = encryption.Writer.finish
+    monkeypatch.setattr(encryption.Writer, "finish", lambda self: os._exit(9) if self.tell() > 1000 else real(self))
     if (child := os.fork()) == 0:  # a kill before the last chunk
         with contextlib.suppress(BaseException):
             save(tmp_path, 4, model, optimizer)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     monkeypatch.undo()
-    monkeypatch.setenv(vault.VALUE, KEY)
+    monkeypatch.setenv(encryption.VALUE, KEY)
     (left,) = tmp_path.glob(".step_4.tmp")
-    with pytest.raises(vault.Damaged):
-        vault.decrypted((left / "__0_0.distcp").read_bytes(), "it")
+    with pytest.raises(encryption.Damaged):
+        encryption.decrypted((left / "__0_0.distcp").read_bytes(), "it")
     assert checkpoint.latest(tmp_path, One()) == tmp_path / "step_3"
     checkpoint.sweep(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
@@ -127,14 +130,14 @@ def test_beside_the_steps_too(tmp_path):
     train(model, optimizer, range(3, 5))
     path = background.poll(wait=True)
     background.close()
-    assert path is not None and all(map(vault.is_encrypted, path.iterdir()))
+    assert path is not None and all(map(encryption.is_encrypted, path.iterdir()))
     target = fresh()
     load(path, *target)
     assert same(snapshot(*target), want)
 
 
 def _on_two(world: World, folder: str) -> list:
-    os.environ[vault.VALUE] = KEY
+    os.environ[encryption.VALUE] = KEY
     model, optimizer = _sharded(world)
     train(model, optimizer, range(3), slice(world.rank, None, world.size))
     path = save(Path(folder), 3, model, optimizer, world=world)
@@ -145,7 +148,7 @@ def _on_two(world: World, folder: str) -> list:
     small = models.load(Path(folder) / "tiny", torch.bfloat16)
     shard(small, models.describe(small), world)
     checkpoint.save_hf(small, Path(folder) / "tiny", Path(folder) / "hf", world, 150_000, encrypt=True)
-    os.environ[vault.VALUE] = KEY if world.is_main else KEY[::-1]
+    os.environ[encryption.VALUE] = KEY if world.is_main else KEY[::-1]
     try:
         save(Path(folder), 4, model, optimizer, world=world)
     except checkpoint.CheckpointError as error:
@@ -163,7 +166,7 @@ def test_two_ranks_write_what_one_process_reads(tmp_path):
     assert load(tmp_path / "step_3", *target).ranks == 2
     files_of_hf = sorted(file.name for file in (tmp_path / "hf").iterdir())
     assert len([name for name in files_of_hf if name.endswith(".safetensors")]) > 2
-    assert all(map(vault.is_encrypted, (tmp_path / "hf").iterdir()))
+    assert all(map(encryption.is_encrypted, (tmp_path / "hf").iterdir()))
     assert checkpoint.verify(tmp_path / "hf").ok
 
 
@@ -172,7 +175,7 @@ def test_an_encrypted_model_folder_is_the_model(tmp_path, recipe):
     source = tiny.write("qwen3_vl", tmp_path / "plain", size="mini")
     model = models.load(source, torch.bfloat16)
     checkpoint.save_hf(model, source, tmp_path / "hf", World(), 150_000, encrypt=True)
-    assert all(map(vault.is_encrypted, (tmp_path / "hf").iterdir()))
+    assert all(map(encryption.is_encrypted, (tmp_path / "hf").iterdir()))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     checkpoint.save_hf(model, source, tmp_path / "open", World())
     found = models.load(tmp_path / "hf", torch.bfloat16, load_in_fp8=recipe)

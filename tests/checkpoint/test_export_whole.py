@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from octavo import atomic, models
+from octavo import models
+from octavo.base import atomic_write
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import MARKER, export
 from octavo.checkpoint.export import files as export_files
@@ -118,7 +119,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
             raise error
         return real(*args, **kwargs)
 
-    owner = {"write": Shards, "finish": Shards, "rename": atomic}[when]
+    owner = {"write": Shards, "finish": Shards, "rename": atomic_write}[when]
     name = {"write": "write", "finish": "finish", "rename": "sync"}[when]
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, stop)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.checkpoint import files, latest
 from tests import ranks
 from tests.checkpoint.models import One, fresh, load, same, save, small, train, trained
@@ -147,7 +147,7 @@ CALLS = [
     (files.os, "fsync"),
     (files.shutil, "rmtree"),
     (files.os, "replace"),
-    (atomic, "sync"),
+    (atomic_write, "sync"),
     (files, "write_state"),
     (files, "fingerprint"),
     (files, "publish"),

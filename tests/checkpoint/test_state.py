@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.atomic import no_room
+from octavo.base.atomic_write import no_room
 from octavo.checkpoint import CheckpointError, latest, steps, sweep
 from octavo.checkpoint import files as ck_files
 from tests import ranks

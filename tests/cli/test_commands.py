@@ -255,12 +255,12 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
 
 
 def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tmp_path, monkeypatch, capsys):
-    from octavo import atomic
+    from octavo.base import atomic_write
 
     def full(source, target):
         raise OSError(28, "No space left on device", str(target))
 
-    monkeypatch.setattr(atomic.os, "replace", full)
+    monkeypatch.setattr(atomic_write.os, "replace", full)
     assert main(["plan", "run.yaml", "--save", str(tmp_path / "deep" / "plan.json")]) == 1
     got = capsys.readouterr()
     assert "of linear FLOPs" in got.out and "No space left on device" in got.err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import atomic, vault
+from octavo.base import atomic_write, encryption
 from octavo.cli import interrupts
 from octavo.cli.main import main
 from octavo.models import tiny
@@ -23,9 +23,9 @@ CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 def folder(tmp_path, monkeypatch) -> Path:
     """A key, two files with a word, and the same encrypted."""
     key = tmp_path / "key"
-    monkeypatch.setenv(vault.FILE, str(key))
-    monkeypatch.delenv(vault.VALUE, raising=False)
-    vault.write_new(key)
+    monkeypatch.setenv(encryption.FILE, str(key))
+    monkeypatch.delenv(encryption.VALUE, raising=False)
+    encryption.write_new(key)
     (tmp_path / "plain").mkdir()
     for name in ("a", "b"):
         (tmp_path / "plain" / name).write_bytes(b"PLAINTEXT" * 99)
@@ -40,8 +40,8 @@ def model(tmp_path_factory) -> str:
 
 
 def stopping(monkeypatch, number: int, name: str = "sync_tree", after: bool = True) -> None:
-    """Send this process the signal in or after a function of `octavo.atomic`."""
-    real = getattr(atomic, name)
+    """Send this process the signal in or after a function of `octavo.base.atomic_write`."""
+    real = getattr(atomic_write, name)
 
     def send(*given, **more):
         if after:
@@ -49,7 +49,7 @@ def stopping(monkeypatch, number: int, name: str = "sync_tree", after: bool = Tr
         os.kill(os.getpid(), number)
         return real(*given, **more)
 
-    monkeypatch.setattr(atomic, name, send)
+    monkeypatch.setattr(atomic_write, name, send)
 
 
 @pytest.mark.parametrize(("command", "number"), [
@@ -82,7 +82,7 @@ def test_one_file_that_is_decrypted_leaves_no_part(folder, monkeypatch, name):
 def test_a_file_that_is_written_by_itself_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(interrupts.Stopped), interrupts.stop_signals():
-        atomic.write_text(tmp_path / "run.yaml", "half")
+        atomic_write.write_text(tmp_path / "run.yaml", "half")
     assert not list(tmp_path.iterdir())
 
 

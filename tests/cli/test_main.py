@@ -328,7 +328,7 @@ def test_what_a_file_names_and_is_not_there_is_told_at_once(command, tmp_path, m
 
 
 def test_a_tracker_that_is_not_installed_is_told_at_once(run_yaml, monkeypatch, capsys):
-    monkeypatch.setattr("octavo.environment.version", lambda name: "1" if name == "wandb" else None)
+    monkeypatch.setattr("octavo.base.environment.version", lambda name: "1" if name == "wandb" else None)
     assert main(["train", run_yaml, "run.trackers=[wandb, swanlab]"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("octavo train: model.path") and told[-1].endswith("pip install swanlab, or leave it out")

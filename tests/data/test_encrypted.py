@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.data import DataError, cache
 from octavo.data.files import open_rows
 from octavo.data.images import load
@@ -24,8 +24,8 @@ ROWS = [{"messages": f"{n} {SECRET}", "id": f"{n}"} for n in range(40)]
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(vault.FILE, raising=False)
-    monkeypatch.setenv(vault.VALUE, bytes(range(32)).hex())
+    monkeypatch.delenv(encryption.FILE, raising=False)
+    monkeypatch.setenv(encryption.VALUE, bytes(range(32)).hex())
 
 
 def image(color: str) -> bytes:
@@ -56,7 +56,7 @@ def written(folder: Path, kind: str) -> Path:
 def encrypted(path: Path) -> Path:
     target = path.parent / "encrypted" / path.name
     target.parent.mkdir(exist_ok=True)
-    target.write_bytes(vault.encrypted(path.read_bytes(), 4096))
+    target.write_bytes(encryption.encrypted(path.read_bytes(), 4096))
     return target
 
 
@@ -86,17 +86,17 @@ def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kin
     raw = bytearray(path.read_bytes())
     raw[68 + 100] ^= 1  # in the first chunk
     path.write_bytes(raw)
-    with pytest.raises((DataError, vault.Damaged), match=f"{path.name} is damaged: chunk 0 of"):
+    with pytest.raises((DataError, encryption.Damaged), match=f"{path.name} is damaged: chunk 0 of"):
         rows = open_rows(path, tmp_path / "cache")
         [rows[n] for n in range(len(rows))]
-    monkeypatch.delenv(vault.VALUE)
+    monkeypatch.delenv(encryption.VALUE)
     with pytest.raises(DataError, match="there is no key"):
         open_rows(path, tmp_path / "cache")
 
 
 def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
     path = tmp_path / "a.png"
-    path.write_bytes(vault.encrypted(image("red")))
+    path.write_bytes(encryption.encrypted(image("red")))
     assert load(path).getpixel((0, 0)) == (255, 0, 0)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
@@ -118,7 +118,7 @@ def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_pat
     path.write_bytes(raw)
     with pytest.raises(DataError, match=f"{name} is damaged: chunk 0 of"):
         greys(path)
-    monkeypatch.delenv(vault.VALUE)
+    monkeypatch.delenv(encryption.VALUE)
     with pytest.raises(DataError, match="there is no key"):
         greys(path)
 

@@ -382,7 +382,7 @@ def test_eval_set_leaves_out_and_refuses_like_the_loader(folder, source, encoder
 )
 def test_workers_where_nobody_says_how_many(asked, gpu, cores, ranks, workers, monkeypatch):
     """None on a CPU, whose cores train; beside GPUs as the cores allow."""
-    monkeypatch.setattr("octavo.accelerator.count", lambda: int(gpu))
+    monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert data.workers_of(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from octavo import accelerator, fp8, train
+from octavo import fp8, train
+from octavo.base import accelerator
 from octavo.config import load_config_text
 
 SOURCE = Path(__file__).with_name("mimic.cpp")

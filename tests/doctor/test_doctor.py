@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo import doctor, environment, fp8
+from octavo import doctor, fp8
+from octavo.base import environment
 from octavo.doctor import arithmetic, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
 from octavo.fp8 import arithmetic as numbers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import environment, switches
+from octavo.base import env_vars, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def test_the_record_is_json_and_whole():
 
 def test_switches_are_recorded_and_secrets_are_not(monkeypatch):
     """By a list of names, so that no key or password of the environment comes along, whatever it is called."""
-    names = [name for of in switches.VARIABLES.values() for name in of]
+    names = [name for of in env_vars.VARIABLES.values() for name in of]
     assert len(set(names)) == len(names)
     assert not re.findall(r"\w*(?:TOKEN(?!IZERS)|KEY|SECRET|PASS|PROXY|ENDPOINT|URI|URL)\w*", " ".join(names))
     for name in (
@@ -42,14 +42,14 @@ def test_switches_are_recorded_and_secrets_are_not(monkeypatch):
     record = environment.describe()
     assert "hunter2" not in json.dumps(record)
     assert record["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert record["variables"].keys() <= set(names) and record["settings"].keys() == switches.SETTINGS.keys()
+    assert record["variables"].keys() <= set(names) and record["settings"].keys() == env_vars.SETTINGS.keys()
     assert record["settings"]["torch.threads"] == 1 and len(record["settings"]["gc.threshold"]) == 3
 
 
 def test_the_page_on_switches_names_each_of_them():
     page = (ROOT / "docs/switches.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([\w.]+)`", page))
-    recorded = {name for of in switches.VARIABLES.values() for name in of} | switches.SETTINGS.keys()
+    recorded = {name for of in env_vars.VARIABLES.values() for name in of} | env_vars.SETTINGS.keys()
     assert recorded <= told, sorted(recorded - told)
     kinds = r"(?:CUDA|NCCL|TORCH|PYTORCH|OMP|KMP|MKL|GLOO|MALLOC|HF|NVIDIA|CUBLAS\w*|RAYON)_[A-Z0-9_]+"
     others = {word for word in told if re.fullmatch(kinds, word)} - recorded
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):
 
 
 def test_importing_it_imports_no_torch():
-    code = "import sys, octavo.environment; print('torch' in sys.modules)"
+    code = "import sys, octavo.base.environment; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.reading import Unreadable
+from octavo.base.safe_read import Unreadable
 from tests.fuzz.bounded import Finding, bounds, outcome
 
 HERE = Path("/somewhere/file.json")

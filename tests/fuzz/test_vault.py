@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import reading, vault
+from octavo.base import encryption, safe_read
 from octavo.cli.main import main
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command, outcome
@@ -38,8 +38,8 @@ PLAIN = {
 @contextlib.contextmanager
 def _folders() -> Iterator[Path]:
     """A place with a plain folder, an encryption of it, one of its former state, two of 0.4.0, and a single file."""
-    before = {name: os.environ.pop(name, None) for name in (vault.FILE, vault.VALUE)}
-    os.environ[vault.VALUE] = SECRET.hex()
+    before = {name: os.environ.pop(name, None) for name in (encryption.FILE, encryption.VALUE)}
+    os.environ[encryption.VALUE] = SECRET.hex()
     try:
         with tempfile.TemporaryDirectory() as place:
             here = Path(place)
@@ -55,7 +55,7 @@ def _folders() -> Iterator[Path]:
             version_1.encrypt_tree(here / "former", here / "older", SECRET)
             yield here
     finally:
-        os.environ.pop(vault.VALUE)
+        os.environ.pop(encryption.VALUE)
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
@@ -104,7 +104,7 @@ def change(rng: random.Random, here: Path, folder: Path) -> str:
         "cut": lambda: mutate.write(file, raw[: rng.randrange(min(len(raw), 120) + 1)]),
         "swapped": swap,
         "copied over": lambda: None if file == other else mutate.write(file, other.read_bytes()),
-        "renamed": lambda: file.rename(file.with_name(rng.choice(["other.json", "config.json", vault.LIST]))),
+        "renamed": lambda: file.rename(file.with_name(rng.choice(["other.json", "config.json", encryption.LIST]))),
         "dropped": file.unlink,
         "added plain": lambda: mutate.write(file.parent / "more.json", b"{}"),
         "added encrypted": lambda: mutate.write(
@@ -115,8 +115,10 @@ def change(rng: random.Random, here: Path, folder: Path) -> str:
         "of 0.4.0": lambda: mutate.write(file, (here / "older/config.json").read_bytes()),
         "plain": lambda: mutate.write(file, (here / "plain/config.json").read_bytes()),
         "linked": link,
-        "list gone": lambda: (folder / vault.LIST).unlink(missing_ok=True),
-        "list of another": lambda: mutate.write(folder / vault.LIST, (here / "again" / vault.LIST).read_bytes()),
+        "list gone": lambda: (folder / encryption.LIST).unlink(missing_ok=True),
+        "list of another": lambda: mutate.write(
+            folder / encryption.LIST, (here / "again" / encryption.LIST).read_bytes()
+        ),
         "folder in a folder's place": lambda: turn_folders() if (folder / "inner/deep").is_dir() else None,
     }
     what = rng.choice(sorted(changes))
@@ -134,7 +136,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                 file = rng.choice(_files(folder))
                 mutate.write(file, damaged := mutate.damage(rng, file.read_bytes()))
                 done = [f"{file.relative_to(folder)} of 0.4.0: bytes"]
-                if not vault.begins(damaged) and not vault.was_encrypted(damaged[:64], vault.find()):
+                if not encryption.begins(damaged) and not encryption.was_encrypted(damaged[:64], encryption.find()):
                     continue  # nothing of an encrypted file is left, and nothing says that one was here
             else:
                 done = []
@@ -142,16 +144,16 @@ def run(seed: int, cases: int) -> list[Finding]:
                     if _files(folder):
                         done.append(change(rng, here, folder))
             _read(here, folder, f"case {number} of seed {seed}, {'; '.join(done)}", old, found)
-            vault.read_in_version_1()
+            encryption.read_in_version_1()
     return found
 
 
 def _read(here: Path, folder: Path, case: str, old: bool, found: list[Finding]) -> None:
-    one, good = folder / vault.LIST, here / "good" / vault.LIST
+    one, good = folder / encryption.LIST, here / "good" / encryption.LIST
     listed = one.is_file() and one.read_bytes() == good.read_bytes()
     for name, wanted in PLAIN.items():
         got: list[bytes] = []
-        outcome(lambda: got.append(reading.read_bytes(folder / name)), folder, f"{case}, {name}", found)  # noqa: B023
+        outcome(lambda: got.append(safe_read.read_bytes(folder / name)), folder, f"{case}, {name}", found)  # noqa: B023
         # with the list gone nothing says what a file was that is bound to nothing; and with the list of a former state
         # its files are whole: both are seen where the folder is read as one, and bound files of this state are refused
         if got and got[0] != wanted and listed:

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoTokenizer
 
-from octavo import atomic, models
+from octavo import models
+from octavo.base import atomic_write
 from octavo.checkpoint import hf, save_hf
 from octavo.models import tiny
 from octavo.models.skeleton import auto_class
@@ -117,7 +118,7 @@ def test_a_failed_save_leaves_nothing_half_written(checkpoint, tmp_path, monkeyp
     def fail(directory):
         raise OSError("disk full")
 
-    monkeypatch.setattr(atomic, "sync_tree", fail)
+    monkeypatch.setattr(atomic_write, "sync_tree", fail)
     with pytest.raises(OSError, match="disk full"):
         save_hf(model, source, tmp_path / "hf", World())
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +139,7 @@ def test_a_full_disk_is_reported_and_the_earlier_export_stays(checkpoint, tmp_pa
     def fail(directory):
         raise error
 
-    monkeypatch.setattr(atomic, "sync_tree", fail)
+    monkeypatch.setattr(atomic_write, "sync_tree", fail)
     with pytest.raises(models.ModelError, match=r"hf could not be written: .*No space left.*free some space"):
         save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
@@ -148,7 +149,7 @@ def test_safetensors_other_errors_are_not_taken_for_a_full_disk(checkpoint, tmp_
     def fail(directory):
         raise SafetensorError("a defect")
 
-    monkeypatch.setattr(atomic, "sync_tree", fail)
+    monkeypatch.setattr(atomic_write, "sync_tree", fail)
     with pytest.raises(SafetensorError, match="a defect"):
         save_hf(models.load(checkpoint("qwen3")), checkpoint("qwen3"), tmp_path / "hf", World())
 
@@ -172,15 +173,15 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
 
 
 def test_two_who_write_one_place_do_not_mix(tmp_path):
-    with atomic.folder(tmp_path / "hf", models.ModelError) as made:
+    with atomic_write.folder(tmp_path / "hf", models.ModelError) as made:
         (made / "first").touch()
         with (
             pytest.raises(models.ModelError, match="hf is being written by another process"),
-            atomic.folder(tmp_path / "hf", models.ModelError),
+            atomic_write.folder(tmp_path / "hf", models.ModelError),
         ):
             pass
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
-    with atomic.folder(tmp_path / "hf", models.ModelError) as made:
+    with atomic_write.folder(tmp_path / "hf", models.ModelError) as made:
         (made / "second").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
 
@@ -188,7 +189,7 @@ def test_two_who_write_one_place_do_not_mix(tmp_path):
 def test_a_link_stays_one(tmp_path):
     (tmp_path / "disk" / "hf").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
-    with atomic.folder(tmp_path / "link", models.ModelError) as made:
+    with atomic_write.folder(tmp_path / "link", models.ModelError) as made:
         (made / "first").touch()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.parallel import Layout, World, WorldError, setup
 from tests import ranks
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import rl, vault
+from octavo import rl
+from octavo.base import encryption
 from octavo.config import Config, override
 from octavo.generation.batch import Batch
 from octavo.rl.preferring import PreferenceStepper
@@ -190,7 +191,7 @@ def before_metrics_of_encrypted(folder: Path) -> None:
         found = run(stepper, *given)
         if stepper.number == STEP:
             with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
-                file.write(vault.encrypted_line(b'{"step": 3, "comp')[:60])
+                file.write(encryption.encrypted_line(b'{"step": 3, "comp')[:60])
             die()
         return found
 
@@ -198,14 +199,17 @@ def before_metrics_of_encrypted(folder: Path) -> None:
 
 
 def test_an_encrypted_run_that_was_killed_goes_on_as_if_nothing_had_been(reinforcing: Make, tmp_path, monkeypatch):
-    monkeypatch.setenv(vault.VALUE, bytes(range(32)).hex())
+    monkeypatch.setenv(encryption.VALUE, bytes(range(32)).hex())
     over = ("run.encrypt=true", "run.save=async", "run.save_every=1", "rl.show=16", "train.steps=4")
     whole, cfg = reinforcing(*over, dir="whole"), reinforcing(*over)
     rl.run(whole)
     killed(before_metrics_of_encrypted, tmp_path, cfg)
     assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
     lines = [
-        [vault.decrypted_line(line, "") for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()]
+        [
+            encryption.decrypted_line(line, "")
+            for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()
+        ]
         for c in (cfg, whole)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 64

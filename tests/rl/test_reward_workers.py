@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.rl.rewards import RewardError, Rewards, process
 
 FUNCTIONS = '''
@@ -220,7 +220,7 @@ def shared(folder: Path):
 
 
 def test_a_users_code_is_never_run_next_to_a_key_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(vault.VALUE, "ab" * 32)
+    monkeypatch.setenv(encryption.VALUE, "ab" * 32)
     with pytest.raises(RewardError, match="drops .*OCTAVO_KEY is set.*--key-file FILE") as error:
         Rewards(["exact_match", "mine.py:drops"], folder)
     assert "abab" not in str(error.value)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import adapters, models
+from octavo.base.seal_note import read_note
 from octavo.config.sections import LoraSection
-from octavo.sealed import read_note
 from octavo.sealing import Key, SealError, seal_adapter, seal_model, structure, unseal_adapter
 
 pytest.importorskip("peft")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.fp8.arithmetic import dequantize, quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, read_key
@@ -77,10 +77,10 @@ def test_scales_of_fp8_move_along(key, spec):
 
 def test_a_key_is_not_shown(tmp_path, key_file, key):
     """Key files are the vault's; tests/vault/test_key.py has what else is refused."""
-    vault.new_secret(tmp_path / "new.key")
+    encryption.new_secret(tmp_path / "new.key")
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint
-    with pytest.raises(vault.NoKey, match="no key is replaced"):
-        vault.new_secret(key_file)
+    with pytest.raises(encryption.NoKey, match="no key is replaced"):
+        encryption.new_secret(key_file)
     with pytest.raises(SealError, match="not stored"):
         pickle.dumps(key)
     assert SECRET.hex() not in repr(key) + str(vars(Key))

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
 from octavo import models
+from octavo.base.seal_note import read_note
 from octavo.cli.main import main
 from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.models.tiny import FAMILIES
-from octavo.sealed import read_note
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model
 from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried

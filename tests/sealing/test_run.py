@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from octavo import adapters, data, models, rl, sealing, train, vault
+from octavo import adapters, data, models, rl, sealing, train
+from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data import clips_of_digits, digits
@@ -214,8 +215,8 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
     with pytest.raises(train.TrainError, match="4 dropped"):
         train.run(short)
-    vault.write_new(tmp_path / "files.key")
-    monkeypatch.setenv(vault.FILE, str(tmp_path / "files.key"))
+    encryption.write_new(tmp_path / "files.key")
+    monkeypatch.setenv(encryption.FILE, str(tmp_path / "files.key"))
     assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
     stored = data.Sealed(tmp_path / "stored")
     assert [*stored[0].input_ids] == [*sealed[0].input_ids] and len(stored) == 25
@@ -229,9 +230,9 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
 
 def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     """The key that sealed encrypts neither what it sealed nor a run on it, and opens no files."""
-    monkeypatch.setenv(vault.FILE, "of another command")  # what is set below is put back
+    monkeypatch.setenv(encryption.FILE, "of another command")  # what is set below is put back
     seal, files, twin = str(place / "seal.key"), str(tmp_path / "files.key"), str(place / "text-twin")
-    vault.write_new(files)
+    encryption.write_new(files)
     stored, target, why = str(tmp_path / "stored"), str(tmp_path / "target"), "A key has one purpose"
     assert main(["encrypt", twin, stored, "--key-file", files]) == 0
     model = ["--model", str(place / "text")]
@@ -247,7 +248,7 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     assert "is encrypted, and" in (said := capsys.readouterr().err) and "octavo encrypt it" in said
     name = "model.safetensors"
     assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
-    monkeypatch.setenv(vault.FILE, seal)
+    monkeypatch.setenv(encryption.FILE, seal)
     with pytest.raises(train.TrainError, match=why):
         train.run(configured(place, "text", True, tmp_path / "run", "run.encrypt=true"))
     assert not (tmp_path / "run").exists()
@@ -286,7 +287,7 @@ def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
 
 
 def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv(vault.FILE, raising=False)  # where `place` was made just now
+    monkeypatch.delenv(encryption.FILE, raising=False)  # where `place` was made just now
     assert main(["seal", "model", "a", "b"]) == 1 and "there is no key" in capsys.readouterr().err
     key = ["--key-file", str(place / "seal.key")]
     for line, words in (

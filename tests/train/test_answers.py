@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.data.collate import Meta
 from octavo.rl.shown import Shown
 from octavo.train.answers import ANSWERS, LENGTH, Answers
@@ -29,8 +29,8 @@ def test_an_answer_is_kept_as_far_as_it_goes_right_and_the_first_of_each_row():
 
 
 def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
-    monkeypatch.setenv(vault.VALUE, "abcd" * 16)
-    monkeypatch.delenv(vault.FILE, raising=False)
+    monkeypatch.setenv(encryption.VALUE, "abcd" * 16)
+    monkeypatch.delenv(encryption.FILE, raising=False)
     for step in (2, 4):
         Answers(tmp_path, TOKENIZER, 9, encrypt=True).write(step, [Answer("f", 1, [1], [4], "words", None, 0.5)])
     Shown(tmp_path, 1, 9, encrypt=True).write(['{"step": 2, "completion": "words"}\n', "beyond the first\n"])
@@ -38,9 +38,9 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
     Answers(tmp_path, TOKENIZER, 3, encrypt=True)
     Shown(tmp_path, 1, 3, encrypt=True)
     assert (tmp_path / f"{ANSWERS}.aes").read_bytes() == lines[0] + b"\n"
-    assert json.loads(vault.decrypted_line(lines[1], "it"))["said"] == "words"
+    assert json.loads(encryption.decrypted_line(lines[1], "it"))["said"] == "words"
     shown = (tmp_path / "completions.jsonl.aes").read_bytes().splitlines()
-    assert [json.loads(vault.decrypted_line(line, "it"))["completion"] for line in shown] == ["words"]
+    assert [json.loads(encryption.decrypted_line(line, "it"))["completion"] for line in shown] == ["words"]
 
 
 def test_they_are_text_and_those_behind_the_step_of_a_resume_are_dropped(tmp_path):

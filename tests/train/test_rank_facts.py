@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 import octavo
-from octavo import environment, vault
+from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
 from octavo.config.texts import FilePath
 from octavo.train.rank_facts import LOCAL, PLACES, rank_facts
@@ -107,7 +107,7 @@ def test_versions_rewards_and_arithmetic_are_told_apart(own: Make, monkeypatch: 
 def test_other_keys_are_told_apart_by_their_ids(own: Make, monkeypatch: pytest.MonkeyPatch):
     facts = []
     for key in ("01" * 31 + "02", "03" * 31 + "04"):
-        monkeypatch.setenv(vault.VALUE, key)
+        monkeypatch.setenv(encryption.VALUE, key)
         facts.append(rank_facts(own("run.encrypt=true"), {}))
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"id of the key"}
     assert key not in str(facts)

@@ -308,7 +308,7 @@ def test_a_resume_that_is_refused_changes_nothing_in_the_run(make, place: Path, 
         file.write_bytes(raw[:-64] + bytes(64))
     elif why == "phase":
         monkeypatch.setattr(train.phase.Phase, "begin", lambda *_: (_ for _ in ()).throw(train.TrainError("not so")))
-    monkeypatch.setattr("octavo.environment.describe", lambda: {"another": "machine"})
+    monkeypatch.setattr("octavo.base.environment.describe", lambda: {"another": "machine"})
     before = contents(first.dir)
     with pytest.raises((train.TrainError, checkpoint.CheckpointError)):
         train.run(make(*over, "run.resume=auto", *(["train.lr=0.5"] if why == "settings" else [])))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.config import Config, load_config
 from octavo.train import TrainError, secrecy
 
@@ -24,8 +24,8 @@ run: {{dir: run}}
 
 
 def test_a_key_in_the_environment_with_rewards_of_a_file_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv(vault.FILE, raising=False)
-    monkeypatch.setenv(vault.VALUE, bytes(range(32)).hex())
+    monkeypatch.delenv(encryption.FILE, raising=False)
+    monkeypatch.setenv(encryption.VALUE, bytes(range(32)).hex())
     with pytest.raises(TrainError, match=r"OCTAVO_KEY is set, and rl\.rewards names .*own\.py:score") as refusal:
         secrecy.check(config(tmp_path, "own.py:score"))
     assert "--key-file" in str(refusal.value) and bytes(range(32)).hex() not in str(refusal.value)
@@ -33,8 +33,8 @@ def test_a_key_in_the_environment_with_rewards_of_a_file_is_refused(tmp_path, mo
 
 
 def test_a_key_in_a_file_with_rewards_of_a_file_is_taken(tmp_path, monkeypatch):
-    monkeypatch.delenv(vault.VALUE, raising=False)
+    monkeypatch.delenv(encryption.VALUE, raising=False)
     secrecy.check(config(tmp_path, "own.py:score"))
-    vault.write_new(tmp_path / "key")
-    monkeypatch.setenv(vault.FILE, str(tmp_path / "key"))
+    encryption.write_new(tmp_path / "key")
+    monkeypatch.setenv(encryption.FILE, str(tmp_path / "key"))
     secrecy.check(config(tmp_path, "own.py:score"))

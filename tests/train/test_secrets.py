@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo import train, vault
+from octavo import train
+from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.data import cache
@@ -47,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key = ["--key-file", str(plain / "key")]
     for name in ("model", "rows.jsonl", "held.jsonl"):
         assert main(["encrypt", str(plain / name), str(here / name), *key]) == 0
-    os.environ.pop(vault.FILE)
+    os.environ.pop(encryption.FILE)
     (here / "run.yaml").write_text(f"""
 model: {{path: model}}
 fp8: {{recipe: blockwise}}
@@ -61,8 +62,8 @@ run: {{dir: {here / "run"}, save_every: 2, eval_every: 2, threads: 1, encrypt: t
 
 @pytest.fixture(autouse=True)
 def key(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(vault.VALUE, raising=False)
-    monkeypatch.setenv(vault.FILE, str(place.parent / "outside.key"))
+    monkeypatch.delenv(encryption.VALUE, raising=False)
+    monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
     monkeypatch.setattr(cache, "SMALL", 0)  # as of large files: what is made of them would lie in the cache
 
 
@@ -111,7 +112,7 @@ def test_it_goes_on_and_is_evaluated_with_its_key_alone(place, capfd, monkeypatc
     assert searched("".join(capfd.readouterr()), again) > 15
     assert main(["eval", str(again), "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["loss"] == pytest.approx(finals[0]["eval"]["loss"], 1e-6)
-    monkeypatch.delenv(vault.FILE)
+    monkeypatch.delenv(encryption.FILE)
     assert main(["eval", str(again)]) == 1 and "there is no key" in capfd.readouterr().err
 
 
@@ -122,7 +123,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     assert "rows.jsonl, row 0 cannot be used" in told and "run.encrypt keeps it out of messages" in told
 
     named = tmp_path / "named.jsonl"  # what no column is known of is a whole file's fault, and no row's
-    named.write_bytes(vault.encrypted(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
+    named.write_bytes(encryption.encrypted(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
     assert main([*command, f"run.dir={tmp_path / 'n'}", f"data.train.0.path={named}"]) == 1
     told += (found := "".join(capfd.readouterr()))
     assert "start without run.encrypt to see it" in found and "skipped.jsonl.aes" not in found
@@ -148,14 +149,14 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
 
     for key, why in ((None, "run.encrypt: there is no key"), (tmp_path / "other", "encrypted with another key")):
         if key is not None:
-            vault.write_new(key)
-            monkeypatch.setenv(vault.FILE, str(key))
+            encryption.write_new(key)
+            monkeypatch.setenv(encryption.FILE, str(key))
         else:
-            monkeypatch.delenv(vault.FILE)
+            monkeypatch.delenv(encryption.FILE)
         assert main([*command, f"run.dir={tmp_path / 'd'}"]) == 1
         told += (found := "".join(capfd.readouterr()))
         assert why in found
-    monkeypatch.setenv(vault.FILE, str(place.parent / "outside.key"))
+    monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
     assert main([*command, f"run.dir={tmp_path / 'd'}", "run.encrypt=false"]) == 1
     told += (found := "".join(capfd.readouterr()))
     assert "is encrypted, and run.encrypt is false" in found
@@ -179,7 +180,7 @@ def test_preferences_and_rewards_keep_them_too(place, tmp_path, capfd, uncounted
         ("pairs", {"prompt": asked, "chosen": SENTENCE, "rejected": "the owl flies away"}),
         ("prompts", {"prompt": asked, "answer": SENTENCE}),
     ):
-        (tmp_path / f"{name}.jsonl").write_bytes(vault.encrypted((json.dumps(row) + "\n").encode() * 8))
+        (tmp_path / f"{name}.jsonl").write_bytes(encryption.encrypted((json.dumps(row) + "\n").encode() * 8))
     (tmp_path / "own.py").write_text(REWARD)
     (tmp_path / "run.yaml").write_text(f"""
 model: {{path: {place / "model"}}}
@@ -194,7 +195,7 @@ run: {{threads: 1, encrypt: true, tensorboard: false}}
     of = ["train.phase=rl", f"data.train=[{{path: {tmp_path}/prompts.jsonl}}]"]
     of += [f"rl={{prompts: 2, group: 2, max_new_tokens: 4, show: 4, rewards: ['{tmp_path}/own.py:score']}}"]
     assert main([*both, *of, f"run.dir={rl}"]) == 0
-    assert vault.is_encrypted(preference / "reference.safetensors") and (rl / "completions.jsonl.aes").is_file()
+    assert encryption.is_encrypted(preference / "reference.safetensors") and (rl / "completions.jsonl.aes").is_file()
     assert main([*both, *of, f"run.dir={tmp_path / 'failed'}", f"rl.rewards=['{tmp_path}/own.py:fail']"]) == 1
     told = "".join(capfd.readouterr())
     assert "reward fail gave no number for 4 completions: the reason may quote" in told

@@ -120,7 +120,7 @@ def wandb(monkeypatch):
     module = types.ModuleType("wandb")
     module.init, module.Html = init, lambda file, inject: ("html", file)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr("octavo.environment.version", lambda name: "1" if name == "wandb" else None)
+    monkeypatch.setattr("octavo.base.environment.version", lambda name: "1" if name == "wandb" else None)
     return told
 
 
@@ -165,7 +165,7 @@ def test_trackers_that_cannot_begin_are_refused_before_the_first_step(make, wand
     monkeypatch.setattr(sys.modules["wandb"], "init", init)
     with pytest.raises(TrainError, match=r"run.trackers: wandb could not begin \(RuntimeError: no API key\)"):
         train.run(make("run.trackers=[wandb]", dir="refused"))
-    monkeypatch.setattr("octavo.environment.version", lambda name: "1" if name == "wandb" else None)
+    monkeypatch.setattr("octavo.base.environment.version", lambda name: "1" if name == "wandb" else None)
     with pytest.raises(TrainError, match=r"trackio is not installed here: pip install trackio, or leave it out"):
         rl.run(make("run.trackers=[wandb, trackio]", dir="missing"))
     assert not (Path(make(dir="missing").run.dir)).exists()

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from octavo import vault
+from octavo.base import encryption
 
 SECRET = bytes(range(32))
 
 
 @pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> vault.Key:
+def key(monkeypatch: pytest.MonkeyPatch) -> encryption.Key:
     """The key of the known answer, in the environment."""
-    monkeypatch.delenv(vault.FILE, raising=False)
-    monkeypatch.setenv(vault.VALUE, SECRET.hex())
-    return vault.find()
+    monkeypatch.delenv(encryption.FILE, raising=False)
+    monkeypatch.setenv(encryption.VALUE, SECRET.hex())
+    return encryption.find()
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """The file of another key."""
-    vault.write_new(tmp_path / "other.key")
+    encryption.write_new(tmp_path / "other.key")
     return tmp_path / "other.key"

@@ -8,7 +8,8 @@ import os
 import pytest
 import torch
 
-from octavo import models, vault
+from octavo import models
+from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.models import tiny
 from tests.vault import version_1
@@ -30,8 +31,8 @@ def contents(folder):
 
 
 def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv(vault.VALUE, raising=False)
-    monkeypatch.setenv(vault.FILE, "nowhere")  # --key-file wins
+    monkeypatch.delenv(encryption.VALUE, raising=False)
+    monkeypatch.setenv(encryption.FILE, "nowhere")  # --key-file wins
     here = {name: str(tmp_path / name) for name in ("k1", "k2", "e1", "e2", "back", "wrong", "copy")}
     for name in ("k1", "k2"):
         assert main(["encrypt", "--new-key", here[name]]) == 0
@@ -39,13 +40,13 @@ def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeyp
     assert main(["encrypt", here["e1"], here["e2"], "--old-key", here["k1"], "--key-file", here["k2"]]) == 0
     assert main(["encrypt", here["e2"], here["copy"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "copy") == contents(tmp_path / "e2")  # what is encrypted is not encrypted twice
-    assert all(map(vault.begins, contents(tmp_path / "e2").values()))
+    assert all(map(encryption.begins, contents(tmp_path / "e2").values()))
     assert main(["decrypt", here["e2"], here["back"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["decrypt", here["e2"], here["wrong"], "--key-file", here["k1"]]) == 1
     assert "files.octavo was encrypted with another key" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and not list(tmp_path.glob(".*"))
-    monkeypatch.delenv(vault.FILE, raising=False)
+    monkeypatch.delenv(encryption.FILE, raising=False)
 
 
 def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
@@ -68,7 +69,7 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
     assert contents(back) == {"mine": b"mine"} and not (tmp_path / "k").exists()
 
 
-@pytest.mark.parametrize("place", ["added", "a.json", vault.LIST])
+@pytest.mark.parametrize("place", ["added", "a.json", encryption.LIST])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, capsys, place, make):
     stored, back = tmp_path / "stored", tmp_path / "back"
@@ -84,7 +85,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, ca
 
 
 def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
-    vault.append(tmp_path / "a.jsonl.aes", [json.dumps({"n": n}) + "\n" for n in range(3)])
+    encryption.append(tmp_path / "a.jsonl.aes", [json.dumps({"n": n}) + "\n" for n in range(3)])
     with (tmp_path / "a.jsonl.aes").open("ab") as file:
         file.write(b"j09DVEFFUwEhalf")  # of a kill
     assert main(["decrypt", str(tmp_path / "a.jsonl.aes"), str(tmp_path / "a.jsonl")]) == 0
@@ -92,7 +93,7 @@ def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
 
 
 def test_lists_take_another_key_too(folder, tmp_path, key, other):
-    vault.append(folder / "a.jsonl.aes", ["one\n", "two\n"])
+    encryption.append(folder / "a.jsonl.aes", ["one\n", "two\n"])
     (old := tmp_path / "old.key").write_text(bytes(range(32)).hex())
     old.chmod(0o600)
     assert main(["encrypt", str(folder), str(tmp_path / "anew"), "--old-key", str(old), "--key-file", str(other)]) == 0
@@ -102,7 +103,7 @@ def test_lists_take_another_key_too(folder, tmp_path, key, other):
 
 def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsys):
     """Two files of one name, a folder behind a link, a link to nothing, no folder to write into."""
-    vault.append(folder / "a.jsonl.aes", ["of the encrypted run\n"])
+    encryption.append(folder / "a.jsonl.aes", ["of the encrypted run\n"])
     (folder / "a.jsonl").write_text("of the plain run\n")
     assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 2
     assert "a.jsonl and" in (said := capsys.readouterr().err) and "would both be a.jsonl" in said
@@ -159,12 +160,12 @@ def test_what_is_plain_is_refused_where_it_is_named(folder, tmp_path, key, capsy
     for source, why in (("a.json", "it is not encrypted"), ("", "nothing in it is encrypted")):
         assert main(["decrypt", str(folder / source), str(tmp_path / "out")]) == 1
         assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
-    vault.append(folder / "answers.jsonl.aes", ["one\n"])
+    encryption.append(folder / "answers.jsonl.aes", ["one\n"])
     assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     assert "1 decrypted, 3 copied as they are" in said.out and f"{folder}/a.json and 2 more" in said.err
     (folder / "answers.jsonl.aes").write_bytes(b"k" + (folder / "answers.jsonl.aes").read_bytes()[1:])
-    (folder / "b").write_bytes(vault.encrypted(b"b"))
+    (folder / "b").write_bytes(encryption.encrypted(b"b"))
     assert main(["decrypt", str(folder), str(tmp_path / "no")]) == 1
     assert "answers.jsonl.aes is damaged" in capsys.readouterr().err
 
@@ -173,7 +174,7 @@ def test_a_plain_shard_in_an_encrypted_checkpoint_is_refused(tmp_path, key, caps
     """Its other files are encrypted: the head of this one was overwritten, or the file exchanged."""
     (tmp_path / "step_2").mkdir()
     for name in ("state.json", "__0_0.distcp"):
-        (tmp_path / "step_2" / name).write_bytes(vault.encrypted(b"{}"))
+        (tmp_path / "step_2" / name).write_bytes(encryption.encrypted(b"{}"))
     (tmp_path / "step_2/__0_0.distcp").write_bytes(bytes(100))
     assert main(["decrypt", str(tmp_path / "step_2"), str(tmp_path / "out")]) == 1
     assert "__0_0.distcp is damaged: state.json of its checkpoint is encrypted" in capsys.readouterr().err
@@ -208,7 +209,7 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
 def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
     (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
     monkeypatch.chdir(tmp_path)
-    vault.read_in_version_1()
+    encryption.read_in_version_1()
     for path in ("a", tmp_path / "a", "./a"):
-        vault.Reader.of(path).close()
-    assert vault.read_in_version_1() == ["a"]
+        encryption.Reader.of(path).close()
+    assert encryption.read_in_version_1() == ["a"]

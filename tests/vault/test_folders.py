@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from octavo import data, models, reading, vault
+from octavo import data, models
+from octavo.base import encryption, safe_read
+from octavo.base.encryption import folders
 from octavo.cli.main import main
 from octavo.data.files import open_rows
 from octavo.models import tiny
-from octavo.vault import folders
 
 PLAIN = {"a.json": b'{"a": 1}', "b.json": b'{"b": 2}', "inner/a.json": b"{}", "inner/deep/c.bin": bytes(5000)}
 
@@ -32,15 +33,15 @@ def stored(tmp_path, key) -> Path:
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    return {name: reading.read_bytes(folder / name) for name in PLAIN}
+    return {name: safe_read.read_bytes(folder / name) for name in PLAIN}
 
 
 def test_every_file_is_bound_and_the_list_names_all(stored):
-    with vault.Reader.of(stored / vault.LIST) as opened:
+    with encryption.Reader.of(stored / encryption.LIST) as opened:
         identity = opened.place.folder
     for name in PLAIN:
-        with vault.Reader.of(stored / name) as opened:
-            assert opened.place == vault.Place(identity, name.encode()) and opened.version == 2
+        with encryption.Reader.of(stored / name) as opened:
+            assert opened.place == encryption.Place(identity, name.encode()) and opened.version == 2
     assert set(folders.listed(stored)) == {name.encode() for name in PLAIN}
     assert read(stored) == PLAIN
 
@@ -51,9 +52,9 @@ def test_the_folder_itself_may_be_renamed_and_moved(stored, tmp_path, monkeypatc
     (tmp_path / "link").symlink_to(moved)
     assert read(tmp_path / "link") == PLAIN
     (tmp_path / "single.json").symlink_to(moved / "inner" / "a.json")
-    assert reading.read_bytes(tmp_path / "single.json") == b"{}"
+    assert safe_read.read_bytes(tmp_path / "single.json") == b"{}"
     monkeypatch.chdir(moved / "inner")
-    assert reading.read_bytes("../b.json") == PLAIN["b.json"]
+    assert safe_read.read_bytes("../b.json") == PLAIN["b.json"]
     assert main(["decrypt", str(moved / "inner"), str(tmp_path / "part")]) == 0  # a part of it too
     assert (tmp_path / "part/deep/c.bin").read_bytes() == bytes(5000)
 
@@ -95,10 +96,12 @@ CHANGES = {
         (s / "a.json").unlink(),
         (s / "a.json").symlink_to(of_another_encryption(s) / "a.json"),
     ),
-    "the list gone": lambda s: (s / vault.LIST).unlink(),
-    "the list of another encryption": lambda s: shutil.copy(of_another_encryption(s) / vault.LIST, s / vault.LIST),
-    "the list another file": lambda s: shutil.copy(s / "b.json", s / vault.LIST),
-    "the list plain": lambda s: (s / vault.LIST).write_bytes(b"octavo files 1\0= a.json\0"),
+    "the list gone": lambda s: (s / encryption.LIST).unlink(),
+    "the list of another encryption": lambda s: shutil.copy(
+        of_another_encryption(s) / encryption.LIST, s / encryption.LIST
+    ),
+    "the list another file": lambda s: shutil.copy(s / "b.json", s / encryption.LIST),
+    "the list plain": lambda s: (s / encryption.LIST).write_bytes(b"octavo files 1\0= a.json\0"),
 }
 
 
@@ -106,11 +109,11 @@ CHANGES = {
 def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change):
     """By a reader of one file, by one of the folder, and by the command."""
     CHANGES[change](stored)
-    with pytest.raises(reading.Unreadable, match=r"a\.json|files\.octavo"):
-        reading.read_bytes(stored / "a.json")
+    with pytest.raises(safe_read.Unreadable, match=r"a\.json|files\.octavo"):
+        safe_read.read_bytes(stored / "a.json")
     for source in (stored, stored / "a.json"):
         assert main(["decrypt", str(source), str(tmp_path / "out")]) in (1, 2)
-        assert "a.json" in (said := capsys.readouterr().err) or vault.LIST in said
+        assert "a.json" in (said := capsys.readouterr().err) or encryption.LIST in said
         assert "Traceback" not in said and not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -123,10 +126,10 @@ def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change)
     (lambda s: write(s / "new", {"x": b"", "y": b""}), r"new/x and 1 more are added"),
 ])  # fmt: skip
 def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, change, why):
-    vault.check_folder(stored)
+    encryption.check_folder(stored)
     change(stored)
-    with pytest.raises(vault.Exchanged, match=why):
-        vault.check_folder(stored)
+    with pytest.raises(encryption.Exchanged, match=why):
+        encryption.check_folder(stored)
     for command in ("decrypt", "encrypt"):  # the latter would copy it as it is
         assert main([command, str(stored), str(tmp_path / "out")]) == 1
         assert why.split("\\")[0] in capsys.readouterr().err and not (tmp_path / "out").exists()
@@ -134,10 +137,10 @@ def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, c
 
 def test_a_file_by_itself_has_no_name_and_one_taken_out_is_refused(stored, tmp_path, capsys):
     shutil.copy(by_itself(stored), tmp_path / "renamed")
-    assert reading.read_bytes(tmp_path / "renamed") == PLAIN["a.json"]
+    assert safe_read.read_bytes(tmp_path / "renamed") == PLAIN["a.json"]
     shutil.copy(stored / "a.json", tmp_path / "a.json")
-    with pytest.raises(reading.Unreadable, match=r"a\.json of an encrypted folder, and there is no files\.octavo"):
-        reading.read_bytes(tmp_path / "a.json")
+    with pytest.raises(safe_read.Unreadable, match=r"a\.json of an encrypted folder, and there is no files\.octavo"):
+        safe_read.read_bytes(tmp_path / "a.json")
     assert main(["encrypt", str(stored / "a.json"), str(tmp_path / "x")]) == 2  # as it is, it could not be read there
     assert main(["encrypt", str(stored / "inner"), str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.count("is part of") == 2 and not (tmp_path / "x").exists()
@@ -150,9 +153,9 @@ def test_another_key_binds_anew_and_takes_what_was_added(stored, tmp_path, other
     anew = ["--old-key", str(tmp_path / "old.key"), "--key-file", str(other)]
     assert main(["encrypt", str(stored), str(tmp_path / "anew"), *anew]) == 0
     assert main(["encrypt", str(stored / "inner"), str(tmp_path / "part"), *anew]) == 0
-    assert read(tmp_path / "anew") == PLAIN and reading.read_bytes(tmp_path / "anew/more.json") == b"{}"
-    assert reading.read_bytes(tmp_path / "part/deep/c.bin") == bytes(5000)
-    vault.check_folder(tmp_path / "anew")
+    assert read(tmp_path / "anew") == PLAIN and safe_read.read_bytes(tmp_path / "anew/more.json") == b"{}"
+    assert safe_read.read_bytes(tmp_path / "part/deep/c.bin") == bytes(5000)
+    encryption.check_folder(tmp_path / "anew")
     swap(stored / "a.json", stored / "b.json")
     assert main(["encrypt", str(stored), str(tmp_path / "no"), *anew]) == 1 and not (tmp_path / "no").exists()
 
@@ -161,20 +164,20 @@ def test_a_folder_in_a_folder_keeps_its_own_list(tmp_path, key, other, capsys):
     """As `hf/` in the directory of a run that is encrypted afterwards, and taken to another key."""
     run = write(tmp_path / "run", {"config.yaml": b"run", "checkpoints/s.bin": b"state"})
     assert main(["encrypt", str(write(tmp_path / "plain")), str(run / "hf")]) == 0
-    vault.append(run / "answers.jsonl.aes", ["one\n"])
+    encryption.append(run / "answers.jsonl.aes", ["one\n"])
     (tmp_path / "old.key").write_text(bytes(range(32)).hex())
     (tmp_path / "old.key").chmod(0o600)
     assert main(["encrypt", str(run), str(tmp_path / "e1")]) == 0
     assert "2 encrypted, 6 copied as they are" in capsys.readouterr().out
     assert main(["encrypt", str(tmp_path / "e1"), str(tmp_path / "e2"), "--old-key", str(tmp_path / "old.key"),
                  "--key-file", str(other)]) == 0  # fmt: skip
-    vault.append(tmp_path / "e2/answers.jsonl.aes", ["two\n"])  # a list that goes on is not an exchanged file
+    encryption.append(tmp_path / "e2/answers.jsonl.aes", ["two\n"])  # a list that goes on is not an exchanged file
     for name in ("e1", "e2"):
         folder = tmp_path / name
         (tmp_path / "key").unlink(missing_ok=True)
         os.environ["OCTAVO_KEY_FILE"] = str(tmp_path / "old.key" if name == "e1" else other)
         os.environ.pop("OCTAVO_KEY", None)
-        vault.check_folder(folder)
+        encryption.check_folder(folder)
         assert main(["decrypt", str(folder), str(tmp_path / "back")]) == 0
         lines = b"one\n" if name == "e1" else b"one\ntwo\n"
         assert {f.name: f.read_bytes() for f in (tmp_path / "back").iterdir() if f.is_file()} == {
@@ -214,7 +217,7 @@ def test_modes_and_empty_folders_are_kept(tmp_path, key):
     assert main(["decrypt", str(tmp_path / "stored/b.json"), str(tmp_path / "b")]) == 0
     modes = lambda folder: {  # noqa: E731
         str(f.relative_to(folder)): f.stat().st_mode & 0o7777
-        for f in (folder, *folder.rglob("*")) if f.name != vault.LIST
+        for f in (folder, *folder.rglob("*")) if f.name != encryption.LIST
     }  # fmt: skip
     assert modes(plain) == modes(tmp_path / "stored") == modes(tmp_path / "back")
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o400
@@ -253,9 +256,9 @@ def test_a_data_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
 
 def test_a_plain_file_in_a_folder_is_read_without_a_key(stored, monkeypatch):
     (stored / "more").write_bytes(b"more")  # nobody listed it: the folder as a whole is refused, this file is not
-    assert reading.read_bytes(stored / "more") == b"more"
-    monkeypatch.delenv(vault.VALUE)
-    assert reading.read_bytes(stored / "more") == b"more"
+    assert safe_read.read_bytes(stored / "more") == b"more"
+    monkeypatch.delenv(encryption.VALUE)
+    assert safe_read.read_bytes(stored / "more") == b"more"
 
 
 def test_a_handle_that_a_refusal_leaves_to_the_caller_is_closed_once(stored):
@@ -264,9 +267,9 @@ def test_a_handle_that_a_refusal_leaves_to_the_caller_is_closed_once(stored):
     for raw in ((stored / "a.json").read_bytes(), OF_VERSION_1[:-1]):
         (stored / "x").write_bytes(raw)
         handle = os.open(stored / "x", os.O_RDONLY)
-        with pytest.raises(vault.Damaged):
-            vault.opened(handle, stored / "x")
+        with pytest.raises(encryption.Damaged):
+            encryption.opened(handle, stored / "x")
         os.close(handle)
-        again = os.open(stored / vault.LIST, os.O_RDONLY)
+        again = os.open(stored / encryption.LIST, os.O_RDONLY)
         assert again == handle and os.fstat(again)
         os.close(again)

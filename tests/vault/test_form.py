@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo import vault
-from octavo.vault import form
+from octavo.base import encryption
+from octavo.base.encryption import file_format
 from tests.vault.conftest import SECRET
 
 CHUNK, HEADER, TAG = 4096, 70, 16
@@ -29,7 +29,7 @@ KNOWN = [
     "02030405060708090a0b0c0d0e0f68662f612e6a736f6e0fd2ca76e7392c08ba01071d16d4fba820ba1d4f5d364127d9045d43038ff16ff4"
     "8a85dd3b02",
 ]
-PLACE = vault.Place(bytes(range(16)), b"hf/a.json")
+PLACE = encryption.Place(bytes(range(16)), b"hf/a.json")
 
 
 def by_the_page(stored: bytes, key: bytes) -> bytes:
@@ -56,16 +56,16 @@ def by_the_page(stored: bytes, key: bytes) -> bytes:
 @pytest.mark.parametrize("known", KNOWN)
 def test_a_known_answer(key, known):
     stored = bytes.fromhex(known)
-    reader = vault.Reader(stored, "a")
+    reader = encryption.Reader(stored, "a")
     name = b"" if reader.place is None else reader.place.name
-    assert vault.decrypted(stored, "a") == b"octavo" and by_the_page(stored, SECRET) == name + b"octavo"
+    assert encryption.decrypted(stored, "a") == b"octavo" and by_the_page(stored, SECRET) == name + b"octavo"
     assert key.id.hex() == "eeeacf5d17c30722" and reader.version == stored[7]
-    assert vault.tag_of(stored) == reader.tag
+    assert encryption.tag_of(stored) == reader.tag
 
 
 def test_a_name_is_part_of_the_header(key):
-    stored = vault.encrypted(b"words", place=PLACE)
-    assert vault.Reader(stored, "a").place == PLACE and len(stored) == 86 + len(PLACE.name) + 5 + TAG
+    stored = encryption.encrypted(b"words", place=PLACE)
+    assert encryption.Reader(stored, "a").place == PLACE and len(stored) == 86 + len(PLACE.name) + 5 + TAG
     for at in range(52, 86 + len(PLACE.name)):  # the length, the folder, the name, the tag
         for bit in range(8):
             broken = bytearray(stored)
@@ -76,8 +76,8 @@ def test_a_name_is_part_of_the_header(key):
     assert "its header" in refused(older[:52] + stored[-TAG - 21 : -21] + older[68:])
     for left in range(8, len(stored)):
         refused(stored[:left])
-    longest = vault.Place(PLACE.folder, b"a" * 4096)
-    assert vault.Reader(vault.encrypted(b"words", place=longest), "a").place == longest
+    longest = encryption.Place(PLACE.folder, b"a" * 4096)
+    assert encryption.Reader(encryption.encrypted(b"words", place=longest), "a").place == longest
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -88,7 +88,7 @@ def test_a_name_is_part_of_the_header(key):
 def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, start, count):
     plain = random.Random(chunks).randbytes(max(0, chunks * CHUNK + more))
     out = io.BytesIO()
-    writer = vault.Writer(out, CHUNK)
+    writer = encryption.Writer(out, CHUNK)
     rest = plain
     for cut in cuts:
         writer.write(rest[:cut])
@@ -99,7 +99,7 @@ def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, star
     stored = out.getvalue()
     assert len(stored) == HEADER + len(plain) + TAG * max(1, -(-len(plain) // CHUNK))
     assert by_the_page(stored, SECRET) == plain
-    reader = io.BufferedReader(vault.Reader(stored, "a"))
+    reader = io.BufferedReader(encryption.Reader(stored, "a"))
     assert reader.seek(0, 2) == len(plain)
     reader.seek(start)
     assert reader.read(count) == plain[start : start + count]
@@ -108,32 +108,32 @@ def test_what_is_written_is_read_whatever_its_size(key, chunks, more, cuts, star
 
 
 def test_no_two_files_are_equal_and_the_text_is_in_none(key):
-    stored = [vault.encrypted(b"the same words" * 99) for _ in range(2)]
+    stored = [encryption.encrypted(b"the same words" * 99) for _ in range(2)]
     assert stored[0] != stored[1] and not any(b"words" in one for one in stored)
 
 
 def refused(stored: bytes) -> str:
-    with pytest.raises(vault.Damaged) as found:
-        vault.decrypted(stored, "FILE")
+    with pytest.raises(encryption.Damaged) as found:
+        encryption.decrypted(stored, "FILE")
     assert "FILE is damaged" in str(found.value) or "FILE is encrypted in version" in str(found.value)
     return str(found.value)
 
 
 def test_a_flipped_bit_anywhere_is_refused(key):
     plain = random.Random(0).randbytes(3 * CHUNK + 5)
-    stored = vault.encrypted(plain, CHUNK)
+    stored = encryption.encrypted(plain, CHUNK)
     at = {*range(7, HEADER), *random.Random(1).sample(range(HEADER, len(stored)), 60), len(stored) - 1}
     for byte in at:
         broken = bytearray(stored)
         broken[byte] ^= 1 << byte % 8
-        with pytest.raises(vault.WrongKey if 12 <= byte < 20 else vault.Damaged, match="FILE"):
-            vault.decrypted(bytes(broken), "FILE")
-    assert not vault.begins(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
+        with pytest.raises(encryption.WrongKey if 12 <= byte < 20 else encryption.Damaged, match="FILE"):
+            encryption.decrypted(bytes(broken), "FILE")
+    assert not encryption.begins(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
 
 
 def test_chunks_that_move_are_refused_by_their_number(key):
     whole = CHUNK + TAG
-    stored, other = (vault.encrypted(random.Random(n).randbytes(3 * CHUNK + 5), CHUNK) for n in range(2))
+    stored, other = (encryption.encrypted(random.Random(n).randbytes(3 * CHUNK + 5), CHUNK) for n in range(2))
     head, chunks, tail = (
         stored[:HEADER],
         [stored[HEADER + n * whole :][:whole] for n in range(3)],
@@ -153,19 +153,19 @@ def test_chunks_that_move_are_refused_by_their_number(key):
 
 @pytest.mark.parametrize("left", [0, 7, 8, 67, 69, 70, 71, 85, 86, 5000])
 def test_what_is_cut_short_is_refused(key, left):
-    stored = vault.encrypted(bytes(3 * CHUNK), CHUNK)
+    stored = encryption.encrypted(bytes(3 * CHUNK), CHUNK)
     if left >= 8:
         refused(stored[:left])
     else:
-        assert not vault.begins(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
+        assert not encryption.begins(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
 
 
 def test_an_empty_file_is_one(key):
-    assert vault.decrypted(vault.encrypted(b""), "a") == b""
+    assert encryption.decrypted(encryption.encrypted(b""), "a") == b""
 
 
 def test_what_was_broken_off_is_no_file(key, tmp_path):
-    with pytest.raises(RuntimeError, match="power"), vault.writing(tmp_path / "a", CHUNK) as out:
+    with pytest.raises(RuntimeError, match="power"), encryption.writing(tmp_path / "a", CHUNK) as out:
         out.write(bytes(5 * CHUNK))
         raise RuntimeError("power")
     assert (tmp_path / "a").stat().st_size > 4 * CHUNK
@@ -173,34 +173,36 @@ def test_what_was_broken_off_is_no_file(key, tmp_path):
 
 
 def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
-    stored = vault.encrypted(b"words")
+    stored = encryption.encrypted(b"words")
     assert "in version 3 of the form" in refused(stored[:7] + b"\x03" + stored[8:])
-    monkeypatch.delenv(vault.VALUE)
-    monkeypatch.setenv(vault.FILE, str(other))
-    with pytest.raises(vault.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"):
-        vault.decrypted(stored, "FILE")
+    monkeypatch.delenv(encryption.VALUE)
+    monkeypatch.setenv(encryption.FILE, str(other))
+    with pytest.raises(
+        encryption.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"
+    ):
+        encryption.decrypted(stored, "FILE")
 
 
 def test_a_line_is_a_file_of_its_own(key):
-    line = vault.encrypted_line(b"words\n")
-    assert vault.decrypted_line(line[:-1], "L") == b"words\n" and b"words" not in line
+    line = encryption.encrypted_line(b"words\n")
+    assert encryption.decrypted_line(line[:-1], "L") == b"words\n" and b"words" not in line
     for broken in (line[:-9], line[:50] + (b"A" if line[50:51] != b"A" else b"B") + line[51:-1], b"{}", b""):
-        with pytest.raises(vault.Damaged, match="L"):
-            vault.decrypted_line(broken, "L")
+        with pytest.raises(encryption.Damaged, match="L"):
+            encryption.decrypted_line(broken, "L")
 
 
 def test_few_chunks_are_too_many_under_one_key(key, monkeypatch):
-    monkeypatch.setattr(form, "MOST", 2)
-    with pytest.raises(vault.VaultError, match="more than 2 chunks"):
-        vault.encrypted(bytes(3 * CHUNK), CHUNK)
+    monkeypatch.setattr(file_format, "MOST", 2)
+    with pytest.raises(encryption.VaultError, match="more than 2 chunks"):
+        encryption.encrypted(bytes(3 * CHUNK), CHUNK)
 
 
 def test_a_reader_shows_no_number_of_the_stored_file(key, tmp_path):
-    (tmp_path / "a").write_bytes(vault.encrypted(b"words"))
+    (tmp_path / "a").write_bytes(encryption.encrypted(b"words"))
     with pytest.raises(io.UnsupportedOperation, match="is encrypted"), open(tmp_path / "a", "rb") as file:
-        vault.Reader(file.read(), "a").fileno()
-    told = pickle.loads(pickle.dumps(vault.Damaged("it is damaged")))  # as a data worker hands it over
-    assert isinstance(told, vault.Damaged) and isinstance(told, OSError) and str(told) == "it is damaged"
+        encryption.Reader(file.read(), "a").fileno()
+    told = pickle.loads(pickle.dumps(encryption.Damaged("it is damaged")))  # as a data worker hands it over
+    assert isinstance(told, encryption.Damaged) and isinstance(told, OSError) and str(told) == "it is damaged"
 
 
 def test_a_number_that_a_full_disk_refused_is_not_used_again(key):
@@ -212,7 +214,7 @@ def test_a_number_that_a_full_disk_refused_is_not_used_again(key):
                 raise OSError(28, "No space left on device")
             return super().write(data)
 
-    writer, used = vault.Writer(Full(), CHUNK), []
+    writer, used = encryption.Writer(Full(), CHUNK), []
     object.__setattr__(
         writer._cipher,
         "aead",
@@ -222,7 +224,7 @@ def test_a_number_that_a_full_disk_refused_is_not_used_again(key):
         with pytest.raises(OSError, match="No space"):
             writer.write(bytes(2 * CHUNK))
     assert len(used) == len(set(used)) == 2
-    done = vault.Writer(io.BytesIO(), CHUNK)
+    done = encryption.Writer(io.BytesIO(), CHUNK)
     done.finish()
     with pytest.raises(ValueError, match="last chunk"):
         done.write(b"more")

@@ -12,7 +12,7 @@ import traceback
 
 import pytest
 
-from octavo import vault
+from octavo.base import encryption
 from tests.vault.conftest import SECRET
 
 FORMS = {
@@ -26,9 +26,9 @@ def test_every_form_of_a_key_file(tmp_path, monkeypatch, form):
     file = tmp_path / "key"
     file.write_bytes(FORMS[form])
     file.chmod(0o600)
-    monkeypatch.delenv(vault.VALUE, raising=False)
-    monkeypatch.setenv(vault.FILE, str(file))
-    assert vault.find().id == vault.Key(SECRET).id
+    monkeypatch.delenv(encryption.VALUE, raising=False)
+    monkeypatch.setenv(encryption.FILE, str(file))
+    assert encryption.find().id == encryption.Key(SECRET).id
 
 
 @pytest.mark.parametrize(
@@ -40,51 +40,51 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
     file = tmp_path / "key"
     file.write_bytes(wrong)
     file.chmod(0o600)
-    with pytest.raises(vault.NoKey, match=r"key holds no key: that is 64 hex digits") as found:
-        vault.from_file(file)
+    with pytest.raises(encryption.NoKey, match=r"key holds no key: that is 64 hex digits") as found:
+        encryption.from_file(file)
     told = "".join(traceback.format_exception(found.value))
     assert not wrong or wrong.decode("latin1") not in told
 
 
 def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
-    with pytest.raises(vault.NoKey, match="No such file"):
-        vault.from_file(tmp_path / "none")
-    with pytest.raises(vault.NoKey, match="no regular file and no pipe"):
-        vault.from_file(tmp_path)
+    with pytest.raises(encryption.NoKey, match="No such file"):
+        encryption.from_file(tmp_path / "none")
+    with pytest.raises(encryption.NoKey, match="no regular file and no pipe"):
+        encryption.from_file(tmp_path)
     file = tmp_path / "open.key"
     file.write_text(SECRET.hex())
     file.chmod(0o644)
-    with pytest.raises(vault.NoKey, match="can be read by everybody"):
-        vault.from_file(file)
-    with pytest.raises(vault.NoKey, match="no key is replaced"):
-        vault.write_new(file)
-    monkeypatch.setenv(vault.FILE, str(file))
-    with pytest.raises(vault.NoKey, match="are both set"):
-        vault.find()
-    monkeypatch.delenv(vault.FILE)
-    monkeypatch.delenv(vault.VALUE)
-    with pytest.raises(vault.NoKey, match="--new-key"):
-        vault.find()
+    with pytest.raises(encryption.NoKey, match="can be read by everybody"):
+        encryption.from_file(file)
+    with pytest.raises(encryption.NoKey, match="no key is replaced"):
+        encryption.write_new(file)
+    monkeypatch.setenv(encryption.FILE, str(file))
+    with pytest.raises(encryption.NoKey, match="are both set"):
+        encryption.find()
+    monkeypatch.delenv(encryption.FILE)
+    monkeypatch.delenv(encryption.VALUE)
+    with pytest.raises(encryption.NoKey, match="--new-key"):
+        encryption.find()
 
 
 def test_a_new_key_is_for_this_user_alone(tmp_path):
-    made = vault.write_new(tmp_path / "key")
+    made = encryption.write_new(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    assert vault.from_file(tmp_path / "key").id == made.id != vault.write_new(tmp_path / "another").id
+    assert encryption.from_file(tmp_path / "key").id == made.id != encryption.write_new(tmp_path / "another").id
 
 
 def test_a_key_is_shown_nowhere(key):
-    shown = [repr(key), str(key), f"{key}", format(key), repr([key]), repr(vars(vault.Key))]
+    shown = [repr(key), str(key), f"{key}", format(key), repr([key]), repr(vars(encryption.Key))]
     assert not any(form in text for text in shown for form in (SECRET.hex(), repr(SECRET)[2:-1]))
     for taken in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="not pickled and not copied"):
             taken(key)
-    assert not {vault.FILE, vault.VALUE} & vault.without_key().keys()
+    assert not {encryption.FILE, encryption.VALUE} & encryption.without_key().keys()
 
 
 def test_no_core_file_and_none_through_a_pipe(key):
     """At 0 Linux still pipes one to the program that core_pattern names; 1 is its word for none at all."""
-    vault.given()
+    encryption.given()
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     assert soft == (0 if hard == 0 else 1)
 
@@ -95,14 +95,14 @@ def test_one_byte_again_and_again_is_no_key(tmp_path, monkeypatch, wrong):
     file = tmp_path / "key"
     file.write_bytes(wrong)
     file.chmod(0o600)
-    with pytest.raises(vault.NoKey, match=r"is one byte, 32 times: a placeholder"):
-        vault.from_file(file)
+    with pytest.raises(encryption.NoKey, match=r"is one byte, 32 times: a placeholder"):
+        encryption.from_file(file)
     if wrong.isascii() and len(wrong) != 32:
-        monkeypatch.delenv(vault.FILE, raising=False)
-        monkeypatch.setenv(vault.VALUE, wrong.decode())
-        with pytest.raises(vault.NoKey, match=r"OCTAVO_KEY is one byte, 32 times"):
-            vault.find()
-    vault.Key(bytes([0] * 31 + [1]))  # nearly so is one
+        monkeypatch.delenv(encryption.FILE, raising=False)
+        monkeypatch.setenv(encryption.VALUE, wrong.decode())
+        with pytest.raises(encryption.NoKey, match=r"OCTAVO_KEY is one byte, 32 times"):
+            encryption.find()
+    encryption.Key(bytes([0] * 31 + [1]))  # nearly so is one
 
 
 def pipe(raw: bytes) -> int:
@@ -122,7 +122,7 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
         "print(vault.find().id.hex(), vault.Key(vault.given()).id.hex(), subprocess.run([sys.executable, '-c',"
         "'from octavo import vault; print(vault.find().id.hex())'], capture_output=True, text=True, check=True).stdout)"
     )
-    env = {name: value for name, value in os.environ.items() if name not in (vault.FILE, vault.VALUE)}
+    env = {name: value for name, value in os.environ.items() if name not in (encryption.FILE, encryption.VALUE)}
     env |= more.pop("environment", {})
     return subprocess.run(
         [sys.executable, "-c", script, *words], env=env, capture_output=True, text=True, check=False, **more
@@ -139,19 +139,19 @@ def test_a_key_from_a_handle_is_read_once_and_children_have_it(tmp_path, how):
     else:
         handle = pipe(SECRET.hex().encode() + b"\n")
     path = f"/dev/fd/{handle}"
-    environment = {vault.FILE: path} if how == "OCTAVO_KEY_FILE" else {}
+    environment = {encryption.FILE: path} if how == "OCTAVO_KEY_FILE" else {}
     done = key_of([] if environment else [path], environment=environment, pass_fds=[handle])
     os.close(handle)
-    assert done.stdout.split() == [vault.Key(SECRET).id.hex()] * 3, done.stderr
+    assert done.stdout.split() == [encryption.Key(SECRET).id.hex()] * 3, done.stderr
 
 
 @pytest.mark.parametrize("raw", [b"", b"words", bytes(5000), b"00" * 32])
 def test_a_handle_without_a_key_is_refused(tmp_path, monkeypatch, raw):
     handle = pipe(raw)
-    monkeypatch.delenv(vault.VALUE, raising=False)
-    monkeypatch.setenv(vault.FILE, f"/dev/fd/{handle}")
-    with pytest.raises(vault.NoKey, match=rf"/dev/fd/{handle} "):
-        vault.find()
+    monkeypatch.delenv(encryption.VALUE, raising=False)
+    monkeypatch.setenv(encryption.FILE, f"/dev/fd/{handle}")
+    with pytest.raises(encryption.NoKey, match=rf"/dev/fd/{handle} "):
+        encryption.find()
     os.close(handle)
-    with pytest.raises(vault.NoKey, match=rf"/dev/fd/{handle} cannot be read"):
-        vault.find()
+    with pytest.raises(encryption.NoKey, match=rf"/dev/fd/{handle} cannot be read"):
+        encryption.find()

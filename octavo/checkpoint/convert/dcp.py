@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.checkpoint.convert.folder import Place, bytes_of
 from octavo.checkpoint.convert.values import Opens
 from octavo.checkpoint.dcp_safe import SafeReader, read_item
@@ -185,7 +185,7 @@ def find(source: Path) -> Path:
         raise CheckpointError(f"{source} is not a folder; name a folder that holds a DCP checkpoint")
     found = source
     if not (source / METADATA).is_file() and (source / LATEST).is_file():
-        word = reading.read_text(source / LATEST, CheckpointError, limit=1000).strip()
+        word = safe_read.read_text(source / LATEST, CheckpointError, limit=1000).strip()
         found = source / (f"iter_{int(word):07d}" if word.isdecimal() else os.path.basename(word))
     if not (found / METADATA).is_file():
         raise CheckpointError(

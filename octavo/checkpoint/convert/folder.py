@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models import headers
 from octavo.models.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
@@ -129,7 +129,7 @@ def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[T
         return
     start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
     try:
-        with reading.open_file(place.file, CheckpointError) as opened:
+        with safe_read.open_file(place.file, CheckpointError) as opened:
             length = place.offset + place.size - start
             # Private and writable, as torch wants it; nobody writes, so no page is copied.
             view = mmap.mmap(opened.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
@@ -147,7 +147,7 @@ def pieces(place: Place) -> Iterator[memoryview]:
     buffer = bytearray(min(_PIECE, max(place.size, 1)))
     view, left, crc = memoryview(buffer), place.size, 0
     try:
-        with reading.open_file(place.file, CheckpointError, buffering=0) as opened:
+        with safe_read.open_file(place.file, CheckpointError, buffering=0) as opened:
             opened.seek(place.offset)
             while left:
                 got = opened.readinto(view[: min(left, len(buffer))]) or 0

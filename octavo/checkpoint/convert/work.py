@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from octavo import atomic
+from octavo.base import atomic_write
 from octavo.checkpoint.errors import CheckpointError
 
 SUFFIX = ".converting"
@@ -48,7 +48,7 @@ class Work:
 
     def finish(self, part: int, note: Any) -> None:
         """Keep the note of a part whose files are on the disk."""
-        atomic.write_text(self._finished / f"{part}.json", json.dumps(note))
+        atomic_write.write_text(self._finished / f"{part}.json", json.dumps(note))
 
     def forget(self, part: int) -> None:
         """A part that turned out damaged is made again."""
@@ -56,9 +56,9 @@ class Work:
 
     def publish(self) -> None:
         """Everything is made: it becomes the target, and what was beside it goes."""
-        atomic.sync_tree(self.made)
+        atomic_write.sync_tree(self.made)
         self._refuse_target()
-        atomic.swap(self.made, self.target)
+        atomic_write.swap(self.made, self.target)
         shutil.rmtree(self.aside)
 
     def _refuse_target(self) -> None:
@@ -93,7 +93,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        if reason := atomic.no_room(work.aside, error):
+        if reason := atomic_write.no_room(work.aside, error):
             raise CheckpointError(
                 f"{target} could not be written: {reason}. What is finished is kept in {work.aside}: free some space "
                 "and run the same command again, or delete that directory"
@@ -107,7 +107,7 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        atomic.write_text(file, json.dumps(known))
+        atomic_write.write_text(file, json.dumps(known))
         return
     if found != known:
         keys = [key for key in known if not isinstance(found, dict) or found.get(key) != known[key]]

@@ -29,7 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import atomic, fp8, models, targets
+from octavo import fp8, models
+from octavo.base import atomic_write as atomic
+from octavo.base import target_folder as targets
+from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -44,7 +47,6 @@ from octavo.models.endings import EndToken
 from octavo.models.folder import INDEX, at, check_companions, companions
 from octavo.models.one import write_beside
 from octavo.models.quantization import to_config
-from octavo.reading import printable
 
 LARGEST = 5 * 10**9
 _TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo import vault
+from octavo.base import encryption
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, names_of, nbytes
 from octavo.models.folder import INDEX
@@ -27,7 +27,7 @@ class EncryptedShards:
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
-        folder: vault.Folder,
+        folder: encryption.Folder,
     ) -> None:  # fmt: skip
         self._directory, self._rank, self._folder = directory, rank, folder
         self._shards: list[list[Planned]] = []
@@ -46,7 +46,7 @@ class EncryptedShards:
         self._place = {name: n for n, shard in enumerate(self._shards) for name, _, _ in shard}
         self._headers = [self._header(n) for n in range(len(self._shards))]
         self._next = [0] * len(self._shards)
-        self._open: dict[int, vault.Writer] = {}
+        self._open: dict[int, encryption.Writer] = {}
 
     def open(self, create: bool = True) -> None:
         """Nothing yet: each file is made by its writer, with its first tensor."""
@@ -65,7 +65,7 @@ class EncryptedShards:
         assert self._owner[number] == self._rank, (name, self._owner[number])
         if number not in self._open:
             path = self._directory / self._names[number]
-            self._open[number] = vault.Writer(open(path, "wb"), place=self._folder.place(path))  # noqa: SIM115
+            self._open[number] = encryption.Writer(open(path, "wb"), place=self._folder.place(path))  # noqa: SIM115
             self._open[number].write(self._headers[number].head)
         writer = self._open[number]
         data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)

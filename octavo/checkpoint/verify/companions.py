@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import models, reading, vault
+from octavo import models
+from octavo.base import encryption, safe_read
 from octavo.checkpoint.stock import Stock
 from octavo.checkpoint.sums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.verify.findings import Findings
@@ -24,7 +25,7 @@ from octavo.models.vocabulary import check_vocabulary
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
-_READ = ("config.json", "adapter_config.json", MARKER, vault.LIST)
+_READ = ("config.json", "adapter_config.json", MARKER, encryption.LIST)
 _QUESTION = "What is in the picture?"
 
 
@@ -41,17 +42,17 @@ def check_files(folder: Path, found: Findings) -> tuple[str, ...]:
         if name in failed:
             continue
         try:
-            kind = reading.kind_of(path)
+            kind = safe_read.kind_of(path)
         except OSError as error:
             found.fail("link/broken", name, target=os.readlink(path), why=error.strerror)
             continue
-        if (target := reading.outside(path, folder)) is not None:
+        if (target := safe_read.outside(path, folder)) is not None:
             found.warn("link/outside", name, target=target)
         if kind not in (None, "a folder") or (kind is not None and name in _READ):
             found.fail("special", name, what=kind)
         elif name not in (*beside, *_READ) and ".safetensors" not in name:
             unread.append(name + "/" * (kind is not None))
-        elif kind is None and vault.is_encrypted(path):
+        elif kind is None and encryption.is_encrypted(path):
             encrypted.append(name)
     if encrypted:
         found.warn("encrypted", encrypted[0], count=len(encrypted), folder=folder)
@@ -96,7 +97,7 @@ def read_all(folder: Path, found: Findings) -> None:
 def _names_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return any((folder / name).is_file() for name in _TEMPLATES) or (
-        config.is_file() and b'"chat_template"' in reading.read_bytes(config, ModelError)
+        config.is_file() and b'"chat_template"' in safe_read.read_bytes(config, ModelError)
     )
 
 

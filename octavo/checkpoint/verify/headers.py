@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models.folder import pickles, weight_map
@@ -77,7 +77,7 @@ class Held:
         if end == begin:
             return torch.empty(0, dtype=torch.uint8)
         buffer = bytearray(end - begin)
-        with reading.open_file(self.path, CheckpointError) as file:
+        with safe_read.open_file(self.path, CheckpointError) as file:
             file.seek(self.start + begin)
             got = file.readinto(buffer)
         if got != end - begin:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 
 
 def root(x: Tensor, out: Tensor | None = None) -> Tensor:

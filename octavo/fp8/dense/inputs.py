@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend

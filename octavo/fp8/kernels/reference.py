@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from octavo import accelerator, atomic
+from octavo.base import accelerator, atomic_write
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
@@ -154,7 +154,7 @@ def _keep(machine: Machine, names: Iterable[str]) -> None:
     text = json.dumps({"octavo_self_check": _FORMAT, "machines": [*entries, entry]}, indent=1)
     try:
         record_file().parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(record_file(), text + "\n", shared=True)
+        atomic_write.write_text(record_file(), text + "\n", shared=True)
     except OSError as error:
         warnings.warn(f"the self-check of kernels cannot be kept ({error}): it runs at each start", stacklevel=3)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert

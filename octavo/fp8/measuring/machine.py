@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import device as Device  # "torch" is a field here
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.kernels import registry
 
 CPU = "cpu"

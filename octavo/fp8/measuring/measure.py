@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from octavo import accelerator, atomic, reading
+from octavo.base import accelerator, atomic_write, safe_read
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
@@ -53,20 +53,20 @@ class Cache:
         here.cases[case] = measured
         text = json.dumps({"octavo_measurements": _FORMAT, "machines": [m.to_json() for m in everything]}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(self.path, text + "\n", shared=True)
+        atomic_write.write_text(self.path, text + "\n", shared=True)
 
     def _read(self) -> list[Measurements]:
         if not os.path.lexists(self.path):
             return []
         try:
-            found = reading.read_json(self.path)
+            found = safe_read.read_json(self.path)
             if found["octavo_measurements"] != _FORMAT:
                 raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
             return [Measurements.from_json(m) for m in found["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
                 f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "
-                f"{reading.printable(error)}). Delete it, and measure again."
+                f"{safe_read.printable(error)}). Delete it, and measure again."
             ) from error
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
 from octavo.fp8.invariance import active

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
 from octavo.fp8.dense.gemms import DENSE, Site

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from octavo import accelerator
+from octavo.base import accelerator
 
 LEAST = 1 << 18  # bytes: below, a copy takes less time than its launch
 Blocks = Iterable[tuple[str, nn.Module]]

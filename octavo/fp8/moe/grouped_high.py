@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.kernels.groups import TILE, Groups, real_rows, spans
 
 _WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both operands begin at multiples of that

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.dense import delayed
 from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW

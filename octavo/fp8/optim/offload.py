@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
 from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW

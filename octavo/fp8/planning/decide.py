@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError, Selection

@@ -27,7 +27,8 @@ from typing import Any
 
 from torch import nn
 
-from octavo import atomic
+from octavo.base import atomic_write
+from octavo.base.safe_read import printable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
 from octavo.fp8.planning.file_form import FORMAT, lines_of, read, read_lines
@@ -36,7 +37,6 @@ from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
-from octavo.reading import printable
 
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
@@ -91,7 +91,7 @@ def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
     parts = {"help": parts.pop("help"), **{key: json.dumps(value) for key, value in found.items()}, **parts}
     text = "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in parts.items()) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, text)
+    atomic_write.write_text(path, text)
     return path
 
 

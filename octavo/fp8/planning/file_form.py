@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.fp8.arithmetic.recipe import GEMMS, RECIPES, recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.globs import matches, template
@@ -29,9 +29,9 @@ _FIELDS = (*_RULE, "steps", "backend", "why", "ms")
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
-    text = reading.read_text(path, PlanError)
+    text = safe_read.read_text(path, PlanError)
     try:
-        found = reading.parse_json(text, path, PlanError, wanted=None)
+        found = safe_read.parse_json(text, path, PlanError, wanted=None)
     except PlanError as error:
         if not isinstance(error.__cause__, json.JSONDecodeError):
             raise

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import accelerator
+from octavo.base import accelerator
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
+from octavo.base import safe_read
 from octavo.models.errors import ModelError
 from octavo.models.folder import PARTS, check_sizes, check_weight_files, read_json
 from octavo.models.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
@@ -115,7 +115,7 @@ def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
     if stated is None:
         return 0 if cut == "resize" else 1
     if isinstance(stated, str):
-        stated = reading.parse_json(stated, folder / "config.json", ModelError)
+        stated = safe_read.parse_json(stated, folder / "config.json", ModelError)
     for key, known in (("_target_", (_ENCODER,)), ("start_tokens", (None,)), ("end_tokens", ("\n", None))):
         _one_of(folder, f"image_encoder.{key}", stated.get(key, known[0]), known)
     return int(stated.get("end_tokens", "\n") is not None)

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.reading import printable, read_text
+from octavo.base.safe_read import printable, read_text
 from octavo.rl.rewards.builtin import BUILTIN
 
 COMMON = ("reward", "name", "weight")

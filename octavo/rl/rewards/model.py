@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo import accelerator, data, fp8
+from octavo import data, fp8
+from octavo.base import accelerator
 from octavo.data.conversations import PLACEHOLDER
 from octavo.data.images import ImageProblem
 from octavo.data.images import load as opened

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo import vault
-from octavo.reading import printable
+from octavo.base import encryption
+from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
 from octavo.rl.rewards.process import Fault, Worker
 
@@ -159,10 +159,11 @@ class Rewards:
         self.close()
 
     def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[Any]]], list[Any]]:
-        if entry.kind == "function" and os.environ.get(vault.VALUE):
+        if entry.kind == "function" and os.environ.get(encryption.VALUE):
             raise RewardError(
-                f"reward {entry.name} ({printable(entry.reward)}) is a user's code, and {vault.VALUE} is set: it could "
-                "read the key from this process's environment (/proc). Unset it, and give the key with --key-file FILE"
+                f"reward {entry.name} ({printable(entry.reward)}) is a user's code, and {encryption.VALUE} is set: it "
+                "could read the key from this process's environment (/proc). Unset it, and give the key with "
+                "--key-file FILE"
             )
         of_file = [one.function for one in self.entries if one.path == entry.path]
         worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))

@@ -24,9 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from octavo.base.safe_read import read_json, read_text
 from octavo.config.document import read_text as parse
 from octavo.config.problems import nearest
-from octavo.reading import read_json, read_text
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import Card
 

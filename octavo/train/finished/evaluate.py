@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import accelerator, data, fp8, models, parallel
+from octavo import data, fp8, models, parallel
+from octavo.base import accelerator
 from octavo.config import Config
 from octavo.train.base import data_settings, processor_of
 from octavo.train.errors import TrainError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from octavo import accelerator, models
+from octavo import models
+from octavo.base import accelerator
 from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
 from octavo.checkpoint.export.values import Value, values_of
 from octavo.train.errors import TrainError

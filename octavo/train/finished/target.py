@@ -24,13 +24,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from octavo import accelerator, checkpoint, fp8, models, parallel, reading
+from octavo import checkpoint, fp8, models, parallel
+from octavo.base import accelerator, safe_read
+from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.model import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
-from octavo.sealed import check_adapter
 from octavo.train import base as bases
 from octavo.train import critic, datafiles, planning, rundir
 from octavo.train.build import scaling_of
@@ -252,7 +253,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
 def _instead(path: Path) -> str | None:
     """What stands at a path; None for nothing."""
     try:
-        return reading.kind_of(path) or "a file"
+        return safe_read.kind_of(path) or "a file"
     except OSError:
         return "a link that leads nowhere" if path.is_symlink() else None
 

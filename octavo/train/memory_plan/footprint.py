@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import accelerator, fp8, models
+from octavo import fp8, models
 from octavo.adapters.experts import stock_name
+from octavo.base import accelerator
 from octavo.config import COMPONENTS, Config
 from octavo.config.rules import check
 from octavo.config.sections import RecomputeSection

@@ -5,7 +5,7 @@ huge, no text, or JSON that breaks whoever walks through it: brackets without en
 characters. Each is refused here, in the error of the caller's choice, with the file's name and what to do. All readers
 of configurations, rows, model folders, adapters, checkpoints and run directories open their files by this one.
 
-An encrypted file (:mod:`octavo.vault`) is told by its first bytes and read as what it holds.
+An encrypted file (:mod:`octavo.base.encryption`) is told by its first bytes and read as what it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from octavo import vault
+from octavo.base import encryption
 
 #: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
 LIMIT = 256 << 20
@@ -88,14 +88,14 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
         if not stat.S_ISREG(mode):
             what = _KINDS.get(stat.S_IFMT(mode), "something")
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
-        if vault.begins(os.pread(handle, 8, 0)):
+        if encryption.begins(os.pread(handle, 8, 0)):
             try:
-                return cast(BinaryIO, vault.opened(handle, path, buffering, shown=printable(path)))
-            except vault.VaultError as cause:
+                return cast(BinaryIO, encryption.opened(handle, path, buffering, shown=printable(path)))
+            except encryption.VaultError as cause:
                 raise error(f"{printable(cause)}.") from cause
         try:
-            vault.check_file(path, None)
-        except vault.VaultError as cause:
+            encryption.check_file(path, None)
+        except encryption.VaultError as cause:
             raise error(f"{printable(cause)}.") from cause
         return cast(BinaryIO, open(handle, "rb", buffering=buffering))
     except BaseException:

@@ -8,20 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from octavo.vault import form
-from octavo.vault.errors import VaultError
-from octavo.vault.key import Key, find
+from octavo.base.encryption import file_format
+from octavo.base.encryption.errors import VaultError
+from octavo.base.encryption.key import Key, find
 
 
 class Writer(io.RawIOBase):
     """Encrypts what is written to it into `out`, which stays open. `finish` writes the last chunk: without it the file
     is none, so that what was broken off is never taken for whole. Positions are those of the plain text. `place`: that
-    the file is bound to (:class:`octavo.vault.Folder`)."""
+    the file is bound to (:class:`octavo.base.encryption.Folder`)."""
 
     def __init__(
-        self, out: BinaryIO, chunk: int = form.CHUNK, key: Key | None = None, place: form.Place | None = None
+        self,
+        out: BinaryIO,
+        chunk: int = file_format.CHUNK,
+        key: Key | None = None,
+        place: file_format.Place | None = None,
     ) -> None:
-        self.out, self._cipher = out, form.new(key or find(), chunk, place)
+        self.out, self._cipher = out, file_format.new(key or find(), chunk, place)
         self._number, self._written, self._rest, self._done = 0, 0, bytearray(), False
         out.write(self._cipher.header)
 
@@ -34,7 +38,7 @@ class Writer(io.RawIOBase):
     @property
     def tag(self) -> bytes:
         """That of the header, by which this very file is recognised."""
-        return self._cipher.header[-form.TAG :]
+        return self._cipher.header[-file_format.TAG :]
 
     def fileno(self) -> int:
         """Of the stored file, which DCP forces to the disk."""
@@ -64,14 +68,14 @@ class Writer(io.RawIOBase):
             self._done, self._rest = True, bytearray()
 
     def _put(self, plain: Any, last: bool) -> None:
-        if self._number >= form.MOST:
-            raise VaultError(f"a file of more than {form.MOST} chunks is not encrypted under one key; split it")
+        if self._number >= file_format.MOST:
+            raise VaultError(f"a file of more than {file_format.MOST} chunks is not encrypted under one key; split it")
         number, self._number = self._number, self._number + 1  # one that a full disk refused is never used again
         self.out.write(self._cipher.sealed(number, plain, last))
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str], chunk: int = form.CHUNK) -> Iterator[Writer]:
+def writing(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Iterator[Writer]:
     """A new encrypted file, forced to the disk when the block ends; one that raises leaves what cannot be read."""
     with open(path, "wb") as out:
         writer = Writer(out, chunk)
@@ -81,7 +85,9 @@ def writing(path: str | os.PathLike[str], chunk: int = form.CHUNK) -> Iterator[W
         os.fsync(out.fileno())
 
 
-def encrypted(plain: bytes, chunk: int = form.CHUNK, key: Key | None = None, place: form.Place | None = None) -> bytes:
+def encrypted(
+    plain: bytes, chunk: int = file_format.CHUNK, key: Key | None = None, place: file_format.Place | None = None
+) -> bytes:
     """The bytes of an encrypted file that holds these."""
     out = io.BytesIO()
     writer = Writer(out, chunk, key, place)

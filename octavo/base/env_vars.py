@@ -61,7 +61,7 @@ def _of_torch(read: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def _allocator() -> str | None:
-    from octavo import accelerator  # which imports torch
+    from octavo.base import accelerator  # which imports torch
 
     return accelerator.allocator()
 

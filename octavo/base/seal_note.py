@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo import reading
-from octavo.reading import Is
+from octavo.base import safe_read
+from octavo.base.safe_read import Is
 
 NOTE = "sealed.json"
 FORMAT = 1
@@ -53,11 +53,11 @@ def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note |
     file = Path(folder) / NOTE
     if not os.path.lexists(file):
         return None
-    raw = reading.read_json(file, error)
+    raw = safe_read.read_json(file, error)
     if raw.get("octavo_sealed") != FORMAT:
         found = raw.get("octavo_sealed")
         raise error(f"{file} is of format {found!r:.20}, and this version reads {FORMAT}: seal it again")
-    reading.check_form(raw, {"of": _OF, "key": _DIGITS}, file, error)
+    safe_read.check_form(raw, {"of": _OF, "key": _DIGITS}, file, error)
     return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
 
 

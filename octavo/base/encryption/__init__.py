@@ -1,8 +1,10 @@
 """Files at rest under AES-256-GCM: a key, a form, a reader and a writer. What must be seen by libraries that open paths
 lies in memory meanwhile, never on a disk in plain."""
 
-from octavo.vault.errors import Damaged, Exchanged, NoKey, VaultError, WrongKey
-from octavo.vault.folders import (
+from octavo.base.encryption.anonymous_file import anonymous, plain_path
+from octavo.base.encryption.errors import Damaged, Exchanged, NoKey, VaultError, WrongKey
+from octavo.base.encryption.file_format import HEADER, Place, tag_of, was_encrypted
+from octavo.base.encryption.folders import (
     LINES,
     LIST,
     Folder,
@@ -14,8 +16,7 @@ from octavo.vault.folders import (
     put,
     root_of,
 )
-from octavo.vault.form import HEADER, Place, tag_of, was_encrypted
-from octavo.vault.key import (
+from octavo.base.encryption.key import (
     FILE,
     VALUE,
     Key,
@@ -28,10 +29,9 @@ from octavo.vault.key import (
     without_key,
     write_new,
 )
-from octavo.vault.lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
-from octavo.vault.memory import anonymous, plain_path
-from octavo.vault.reader import Reader, begins, decrypted, is_encrypted, read_in_version_1
-from octavo.vault.writer import Writer, encrypted, writing
+from octavo.base.encryption.lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
+from octavo.base.encryption.reader import Reader, begins, decrypted, is_encrypted, read_in_version_1
+from octavo.base.encryption.writer import Writer, encrypted, writing
 
 __all__ = [
     "Damaged",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo import switches
+from octavo.base import env_vars
 
 #: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
@@ -65,7 +65,7 @@ class Problem:
 
 def describe() -> dict[str, Any]:
     """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages; the variables and
-    settings of :mod:`octavo.switches`.
+    settings of :mod:`octavo.base.env_vars`.
 
     Memory is in bytes. Reads in a fraction of a second once torch is imported. Never raises; ``unread`` maps what could
     not be read to its cause.
@@ -91,8 +91,8 @@ def describe() -> dict[str, Any]:
         "signs": read("signs", _signs) or [],
         "driver": read("driver", _driver),
         "packages": {**(read("packages", lambda: _once(versions)) or {})},
-        "variables": switches.variables(),
-        "settings": {name: read(name, reader) for name, reader in switches.SETTINGS.items()},
+        "variables": env_vars.variables(),
+        "settings": {name: read(name, reader) for name, reader in env_vars.SETTINGS.items()},
         "unread": unread,
     }
     return record
@@ -199,7 +199,7 @@ def _memory() -> int | None:
 def _torch() -> dict[str, Any]:
     import torch
 
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     found = accelerator.found()
     return {
@@ -216,7 +216,7 @@ def _torch() -> dict[str, Any]:
 
 def _gpus() -> list[dict[str, Any]]:
     """What torch calls GPUs, NVIDIA's and AMD's; :func:`_accelerator` has what this process computes on."""
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     found = accelerator.found()
     return [] if found is None or not accelerator.is_gpu(found) else accelerator.each(found)
@@ -224,7 +224,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _accelerator() -> dict[str, Any]:
     """What this process computes on, of whatever vendor, and what it lacks; of a CPU its type alone."""
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     device, found = accelerator.here(), accelerator.found()
     record: dict[str, Any] = {
@@ -260,7 +260,7 @@ def _signs() -> list[str]:
 def device_words(device: Any) -> str:
     """A torch device by what tells it from all others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; of a CPU its model.
     What the driver does not say is left out."""
-    from octavo import accelerator
+    from octavo.base import accelerator
 
     if not accelerator.beside_host(device):
         return f"{device.type} ({_cpu()['model']})"

@@ -27,8 +27,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.vault.errors import Damaged, WrongKey
-from octavo.vault.key import Key
+from octavo.base.encryption.errors import Damaged, WrongKey
+from octavo.base.encryption.key import Key
 
 MAGIC = b"\x8fOCTAES\x02"
 FIRST = 1  # the version without names

@@ -8,9 +8,9 @@ import os
 import stat
 from typing import Any, NoReturn
 
-from octavo.vault import form
-from octavo.vault.errors import Damaged
-from octavo.vault.key import Key, find
+from octavo.base.encryption import file_format
+from octavo.base.encryption.errors import Damaged
+from octavo.base.encryption.key import Key, find
 
 _COUNTED = 10_000
 _of_version_1: dict[str, str] = {}  # what this process opened in it: absolute path -> as it was named first
@@ -36,7 +36,7 @@ def is_encrypted(path: str | os.PathLike[str]) -> bool:
 
 def begins(raw: bytes) -> bool:
     """Whether these are the first bytes of an encrypted file, of whatever version."""
-    return raw[:7] == form.MAGIC[:7]
+    return raw[:7] == file_format.MAGIC[:7]
 
 
 class Reader(io.RawIOBase):
@@ -58,17 +58,17 @@ class Reader(io.RawIOBase):
 
     def _begin_reading(self, key: Key) -> None:
         stored, path = self._stored, self._path
-        self._cipher = form.of(key, self._bytes(0, form.HEADER), path)
-        if self._cipher.version == form.FIRST and len(_of_version_1) < _COUNTED:
+        self._cipher = file_format.of(key, self._bytes(0, file_format.HEADER), path)
+        if self._cipher.version == file_format.FIRST and len(_of_version_1) < _COUNTED:
             _of_version_1.setdefault(os.path.abspath(str(path)), str(path))
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
         self._begin = len(self._cipher.header)
-        body, whole = size - self._begin, self._cipher.chunk + form.TAG
+        body, whole = size - self._begin, self._cipher.chunk + file_format.TAG
         self._chunks, rest = divmod(body, whole)
         self._chunks += bool(rest)
-        if body < form.TAG or 0 < rest < form.TAG or self._chunks > form.MOST:
+        if body < file_format.TAG or 0 < rest < file_format.TAG or self._chunks > file_format.MOST:
             raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Take it from a copy")
-        self.size = body - self._chunks * form.TAG
+        self.size = body - self._chunks * file_format.TAG
         self._chunk(self._chunks - 1)  # that the file ends where it was ended
 
     def release(self) -> None:
@@ -124,7 +124,7 @@ class Reader(io.RawIOBase):
         return b"".join(out)
 
     @property
-    def place(self) -> form.Place | None:
+    def place(self) -> file_format.Place | None:
         """What the file is bound to; None of one that was encrypted by itself, or in version 1."""
         return self._cipher.place
 
@@ -141,7 +141,7 @@ class Reader(io.RawIOBase):
     @property
     def tag(self) -> bytes:
         """That of the header, by which this very file is recognised."""
-        return self._cipher.header[-form.TAG :]
+        return self._cipher.header[-file_format.TAG :]
 
     def read_at(self, start: int, size: int) -> bytes:
         """Bytes by where they lie, as os.pread has it."""
@@ -174,7 +174,7 @@ class Reader(io.RawIOBase):
         from cryptography.exceptions import InvalidTag
 
         if self._kept[0] != number:
-            whole, last = self._cipher.chunk + form.TAG, number == self._chunks - 1
+            whole, last = self._cipher.chunk + file_format.TAG, number == self._chunks - 1
             start = self._begin + number * whole
             stored = self._bytes(start, whole)
             try:

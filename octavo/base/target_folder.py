@@ -1,7 +1,7 @@
 """The folder that a command writes: whether its name can be used, whether it is free, and one that cannot be renamed.
 
-A target is usually written aside and renamed into place (:mod:`octavo.atomic`). The root of a mounted file system (a
-container's volume at /out) cannot be renamed: rename(2) fails with EBUSY. Then the files are written in
+A target is usually written aside and renamed into place (:mod:`octavo.base.atomic_write`). The root of a mounted file
+system (a container's volume at /out) cannot be renamed: rename(2) fails with EBUSY. Then the files are written in
 `TARGET/.octavo.part` and moved up, each by a rename of its own, files of JSON last: a folder without config.json or
 octavo_export.json is none that a reader takes for a model or an export.
 """
@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from octavo.reading import printable
+from octavo.base.safe_read import printable
 
 STAGE = ".octavo.part"
 #: what an empty file system has: a folder that ext4 makes, and what a killed command left

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from octavo import targets
+from octavo.base import target_folder
 
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
@@ -50,16 +50,16 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
     """A new directory to write into, which becomes `target` when the block ends, and vanishes when it raises.
 
     It is `.NAME.part/new` in the target's own folder, or `TARGET/.octavo.part/new` where the target is a directory that
-    cannot be renamed (:mod:`octavo.targets`). A directory at `target` is replaced: whether it may be is for the caller
-    to ask first; with `replace` off it must be empty. A link is followed. The block forces its files to the disk
-    (`sync_tree`). Raises `refused` for a name that cannot be used, where the disk, the quota or the file size limit is
-    reached, and where another process is writing the same directory: two would mix their files.
+    cannot be renamed (:mod:`octavo.base.target_folder`). A directory at `target` is replaced: whether it may be is for
+    the caller to ask first; with `replace` off it must be empty. A link is followed. The block forces its files to the
+    disk (`sync_tree`). Raises `refused` for a name that cannot be used, where the disk, the quota or the file size
+    limit is reached, and where another process is writing the same directory: two would mix their files.
     """
-    targets.check_target(target, refused)
+    target_folder.check_target(target, refused)
     target = target.resolve() if target.is_symlink() else target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    fixed = targets.is_fixed(target)
-    scratch = target / targets.STAGE if fixed else target.parent / f".{target.name}.part"
+    fixed = target_folder.is_fixed(target)
+    scratch = target / target_folder.STAGE if fixed else target.parent / f".{target.name}.part"
     with _locked(scratch, target, refused):
         _clear(scratch, target)
         try:
@@ -67,14 +67,14 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
             with _room(target, refused):
                 made.mkdir()
                 yield made
-            if not replace and not targets.is_free(target):
-                now = ", ".join(targets.contents(target)[:3])
+            if not replace and not target_folder.is_free(target):
+                now = ", ".join(target_folder.contents(target)[:3])
                 raise refused(f"{target} was empty, and now holds {now}; nothing is overwritten. Name another place")
             _publish(made, target, scratch / "old", fixed, refused)
         finally:
             _clear(scratch, target)
             shutil.rmtree(scratch, ignore_errors=True)
-            shutil.rmtree(target / targets.STAGE, ignore_errors=True)
+            shutil.rmtree(target / target_folder.STAGE, ignore_errors=True)
 
 
 def _publish(made: Path, target: Path, former: Path, fixed: bool, refused: type[Exception]) -> None:
@@ -87,7 +87,7 @@ def _publish(made: Path, target: Path, former: Path, fixed: bool, refused: type[
             if error.errno != errno.EBUSY or not target.is_dir():
                 raise
     with _room(target, refused):  # which may copy
-        targets.move_in(made, target)
+        target_folder.move_in(made, target)
     sync(target)
 
 
@@ -184,7 +184,7 @@ def _locked(scratch: Path, target: Path, refused: type[Exception]) -> Iterator[N
 
 
 def _clear(scratch: Path, target: Path) -> None:
-    targets.recover(target)
+    target_folder.recover(target)
     restore(scratch / "old", target)
     for aside in ("old", "new"):
         shutil.rmtree(scratch / aside, ignore_errors=True)

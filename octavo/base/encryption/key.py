@@ -18,7 +18,7 @@ import resource
 import stat
 from typing import Any, NoReturn
 
-from octavo.vault.errors import NoKey
+from octavo.base.encryption.errors import NoKey
 
 SIZE = 32  # bytes: AES-256, and what HKDF takes
 FILE, VALUE = "OCTAVO_KEY_FILE", "OCTAVO_KEY"
@@ -48,7 +48,7 @@ class Key:
         return f"Key({self.id.hex()})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a key is not pickled and not copied; whoever needs it finds it (octavo.vault.find)")
+        raise TypeError("a key is not pickled and not copied; whoever needs it finds it (octavo.base.encryption.find)")
 
     def __getstate__(self) -> NoReturn:
         self.__reduce__()

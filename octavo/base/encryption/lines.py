@@ -11,15 +11,15 @@ import binascii
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.vault import form
-from octavo.vault.errors import Damaged
-from octavo.vault.key import Key
-from octavo.vault.reader import decrypted
-from octavo.vault.writer import encrypted
+from octavo.base.encryption import file_format
+from octavo.base.encryption.errors import Damaged
+from octavo.base.encryption.key import Key
+from octavo.base.encryption.reader import decrypted
+from octavo.base.encryption.writer import encrypted
 
 SUFFIX = ".aes"
 _CHUNK = 1 << 12
-_MARK = base64.b64encode(form.MAGIC[:6])  # how every line begins
+_MARK = base64.b64encode(file_format.MAGIC[:6])  # how every line begins
 
 
 def encrypted_line(plain: bytes, key: Key | None = None) -> bytes:
@@ -33,7 +33,7 @@ def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
         stored = base64.b64decode(line, validate=True)
     except binascii.Error:
         stored = b""
-    if not stored.startswith(form.MAGIC[:7]):
+    if not stored.startswith(file_format.MAGIC[:7]):
         raise Damaged(f"{where} is damaged: it is no encrypted line. Take the file from a copy, or remove the line")
     return decrypted(stored, where, key)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo.vault.errors import VaultError
-from octavo.vault.folders import check_file, opened
-from octavo.vault.reader import is_encrypted
+from octavo.base.encryption.errors import VaultError
+from octavo.base.encryption.folders import check_file, opened
+from octavo.base.encryption.reader import is_encrypted
 
 
 def anonymous(what: str) -> tuple[int, Path]:

@@ -20,11 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from octavo.vault import form
-from octavo.vault.errors import Exchanged, NoKey, VaultError
-from octavo.vault.key import Key, find
-from octavo.vault.reader import Reader
-from octavo.vault.writer import encrypted
+from octavo.base.encryption import file_format
+from octavo.base.encryption.errors import Exchanged, NoKey, VaultError
+from octavo.base.encryption.key import Key, find
+from octavo.base.encryption.reader import Reader
+from octavo.base.encryption.writer import encrypted
 
 LIST = "files.octavo"
 BOUND, LINES = "=", "*"
@@ -40,12 +40,14 @@ class Folder:
     def __init__(self, root: Path, identity: bytes | None = None, key: Key | None = None) -> None:
         self.root, self.identity, self._key = root, identity or os.urandom(16), key
 
-    def place(self, path: Path) -> form.Place:
+    def place(self, path: Path) -> file_format.Place:
         """What a file at this path is bound to. Raises VaultError for a path that is too long."""
         name = os.fsencode(path.relative_to(self.root))
-        if len(name) > form.LONGEST:
-            raise VaultError(f"{path}: a path of {len(name)} bytes inside a folder, and {form.LONGEST} are the most")
-        return form.Place(self.identity, name)
+        if len(name) > file_format.LONGEST:
+            raise VaultError(
+                f"{path}: a path of {len(name)} bytes inside a folder, and {file_format.LONGEST} are the most"
+            )
+        return file_format.Place(self.identity, name)
 
     def put(self, path: Path, plain: bytes) -> None:
         """Write a file at once; not forced to the disk."""
