@@ -19,7 +19,7 @@ PACKAGE = ROOT / "octavo"
 # Packages by level, the highest first. A package imports from lower levels only: never upward, never sideways.
 LEVELS = [
     {"cli"},
-    {"bisect", "translate"},
+    {"bisect", "importers"},
     {"report", "doctor", "bench"},
     {"rl"},
     {"train"},

@@ -23,7 +23,7 @@ from octavo.cli.arguments import UsageError
 from octavo.config.words import RECIPES
 
 if TYPE_CHECKING:
-    from octavo.translate import Translation
+    from octavo.importers import Translation
 
 #: exit codes, as in octavo/cli/main.py
 DONE, REFUSED, LOST = 0, 1, 4
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo import translate
+    from octavo import importers
     from octavo.base import atomic_write
 
     out = Path(args.out)
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--root {args.root}: there is no such folder")
     try:
         made = _translated(args, out)
-    except translate.TranslateError as error:
+    except importers.TranslateError as error:
         raise UsageError(str(error)) from error
-    contents = {**made.extra, made.report: translate.markdown(made), made.out: made.content}
+    contents = {**made.extra, made.report: importers.markdown(made), made.out: made.content}
     there = [str(path) for path in contents if path.exists()]
     if there and not args.force:
         raise UsageError(f"{' and '.join(there)} would be overwritten; name another file, or give --force")
@@ -84,16 +84,16 @@ def run(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(path, text)
     if args.json:
-        terminal.show_json(translate.plain(made))
+        terminal.show_json(importers.plain(made))
     else:
         _show(made, out)
     return REFUSED if made.refused else LOST if made.lost_keys and not args.allow_lost else DONE
 
 
 def _translated(args: argparse.Namespace, out: Path) -> Translation:
-    from octavo import translate
+    from octavo import importers
 
-    return translate.translate(
+    return importers.translate(
         [args.file, *([args.flags] if args.flags else [])],
         out,
         framework=args.framework,
@@ -116,11 +116,11 @@ def _variables(words: list[str]) -> dict[str, str]:
 
 
 def _show(made: Translation, out: Path) -> None:
-    from octavo import translate
+    from octavo import importers
     from octavo.config.problems import brief
 
     print(f"{made.sources} ({made.framework}) -> {out}, {made.report.name}")
-    for kind, heading in translate.HEADINGS.items():
+    for kind, heading in importers.HEADINGS.items():
         rows = [row for row in made.rows if row.kind == kind]
         if rows:
             print(f"\n{heading}: {len(rows)}")
@@ -131,6 +131,6 @@ def _show(made: Translation, out: Path) -> None:
         print(f"\nnote: {brief(note, 400)}")
     for problem in made.refused:
         print(f"\nOctavo refuses {out.name} as it stands: {problem}")
-    if line := translate.lost_line(made):
+    if line := importers.lost_line(made):
         shown, more = ", ".join(brief(key, 60) for key in made.lost_keys[:_SHOWN]), len(made.lost_keys) - _SHOWN
         print(f"\n{line}: {shown}" + (f" and {more} more" if more > 0 else ""))

@@ -19,7 +19,7 @@ from typing import Any
 
 from octavo.config import ConfigError
 from octavo.config.document import read_text
-from octavo.translate import TranslateError, markdown, plain, translate
+from octavo.importers import TranslateError, markdown, plain, translate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 

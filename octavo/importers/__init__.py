@@ -1,0 +1,21 @@
+"""Configurations of other frameworks, translated: ``translate(["their.yaml"], "ours.yaml")`` gives the file, and what
+became of every key. No torch is imported here.
+"""
+
+from octavo.importers.common.key_outcomes import HEADINGS, Row
+from octavo.importers.detect import FRAMEWORKS
+from octavo.importers.report import lost_line, markdown, plain
+from octavo.importers.source.keys import TranslateError
+from octavo.importers.translation import Translation, translate
+
+__all__ = [
+    "FRAMEWORKS",
+    "HEADINGS",
+    "Row",
+    "TranslateError",
+    "Translation",
+    "lost_line",
+    "markdown",
+    "plain",
+    "translate",
+]

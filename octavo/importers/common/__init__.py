@@ -1,0 +1,1 @@
+"""What the frameworks share on the way to a configuration of Octavo."""

@@ -1,0 +1,49 @@
+"""The same keys under a prefix: ``lr`` of ``training.lr``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.importers.common.draft import Draft
+
+
+class Under:
+    """A draft seen from a section of their file; ``Under(draft)("lr")`` is the whole name of a key. ``names``: what
+    keys are called there, where another version renamed them."""
+
+    def __init__(self, draft: Draft, prefix: str = "", names: Mapping[str, str] | None = None) -> None:
+        self.draft, self.prefix, self.names = draft, prefix, names or {}
+
+    def __call__(self, key: str) -> str:
+        return f"{self.prefix}{self.names.get(key, key)}"
+
+    def has(self, key: str) -> bool:
+        return self.draft.has(self(key))
+
+    def number(self, key: str, usual: float | None = None) -> Any:
+        return self.draft.number(self(key), usual)
+
+    def whole(self, key: str, usual: int | None = None) -> Any:
+        return self.draft.whole(self(key), usual)
+
+    def flag(self, key: str) -> bool | None:
+        return self.draft.flag(self(key))
+
+    def text(self, key: str) -> str | None:
+        return self.draft.text(self(key))
+
+    def words(self, key: str) -> list[str]:
+        return self.draft.words(self(key))
+
+    def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
+        self.draft.put(target, value, *(self(key) for key in keys), why=why)
+
+    def same(self, *keys: str, why: str) -> None:
+        self.draft.same(*(self(key) for key in keys), why=why)
+
+    def none(self, *keys: str, why: str) -> None:
+        self.draft.none(*(self(key) for key in keys), why=why)
+
+    def dead(self, *keys: str, why: str) -> None:
+        self.draft.dead(*(self(key) for key in keys), why=why)

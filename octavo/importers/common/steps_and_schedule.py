@@ -1,0 +1,200 @@
+"""How long a run is, how large a step, and how the learning rate goes: what all frameworks say in other words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from octavo.base import safe_read
+from octavo.importers.common.draft import Draft
+
+#: bytes of a data file that is opened to count its rows
+_COUNTED = 64 << 20
+_NODES = ("nnodes", "num_machines", "num_nodes", "$NNODES")
+_EACH = ("nproc_per_node", "num_gpus", "$NPROC_PER_NODE", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
+_VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
+
+
+def _launched(draft: Draft, key: str) -> int | None:
+    """A number of hosts or of processes; ``gpu``, ``auto`` and ``1:4`` are known at the start alone."""
+    if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
+        return counted(draft, key)
+    draft.note(f"{key} is {draft.text(key)}, which the start of the run decides there: give --world N")
+    return None
+
+
+def processes(draft: Draft) -> int:
+    """How many processes trained there: as the user says, as the launch says, or one, which is then a note."""
+    nodes = next((n for key in _NODES if (n := _launched(draft, key))), 1)
+    each = next((n for key in _EACH if (n := _launched(draft, key))), None)
+    visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
+    found = counted(draft, "num_processes") or (each or len(visible)) * nodes or None
+    world = draft.world or found
+    if draft.world and found and draft.world != found:
+        draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
+    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    draft.same(*(opened if draft.world else ()), why="--world says how many")
+    if opened and not draft.world:
+        names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
+        draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")
+    elif world is None:
+        draft.note("how many processes trained there is said nowhere: 1 is assumed; give --world N if it was another")
+    world = world or 1
+    draft.told(
+        "octavo train --nproc",
+        world,
+        "num_processes",
+        *_NODES,
+        *_EACH,
+        *_VISIBLE,
+        why="the number of processes is of the launch, not of the file",
+    )
+    if world > 1:
+        draft.note(f"start it as there: octavo train FILE --nproc {world}, or by torchrun on several hosts")
+    return world
+
+
+def batch(draft: Draft, micro: int, accumulation: int, ranks: int, *keys: str, packed: bool = False) -> None:
+    """Samples of a step over all processes. With packing a micro-batch is one pack: a batch of packs there is that
+    many micro-batches here."""
+    total = micro * accumulation * ranks
+    draft.put("train.micro_batch", 1 if packed else micro, *keys[:1], why="one pack" if packed and micro != 1 else "")
+    why = f"{micro} a process x {accumulation} accumulated x {ranks} process{'es' if ranks > 1 else ''}"
+    draft.put("train.global_batch", total, *keys, why=why)
+
+
+def counted(draft: Draft, key: str) -> int | None:
+    """A number of rows or of micro-batches; below 1 is nonsense."""
+    found = draft.whole(key)
+    if found is not None and found < 1:
+        draft.wrong(key, "a whole number from 1")
+        return None
+    return found
+
+
+def rows_of(draft: Draft, *names: str) -> int | None:
+    """The rows of a local file of JSON or JSON lines, counted; None for what is not there or is not such a file."""
+    file = draft.folder.file(*names)
+    if file is None or file.stat().st_size > _COUNTED:
+        return None
+    try:
+        if file.suffix == ".jsonl":
+            return sum(1 for line in safe_read.read_text(file).split("\n") if line.strip())
+        if file.suffix == ".json":
+            return len(safe_read.read_json(file, wanted=list))
+    except safe_read.Unreadable:
+        return None
+    return None
+
+
+def steps_of_epoch(draft: Draft, ranks: int) -> int | None:
+    """Steps of one pass, where the rows are known: given by the user, or counted."""
+    total = draft.settings.get("train.global_batch")
+    if draft.sizes is None or total is None or "data.packing" in draft.settings:
+        return None
+    return max(1, draft.sizes // max(1, total.value))
+
+
+def length(draft: Draft, steps: int | None, epochs: float | None, step_key: str, epoch_key: str) -> None:
+    """Steps win over epochs where both are given, as they do in every trainer here."""
+    if steps is not None and steps > 0:
+        draft.put("train.steps", steps, step_key)
+        if draft.has(epoch_key):
+            draft.dead(epoch_key, why=f"{step_key} decides there where both are given")
+    elif epochs is not None:
+        draft.put("train.epochs", epochs, epoch_key)
+        if steps is not None:
+            draft.same(step_key, why="no limit of steps")
+
+
+def total_steps(draft: Draft, ranks: int) -> int | None:
+    """Steps of the whole run, where they can be known now."""
+    if (given := draft.settings.get("train.steps")) is not None:
+        return int(given.value)
+    epochs, one = draft.settings.get("train.epochs"), steps_of_epoch(draft, ranks)
+    return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
+
+
+def _fix(draft: Draft, target: str) -> str:
+    """What to do about a share of steps that are not known."""
+    if "data.packing" in draft.settings:
+        return f"set {target}; octavo train says how many steps the packs of an epoch make"
+    return f"give --rows N, or set {target}"
+
+
+def warmup(
+    draft: Draft,
+    ranks: int,
+    steps_key: str,
+    ratio_key: str,
+    whole_steps: Callable[[float], int] = math.ceil,
+    of: int | None = None,
+) -> None:
+    """Warm-up in steps; a share of the run (or ``of`` so many steps) becomes steps where its length is known."""
+    steps = draft.number(steps_key)
+    share = draft.number(ratio_key)
+    if steps is not None and 0 < steps < 1:  # transformers 5 takes a share there
+        steps, share, ratio_key = None, steps, steps_key
+    if steps:
+        draft.put("train.warmup", int(steps), steps_key)
+        if share:
+            draft.dead(ratio_key, why=f"{steps_key} decides there where both are given")
+    elif share:
+        whole = of or total_steps(draft, ranks)
+        if whole is None:
+            why = f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which are not known: "
+            draft.none(ratio_key, why=why + _fix(draft, "train.warmup"))
+            draft.note(f"train.warmup is to be filled in: {share:g} of the steps of the run")
+        else:
+            draft.put("train.warmup", whole_steps(whole * share), ratio_key, why=f"{share:g} x {whole} steps")
+    else:
+        draft.same(steps_key, ratio_key, why="no warm-up")
+
+
+def every(draft: Draft, target: str, key: str, ranks: int, fallback: int | None = None) -> None:
+    """Steps between events; below 1 a share of the run."""
+    value = draft.number(key)
+    if value is None:
+        if fallback is not None:
+            draft.put(target, fallback, why="their default")
+        return
+    if 0 < value < 1:
+        whole = total_steps(draft, ranks)
+        if whole is None:
+            draft.none(key, why="a share of the run's steps, which are not known: " + _fix(draft, target))
+            return
+        value = max(1, math.ceil(whole * value))
+    draft.put(target, int(value), key)
+
+
+#: what transformers calls its schedules -> ours
+SCHEDULES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}  # fmt: skip
+_NEAREST = {
+    "cosine_with_restarts": "cosine",
+    "polynomial": "linear",
+    "inverse_sqrt": "cosine",
+    "warmup_stable_decay": "constant",
+    "reduce_lr_on_plateau": "constant",
+    "rex": "cosine",
+    "one_cycle": "onecycle",
+    "greedy": "constant",
+    "cosine_warmup_with_min_lr": "cosine",
+}
+
+
+def schedule(draft: Draft, key: str, usual: str) -> str:
+    """The course of the learning rate; one that Octavo lacks becomes the nearest, and is said to be missing."""
+    word = (draft.text(key) or usual).lower()
+    if word in SCHEDULES:
+        draft.put("train.schedule", SCHEDULES[word], key)
+    elif word in _NEAREST:
+        draft.put("train.schedule", _NEAREST[word], why=f"in the place of {word}, which Octavo lacks")
+        draft.none(key, why=f"there is no schedule {word} here; {_NEAREST[word]} is the nearest")
+        word = _NEAREST[word]
+    else:
+        draft.wrong(key, f"one of {', '.join([*SCHEDULES, *_NEAREST])}")
+    return SCHEDULES.get(word, word)

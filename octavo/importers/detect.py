@@ -1,0 +1,56 @@
+"""Whose file it is, by keys that one framework has and the others have not."""
+
+from __future__ import annotations
+
+import fnmatch
+from types import ModuleType
+
+from octavo.config.problems import brief, nearest
+from octavo.importers.frameworks import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
+from octavo.importers.source.files import KEYS
+from octavo.importers.source.keys import Foreign, TranslateError
+
+_MODULES = (llm_foundry, loongforge, mindspeed, vila, llama_factory, axolotl, ms_swift)
+#: name -> the file that knows it, in the order in which a help lists them
+FRAMEWORKS: dict[str, ModuleType] = {module.NAME: module for module in _MODULES}
+#: other names that people use
+ALSO = {"coat": "vila", "nvila": "vila", "composer": "llm-foundry", "mosaicml": "llm-foundry", "swift": "ms-swift",
+        "mindspeed": "mindspeed-mm", "llamafactory": "llama-factory", "llama_factory": "llama-factory"}  # fmt: skip
+
+
+def named(name: str) -> ModuleType:
+    """The framework of a name that the user gave. Raises TranslateError with the nearest."""
+    word = name.lower().replace("_", "-")
+    word = ALSO.get(word, word)
+    if word in FRAMEWORKS:
+        return FRAMEWORKS[word]
+    close = nearest(word, [*FRAMEWORKS, *ALSO])
+    hint = f"did you mean {close}? " if close else ""
+    raise TranslateError(f"--from {name}: {hint}there are {', '.join(FRAMEWORKS)}.")
+
+
+def framework_of(foreign: Foreign) -> ModuleType:
+    """The one framework whose marks a file bears most, by at least two. Raises TranslateError where none or several
+    could have written it, with what was seen."""
+    seen: dict[str, list[str]] = {}
+    keys = foreign.keys
+    for name, module in FRAMEWORKS.items():
+        marks = [mark for mark in module.MARKS if mark in keys or ("*" in mark and fnmatch.filter(keys, mark))]
+        marks += [word for word in getattr(module, "COMMANDS", ()) if word in foreign.words] * 2
+        seen[name] = marks
+    ranked = sorted(seen, key=lambda name: -len(seen[name]))
+    best, second = ranked[0], ranked[1]
+    if len(seen[best]) >= 2 and len(seen[best]) > len(seen[second]):
+        return FRAMEWORKS[best]
+    some, more = [brief(key, 60) for key in sorted(keys)[:12]], " ..." if len(keys) > 12 else ""
+    if not seen[best] or len(seen[best]) < 2:
+        if named := next((text for _, text, why in foreign.unread if why == KEYS), None):
+            raise TranslateError(f"this script trains from {named}: give both, octavo import {named} SCRIPT.")
+        raise TranslateError(
+            f"whose file this is was not recognised: its keys are {', '.join(some)}{more}. "
+            f"Say it with --from NAME: {', '.join(FRAMEWORKS)}."
+        )
+    both = [f"{name} ({', '.join(seen[name])})" for name in ranked if len(seen[name]) == len(seen[best])]
+    raise TranslateError(
+        f"several frameworks could have written this file: {'; '.join(both)}. Say which with --from NAME."
+    )

@@ -1,0 +1,1 @@
+"""One file a framework: what each of its keys becomes."""

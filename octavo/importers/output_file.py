@@ -1,0 +1,114 @@
+"""The file that is written: settings as YAML, each with a word on where it came from, tried against Octavo's own "
+"rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from octavo.config import ConfigError, Problem, load_config_text
+from octavo.config.document import scalar
+from octavo.config.problems import brief
+from octavo.config.whole import Sections
+from octavo.importers.common.key_outcomes import Setting
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./~@+-][A-Za-z0-9_./~@+ -]*")
+_PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+_COLUMN = 48  # where comments begin
+
+
+def nested(settings: dict[str, Setting]) -> dict[str, Any]:
+    """Dotted keys as mappings and lists: ``data.train.0.path``."""
+    root: dict[str, Any] = {}
+    for target, setting in settings.items():
+        at: Any = root
+        *heads, last = target.split(".")
+        for head, following in zip(heads, [*heads[1:], last], strict=True):
+            fresh: Any = [] if following.isdecimal() else {}
+            if isinstance(at, list):
+                while len(at) <= int(head):
+                    at.append({})
+                at = at[int(head)]
+            else:
+                if not isinstance(at.get(head), dict | list):
+                    at[head] = fresh
+                at = at[head]
+        at[last] = setting
+    return root
+
+
+def text(settings: dict[str, Setting], head: list[str]) -> str:
+    """The whole file: a head of comments, then sections in the order of Octavo's own."""
+    tree = nested(settings)
+    order = list(Sections.model_fields)
+    lines = [f"# {line}".rstrip() for line in head]
+    for section in sorted(tree, key=order.index):
+        lines += [f"{section}:", *_mapping(tree[section], 2)]
+    return "\n".join(lines) + "\n"
+
+
+def _mapping(tree: dict[str, Any], indent: int) -> list[str]:
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, Setting):
+            lines.append(_line(f"{' ' * indent}{key}: {shown(value.value)}", value))
+        elif isinstance(value, list):
+            lines.append(f"{' ' * indent}{key}:")
+            for entry in value:
+                inner = _mapping(entry, indent + 4)
+                lines += [f"{' ' * (indent + 2)}- {inner[0].lstrip()}", *inner[1:]]
+        else:
+            lines += [f"{' ' * indent}{key}:", *_mapping(value, indent + 2)]
+    return lines
+
+
+def _line(line: str, setting: Setting) -> str:
+    comment = origin(setting)
+    return f"{line.ljust(_COLUMN)}  # {comment}" if comment else line
+
+
+def origin(setting: Setting) -> str:
+    """Where a value came from: keys of theirs with their values; their default; and why."""
+    source = ", ".join(f"{given.key}: {brief(_short(given.value), 60)}" for given in setting.source)
+    parts = [source or ("" if setting.why else "their default"), setting.why]
+    return brief("; ".join(part for part in parts if part), 220)
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, str) else value
+
+
+def shown(value: Any) -> str:
+    """A value as YAML that reads back as itself."""
+    if isinstance(value, str):
+        return (
+            value
+            if _PLAIN.fullmatch(value) and scalar(value) == value and value.strip() == value
+            else _PAIR.sub(_long, json.dumps(value))
+        )
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        return repr(round(value, 12)) if value else "0.0"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{shown(str(key))}: {shown(inner)}" for key, inner in value.items()) + "}"
+    return "[" + ", ".join(shown(inner) for inner in value) + "]"
+
+
+def _long(pair: re.Match[str]) -> str:
+    """YAML's name of a character that JSON writes as two halves."""
+    character = json.loads('"' + pair[0] + '"')
+    return f"\\U{ord(character):08x}"
+
+
+def refused(content: str, out: Path) -> tuple[Problem, ...]:
+    """What Octavo says against the file that would be written."""
+    try:
+        load_config_text(content, source=out.name, base=out.parent)
+    except ConfigError as error:
+        return error.problems
+    return ()

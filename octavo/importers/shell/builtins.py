@@ -1,0 +1,296 @@
+"""What the shell's own commands do to variables: assignments, ``export``, ``local``, ``unset``, ``read``, ``(( ))``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from octavo.importers.shell.expansion import EACH, Expander
+from octavo.importers.shell.syntax import Assignment, Function, Item
+from octavo.importers.shell.values import Variable, Word
+
+VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_SUM_OF = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)\s*([^=]+?)|(\+\+|--))\s*")
+ON_CONDITION = "whether it is carried out depends on what only a run knows; it is not taken"
+RUN = "what it sets is known to a run only"
+BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", "printf", "let", "shopt", "trap")
+_NO_FUNCTION = "a shell takes local in functions alone, and sets nothing"
+
+
+@dataclass
+class Command:
+    """``words`` of one command; ``environment``: what stood before it (``A=1 torchrun``); ``exports``: how much of
+    `Script.exports` was there; ``within``: the conditions and loops it stands in, which were not judged."""
+
+    words: list[Word]
+    environment: dict[str, Word]
+    exports: int
+    within: tuple[str, ...] = ()
+
+
+@dataclass
+class Script:
+    """``commands`` in the order of a run; ``exports``: the environment, as (name, value or None where it is removed);
+    ``unread``: (line, text, why); ``arrays``: words of each array that holds flags, at the end."""
+
+    commands: list[Command] = field(default_factory=list)
+    exports: list[tuple[str, Word | None]] = field(default_factory=list)
+    unread: list[tuple[int, str, str]] = field(default_factory=list)
+    arrays: list[list[Word]] = field(default_factory=list)
+
+    def environment(self, command: Command) -> dict[str, Word]:
+        """What a command finds in its environment, by this script."""
+        found: dict[str, Word] = {}
+        for name, word in self.exports[: command.exports]:
+            if word is None:
+                found.pop(name, None)
+            else:
+                found[name] = word
+        return found | command.environment
+
+
+@dataclass
+class Frame:
+    """A function or a sourced file that is being carried out."""
+
+    former: dict[str, Variable | None] = field(default_factory=dict)
+    journals: int = 0
+    returned: bool = False  # it may have ended already
+    name: str = ""
+    function: Function | None = None
+
+
+class Builtins(Expander):
+    """``within``: conditions and loops that are not judged; ``dropped``: in what a shell passes over; ``reading``:
+    files, each with its name, its text, and the line that sources it."""
+
+    def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
+        super().__init__(known, source)
+        self.script = Script()
+        self.exported: dict[str, bool] = {}
+        self.all_exported = False
+        self.last_here = False  # the last command of a pipe is carried out in the shell itself
+        self.set_positional = 0  # how often set gave arguments
+        self.frames = [Frame()]
+        self.within: list[str] = []
+        self.dropped = 0
+        self.quiet = 0
+        self.reading: list[tuple[str, str, int]] = [("", text, 0)]
+
+    def leave(self, line: int, text: str, why: str) -> None:
+        if self.quiet:
+            return
+        _, _, sourced = self.reading[-1]
+        if sourced:
+            name = self.reading[-1][0]
+            line, text = sourced, f"{name}: {text}"
+        self.script.unread.append((line, text, why))
+
+    def line(self, line: int) -> int:
+        return self.reading[-1][2] or line
+
+    def anything(self, item: Item, why: str) -> None:
+        """A command that is not followed and may set any variable."""
+        self.changes += 1
+        self.leave(item.line, item.text, why)
+        self.spend(EACH * len(self.variables))
+        self.forget(list(self.variables), self.line(item.line))
+
+    def exportable(self, name: str) -> Word | None:
+        variable = self.variables.get(name)
+        if variable is None or not self.exported.get(name) or variable.pieces is None:
+            return None
+        return self.joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
+
+    def arithmetic(self, whole: Word, item: Item) -> bool | None:
+        """``(( ))`` and ``let``: one assignment is followed."""
+        found = _SUM_OF.fullmatch(whole.text) if not whole.open else None
+        if found is None:
+            value, _, unsure = self.reckoned(whole)
+            if any(sign in whole.text for sign in ("=", "++", "--")):
+                self.leave(item.line, item.text, RUN)
+            return None if value is None or unsure else value != 0
+        name, sign, text = found[1], found[2] or (found[4] or "")[:1], found[3] or "1"
+        value, needed, unsure = self.reckoned(
+            Word(f"{name} {sign} ({text})" if sign else text, whole.line, (), whole.unsure)
+        )
+        if value is None:
+            self.lose([name])
+            self.leave(item.line, item.text, RUN)
+        else:
+            self.put(name, [Word(str(value), self.now, (), unsure)])
+        return None
+
+    def put(self, name: str, pieces: list[Word], append: bool = False) -> None:
+        """An assignment, of which the environment is given what it has a part of."""
+        self.assign(name, pieces, append)
+        if self.all_exported or self.exported.get(name):
+            self.mark(name, True)
+            self.script.exports.append((name, self.exportable(name)))
+
+    def mark(self, name: str, exported: bool) -> None:
+        if self.journals:
+            self.journal.append((self.exported, name, self.exported.get(name)))
+        self.exported[name] = exported
+
+    def assignment(self, node: Assignment, value: list[Word] | None = None) -> None:
+        """``value``: what it or its elements are, where that is worked out already."""
+        if node.name in self.readonly:
+            return
+        if node.index is not None:
+            self.lose([node.name])
+            self.leave(node.line, f"{node.name}[{node.index}]=...", RUN)
+        elif node.elements is not None:
+            items = self.several(node.elements) if value is None else value
+            if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
+                self.lose([node.name])
+            else:
+                self.assign_array(node.name, items, node.append)
+        else:
+            self.put(node.name, self.pieces(node.value) if value is None else value, node.append)
+
+    def declare(self, name: str, words: Sequence[Word | Assignment], item: Item) -> bool | None:
+        options = "".join(w.text[1:] for w in words if isinstance(w, Word) and w.text.startswith("-"))
+        if "f" in options or "p" in options or any(isinstance(w, Word) and w.text.startswith("+") for w in words):
+            return None
+        if name == "local" and not any(frame.name for frame in self.frames):
+            self.changes += 1
+            self.leave(item.line, item.text, _NO_FUNCTION)
+            return None
+        if "n" in options:  # another name of a variable: whatever is assigned to it changes that one
+            self.anything(item, RUN)
+        if set(options) & set("nilucA"):
+            self.leave(item.line, item.text, RUN)
+            self.lose(
+                [
+                    w.name if isinstance(w, Assignment) else w.text
+                    for w in words
+                    if not isinstance(w, Word) or w.text.isidentifier()
+                ]
+            )
+            return None
+        frame = self.frames[-1]
+        # a shell works out all of them before the first is assigned: in local A=1 B=$A, A is the former one
+        values = {
+            id(word): self.several(word.elements) if word.elements is not None else self.pieces(word.value)
+            for word in words
+            if isinstance(word, Assignment)
+        }
+        for word in words:
+            target, value = word, None
+            if isinstance(word, Word):
+                if word.text.startswith("-"):
+                    continue
+                value = VALUE.fullmatch(word.text)
+                label = value[1] if value else word.text
+                if word.open and not value:
+                    self.changes += 1
+                    self.leave(item.line, item.text, RUN)
+                if not label.isidentifier() or (word.open and not value):
+                    continue
+            else:
+                label = word.name
+            if (
+                name in ("local", "declare", "typeset")
+                and frame.name
+                and "g" not in options
+                and label not in frame.former
+            ):
+                if frame.journals == self.journals:
+                    frame.former[label] = self.variables.get(label)
+                if value is None and isinstance(word, Word) and label not in self.forced:
+                    self.store(label, Variable())
+            if isinstance(target, Assignment):
+                self.assignment(target, values[id(target)])
+            elif value:
+                self.put(label, [Word(value[2], target.line, target.open, target.unsure)])
+            if name == "export" or "x" in options:
+                self.changes += 1
+                self.mark(label, True)
+                self.script.exports.append((label, self.exportable(label)))
+            if name == "readonly" or "r" in options:
+                if self.journals:
+                    self.leave(item.line, item.text, ON_CONDITION)
+                else:
+                    self.readonly.add(label)
+        return True
+
+    def _unset(self, words: list[Word], item: Item) -> bool | None:
+        for word in words:
+            if word.open or "[" in word.text:
+                self.lose([word.text.partition("[")[0]] if not word.open else [])
+                self.changes += 1
+                self.leave(item.line, item.text, RUN)
+            elif word.text in self.forced or word.text in self.readonly or word.text.startswith("-"):
+                continue
+            elif word.text in self.functions and word.text not in self.variables:
+                if self.journals:
+                    self.journal.append((self.functions, word.text, self.functions[word.text]))
+                del self.functions[word.text]
+                self.changes += 1
+            else:
+                self.store(word.text, Variable())
+                self.mark(word.text, False)
+                self.script.exports.append((word.text, None))
+        return True
+
+    def _set(self, words: list[Word], item: Item) -> bool | None:
+        texts = [word.text for word in words]
+        if texts and texts[0] in ("-a", "+a"):
+            self.all_exported = texts[0] == "-a"
+        elif "allexport" in texts:
+            self.all_exported = texts[texts.index("allexport") - 1] == "-o"
+        if "--" in texts or (texts and texts[0][:1] not in ("-", "+")):
+            rest = words[texts.index("--") + 1 :] if "--" in texts else words
+            self.positional = None if any(word.open for word in rest) else rest
+            self.set_positional += 1
+            self.changes += 1
+            if self.within:
+                self.leave(item.line, item.text, ON_CONDITION)
+        return True
+
+    def _shopt(self, words: list[Word], item: Item) -> bool | None:
+        texts = [word.text for word in words]
+        if "-s" in texts or "-u" in texts:
+            changed = {"nocasematch", "lastpipe"} & set(texts)
+            if changed and (self.within or self.dropped):
+                self.changes += 1
+                self.leave(item.line, item.text, ON_CONDITION)
+            elif changed:
+                self.cased = "-u" in texts if "nocasematch" in changed else self.cased
+                self.last_here = "-s" in texts if "lastpipe" in changed else self.last_here
+        return True
+
+    def _trap(self, words: list[Word], item: Item) -> bool | None:
+        """What is carried out at errors, or before each command, may change anything; at the end, nothing."""
+        if {word.text.upper().removeprefix("SIG") for word in words[1:]} & {"ERR", "DEBUG", "RETURN"} and words[0].text:
+            self.anything(item, RUN)
+        return True
+
+    def _shift(self, words: list[Word], item: Item) -> bool | None:
+        self.changes += 1
+        if self.positional is not None and not words and not any(word.open for word in self.positional[:1]):
+            self.positional = self.positional[1:]
+        else:
+            self.positional = None
+        return None
+
+    def _read(self, words: list[Word], item: Item) -> bool | None:
+        """``read``, ``mapfile``, ``getopts``: input that only a run has."""
+        self.lose([word.text for word in words if word.text.isidentifier()])
+        self.leave(item.line, item.text, RUN)
+        return None
+
+    _mapfile = _readarray = _getopts = _read
+
+    def _printf(self, words: list[Word], item: Item) -> bool | None:
+        if words and words[0].text == "-v":
+            return self._read(words[1:2], item)
+        return True
+
+    def _let(self, words: list[Word], item: Item) -> bool | None:
+        status: bool | None = None
+        for word in words:
+            status = self.arithmetic(word, item)
+        return status

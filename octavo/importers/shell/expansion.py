@@ -1,0 +1,499 @@
+"""What words of a launch script expand to, and its variables: `shell` carries out the commands, this module their
+words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.importers.shell.arithmetic import reckon
+from octavo.importers.shell.syntax import (
+    Arithmetic,
+    Function,
+    Literal,
+    Parameter,
+    Part,
+    ShellWord,
+    Simple,
+    Substitution,
+)
+from octavo.importers.shell.values import LINES, Fields, Variable, Word, joined
+from octavo.importers.shell.words import PATTERNS
+from octavo.importers.source.keys import TranslateError
+
+#: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
+#: carried out; and how deep they may be within each other
+LETTERS, STEPS, LEVELS = 1 << 24, 200_000, 90
+EACH = 32
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_NUMBER = re.compile(r"[0-9]+")
+_TERM = re.compile(r"-?[0-9]+|[-+*/%()]")
+_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_EXTENDED = re.compile(r"[@!+*?]\(")
+#: variables that a shell itself gives values, whatever a script assigns
+_OWN = ("LINENO", "RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "BASHPID", "PPID", "UID", "EUID",
+        "GROUPS", "FUNCNAME", "DIRSTACK", "BASH_COMMAND", "HISTCMD")  # fmt: skip
+_CHANGES = re.compile(
+    r"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+
+
+@dataclass
+class Spent:
+    """What a script has used of the bounds above."""
+
+    letters: int = 0
+    steps: int = 0
+
+
+class Expander:
+    """Variables with their former values, for what is undone again (:meth:`undo`); and expansions of words."""
+
+    def __init__(self, known: Mapping[str, str], source: str) -> None:
+        self.source = source
+        self.spent = Spent()
+        self.variables: dict[str, Variable] = {name: Variable([Word(text, 0)]) for name, text in known.items()}
+        self.forced = frozenset(known)
+        self.readonly: set[str] = set()
+        self.positional: list[Word] | None = None
+        self.splits = True  # IFS is as it was
+        self.cased = True  # patterns of conditions tell A from a: nocasematch is off
+        self.journal: list[tuple[Any, ...]] = []
+        self.journals = 0  # how many are open
+        self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # that a name may be, and whether it is one
+        self.undone: dict[str, list[tuple[tuple[Function, ...], bool]]] = {}
+        self.changes = 0
+        self.now = 0  # the line of the command that is carried out
+
+    # ---- variables
+
+    def store(self, name: str, value: Variable | None) -> None:
+        """A value takes the place of the former one; None: there is none any more."""
+        self.changes += 1
+        if self.journals:
+            self.journal.append((self.variables, name, self.variables.get(name)))
+        if value is None:
+            self.variables.pop(name, None)
+        else:
+            self.variables[name] = value
+        if name == "IFS":
+            self.splits = False
+
+    def extend(self, name: str, into: list[Word], more: Sequence[Word]) -> None:
+        """In place: the time that appending takes does not grow with what is there."""
+        self.changes += 1
+        if self.journals:
+            self.journal.append((into, len(into), name))
+        into.extend(more)
+
+    def undo(self, mark: int) -> dict[str, None]:
+        """Everything since ``mark`` is as it was. Gives the names of what had changed."""
+        names: dict[str, None] = {}
+        while len(self.journal) > mark:
+            where, key, before = self.journal.pop()
+            if isinstance(where, list):
+                del where[key:]
+                names[before] = None
+                continue
+            now = where.get(key)
+            if before is None:
+                where.pop(key, None)
+            else:
+                where[key] = before
+            if where is self.variables:
+                names[key] = None
+            elif where is self.functions and now is not None:
+                self.undone.setdefault(key, []).append(now)
+        return names
+
+    def forget(self, names: Iterable[str], line: int) -> None:
+        """A line that was not followed may have set these."""
+        for name in names:
+            former = self.variables.get(name)
+            if name in self.forced:
+                continue
+            if former is None:
+                former = Variable(unknown=True)
+            lines = former.unsure if line in former.unsure else (*former.unsure, line)[:LINES]
+            self.store(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
+
+    def lose(self, names: Iterable[str]) -> None:
+        """Only a run knows the values of these from here on."""
+        for name in names:
+            if name not in self.forced and name not in self.readonly:
+                self.store(name, Variable(unknown=True, lost=True))
+
+    def spend(self, letters: int) -> None:
+        """Raises TranslateError for a script whose variables hold each other, twice and twice again."""
+        self.spent.letters += letters + 1
+        if self.spent.letters > LETTERS:
+            raise TranslateError(
+                f"{self.source}:{self.now}: its variables become over {LETTERS} letters here. Write the values."
+            )
+
+    # ---- words
+
+    def joined(self, pieces: Sequence[Word], line: int) -> Word:
+        self.spend(EACH * len(pieces))
+        return joined(pieces, line)
+
+    def fields(self, word: ShellWord) -> list[Word]:
+        """What a word of a command becomes: none, one, or several words."""
+        if (text := word.literal) is not None:
+            return self.braces(text, word.line)
+        into = Fields(word.line)
+        bare = "".join(p.text if isinstance(p, Literal) and not p.quoted else "\0" for p in word.parts)
+        if "{" in bare and _BRACES.search(bare):  # several words, which are not followed
+            into.open.append("{...}")
+        for part in word.parts:
+            if isinstance(part, Literal):
+                into.add(part.text, part.line)
+                continue
+            values = self.part(part)
+            for number, value in enumerate(values):
+                if number:
+                    into.close()
+                for piece in value:
+                    self.spend(len(piece.text))
+                    if part.quoted or piece.whole:
+                        into.add(piece.text, piece.line, piece)
+                    elif not self.splits:  # a script that sets IFS
+                        into.add(piece.text, piece.line, Word("", 0, (*piece.open, "IFS"), piece.unsure))
+                    else:
+                        into.split(piece)
+                if part.quoted and not value:
+                    into.add("", part.line)
+                elif value and not part.quoted and not any(piece.text for piece in value):
+                    unsure = tuple(line for piece in value for line in piece.unsure)
+                    if unsure:  # nothing now, and words if a line that was not followed sets it
+                        name = part.name if isinstance(part, Parameter) else part.written
+                        into.add(f"${name}", part.line, Word("", part.line, (name,), unsure))
+        into.close()
+        self.spend(EACH * len(into.words))
+        return into.words
+
+    def several(self, words: Iterable[ShellWord]) -> list[Word]:
+        """All words of a command or of an array."""
+        found: list[Word] = []
+        for word in words:
+            fields = self.fields(word)
+            if not fields and found and found[-1].text.startswith("--"):
+                found[-1] = replace(found[-1], bare=True)
+            found += fields
+        return found
+
+    @staticmethod
+    def braces(text: str, line: int) -> list[Word]:
+        """``{a,b}`` is two words; what is more than that is left open."""
+        if "{" not in text or not _BRACES.search(text):
+            return [Word(text, line)]
+        head, _, rest = text.partition("{")
+        inside, closed, tail = rest.partition("}")
+        if closed and "." not in inside and "{" not in inside and "{" not in tail:
+            return [Word(f"{head}{middle}{tail}", line) for middle in inside.split(",")]
+        return [Word(text, line, (text,))]
+
+    def pieces(self, word: ShellWord | None, splits: bool = False) -> list[Word]:
+        """A word where nothing is split: an assigned value, an arithmetic expression; or, with ``splits``, a default
+        that will be, but for what is quoted in it."""
+        found: list[Word] = []
+        for part in word.parts if word else ():
+            if isinstance(part, Literal):
+                found.append(Word(part.text, part.line, whole=splits and part.quoted))
+                continue
+            for number, value in enumerate(self.part(part)):
+                if number:
+                    found.append(Word(" ", part.line))
+                if splits and part.quoted:
+                    found += [replace(piece, whole=True) for piece in value or [Word("", part.line)]]
+                elif splits:
+                    found += value
+                else:
+                    found += [replace(piece, whole=False) if piece.whole else piece for piece in value]
+        self.spend(sum(len(piece.text) + EACH for piece in found))
+        return found
+
+    def text(self, word: ShellWord | None) -> Word:
+        return (
+            self.joined(self.pieces(word), word.line if word else self.now)
+            if word and word.parts
+            else Word("", self.now)
+        )
+
+    def part(self, part: Part) -> list[list[Word]]:
+        """Values of a part, as pieces: one, or as many as an array has elements."""
+        if isinstance(part, Parameter):
+            return self.parameter(part)
+        if isinstance(part, Arithmetic):
+            return [[self.sum(part)]]
+        if isinstance(part, Substitution):
+            return [self.printed(part)]
+        return [[self.left(part)]]
+
+    @staticmethod
+    def left(part: Any, *names: str) -> Word:
+        return Word(part.written, part.line, names or (part.written,))
+
+    # ---- ${...}
+
+    def parameter(self, part: Parameter) -> list[list[Word]]:
+        if part.name in ("@", "*") or part.index in ("@", "*"):
+            return self.elements(part)
+        value = self.value(part)
+        if part.length:
+            whole = self.joined(value, part.line) if value is not None else None
+            if whole is None or whole.open or part.operator:
+                return [[self.left(part, part.name)]]
+            return [[Word(str(len(whole.text)), part.line, (), whole.unsure)]]
+        sign, colon = part.operator.lstrip(":"), part.operator.startswith(":")
+        if not part.operator:
+            return [[Word(f"${part.name}", part.line, (part.name,))] if value is None else value]
+        if not sign or sign not in "-=?+":
+            return [self.changed(part, value)]
+        variable = self.variables.get(part.name)
+        absent = value is None or (variable is not None and self.is_unset(variable) and part.index is None)
+        if colon and value is not None and not any(piece.text or piece.open for piece in value):
+            absent = True
+        unsure = tuple(
+            dict.fromkeys([*(variable.unsure if variable else ()), *(n for p in value or () for n in p.unsure)])
+        )
+        if sign == "+":
+            if value is None or any(piece.open for piece in value):
+                return [[self.left(part, part.name)]]
+            return [self.doubted([] if absent else self.default(part), unsure, part.line)]
+        if not absent:
+            return [value or []]
+        if sign == "?" or (variable is not None and variable.lost):
+            return [[Word(f"${part.name}", part.line, (part.name,))]]
+        pieces = self.doubted(self.default(part), unsure, part.line)
+        if sign == "=" and part.index is None:
+            self.assign(part.name, pieces)
+        return [pieces]
+
+    def default(self, part: Parameter) -> list[Word]:
+        """What stands in the place of a value: ``${name:-here}``. What ``=`` assigns is split as any value."""
+        return self.pieces(part.argument, not part.quoted and part.operator.lstrip(":") in ("-", "+"))
+
+    @staticmethod
+    def doubted(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
+        """Pieces that may be others: what they depend on is unsure."""
+        return (
+            [replace(p, unsure=(*p.unsure, *unsure)[:LINES]) for p in pieces or [Word("", line)]] if unsure else pieces
+        )
+
+    @staticmethod
+    def is_unset(variable: Variable) -> bool:
+        return variable.pieces is None and not variable.items and not variable.unknown
+
+    def value(self, part: Parameter) -> list[Word] | None:
+        """The pieces of a scalar or of one element; None where they are not known."""
+        name = part.name
+        if name.isdigit():
+            if name == "0" or self.positional is None:
+                return None
+            if len(name) > 6:
+                return []
+            before = self.positional[: int(name) - 1]
+            self.spend(EACH * len(before))
+            if any(word.open for word in before):  # it may be any number of words
+                return [Word(f"${name}", part.line, (name,))]
+            unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:LINES]
+            found = self.positional[int(name) - 1 : int(name)]
+            return (
+                [replace(w, unsure=(*w.unsure, *unsure)) for w in found or [Word("", part.line)]] if unsure else found
+            )
+        if name == "#" and self.positional is not None:
+            if any(word.open for word in self.positional):
+                return [Word("$#", part.line, ("#",))]
+            unsure = tuple(dict.fromkeys(line for word in self.positional for line in word.unsure))[:LINES]
+            return [Word(str(len(self.positional)), part.line, (), unsure)]
+        variable = self.variables.get(name)
+        if variable is None or variable.unknown:
+            return None
+        index = self.text(part.index).text if isinstance(part.index, ShellWord) else "0"
+        if variable.items is not None:
+            if not _NUMBER.fullmatch(index):
+                return None
+            self.spend(EACH * min(int(index[:7]), len(variable.items)))
+            if any(word.open for word in variable.items[: int(index[:7]) + 1]):
+                return None
+            found = variable.items[int(index[:7]) : int(index[:7]) + 1]
+        elif index != "0":
+            return None
+        else:
+            found = variable.pieces or []
+        if variable.unsure:
+            return [Word(p.text, p.line, p.open, variable.unsure) for p in found or [Word("", part.line)]]
+        return found
+
+    def elements(self, part: Parameter) -> list[list[Word]]:
+        """``$@``, ``${NAME[@]}`` and with ``*``."""
+        star = "*" in (part.name, part.index)
+        variable = self.variables.get(part.name) if part.name not in ("@", "*") else Variable(items=self.positional)
+        items: list[Word] | None = None
+        if variable is not None and not variable.unknown:
+            items = variable.items
+            if items is None and part.name not in ("@", "*"):
+                items = [self.joined(variable.pieces, part.line)] if variable.pieces is not None else []
+        if items is None or part.operator:
+            if items is not None or part.operator.lstrip(":")[:1] != "-":
+                return [[self.left(part, part.name)]]
+            return [self.default(part)]
+        if variable is not None and variable.unsure:
+            items = [Word(w.text, w.line, w.open, variable.unsure) for w in items or [Word("", part.line)]]
+        if part.length:
+            known = not any(word.open or word.unsure for word in items)
+            return [[Word(str(len(items)), part.line) if known else self.left(part, part.name)]]
+        self.spend(EACH * len(items))
+        if star and part.quoted and not self.splits and len(items) > 1:  # by the first letter of IFS
+            return [[self.left(part, "IFS")]]
+        if star and part.quoted:
+            return [[piece for word in items for piece in (word, Word(" ", word.line))][:-1]]
+        return [[word] for word in items]
+
+    def changed(self, part: Parameter, value: list[Word] | None) -> list[Word]:
+        """``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
+        whole = self.joined(value, part.line) if value else None
+        pattern = glob(self, part.argument, 1) if part.operator in PATTERNS else None
+        if whole is None or whole.open or pattern is None or len(whole.text) > 300:
+            return [self.left(part)]
+        text, places = whole.text, range(len(whole.text) + 1)
+        if part.operator[0] == "#":
+            order = places if part.operator == "#" else reversed(places)
+            cut = next((text[at:] for at in order if pattern.fullmatch(text[:at])), text)
+        else:
+            order = reversed(places) if part.operator == "%" else places
+            cut = next((text[:at] for at in order if pattern.fullmatch(text[at:])), text)
+        self.spend(len(text) ** 2)
+        return [Word(cut, whole.line, (), whole.unsure)]
+
+    # ---- assignments
+
+    def assign(self, name: str, pieces: list[Word], append: bool = False, line: int | None = None) -> None:
+        """A scalar gets a value; of an array, its first element does."""
+        if name in self.forced or name in self.readonly:
+            return
+        if name in _OWN:
+            self.lose([name])
+            return
+        former = self.variables.get(name)
+        if former is not None and former.items is not None:
+            first = [*former.items[:1], *pieces] if append else pieces
+            items = [self.joined(first, self.now), *former.items[1:]]
+            self.spend(EACH * len(items))
+            self.store(name, Variable(items=items, unsure=former.unsure))
+        elif append and former is not None and former.pieces is not None:
+            self.extend(name, former.pieces, pieces)
+        elif append and (former is None or former.unknown):
+            lines = former.unsure if former else ()
+            self.store(name, Variable([Word(f"${name}", self.now, (name,)), *pieces], unsure=lines))
+        else:
+            self.store(name, Variable(list(pieces), unsure=former.unsure if append and former is not None else ()))
+
+    def assign_array(self, name: str, items: list[Word], append: bool) -> None:
+        if name in self.forced or name in self.readonly:
+            return
+        former = self.variables.get(name)
+        if append and former is not None and former.items is not None:
+            self.extend(name, former.items, items)
+        elif append and former is not None and former.pieces is not None:
+            self.store(name, Variable(items=[self.joined(former.pieces, self.now), *items], unsure=former.unsure))
+        elif append and (former is None or former.unknown):
+            lines = former.unsure if former else ()
+            self.store(name, Variable(items=[Word(f"${name}", self.now, (name,)), *items], unsure=lines))
+        else:
+            self.store(name, Variable(items=list(items), unsure=former.unsure if append and former is not None else ()))
+
+    # ---- sums, and what commands print
+
+    def sum(self, part: Arithmetic) -> Word:
+        """``$((...))``: names of variables may stand bare in it."""
+        whole = self.text(part.expression)
+        value, needed, unsure = self.reckoned(whole)
+        if value is None:
+            return self.left(part, *needed)
+        return Word(str(value), part.line, (), unsure)
+
+    def reckoned(self, whole: Word) -> tuple[int | None, list[str], tuple[int, ...]]:
+        """A sum's value, or None; the names that it would need, and lines that may change it. What it assigns is not
+        known any more."""
+        needed, unsure = list(whole.open), list(whole.unsure)
+        if self.changed_by(whole.text):
+            return None, needed, ()
+
+        def value(found: re.Match[str]) -> str:
+            variable = self.variables.get(found[0])
+            pieces = variable.items[:1] if variable and variable.items else variable.pieces if variable else None
+            if pieces is None:
+                if variable is None or variable.unknown:
+                    needed.append(found[0])
+                else:  # unset, unless a line that was not followed sets it
+                    unsure.extend(variable.unsure)
+                return "0"
+            known = self.joined(pieces, 0) if pieces else Word("0", 0)
+            needed.extend(known.open)
+            unsure.extend([*known.unsure, *(variable.unsure if variable else ())])
+            return known.text.strip() if _NUMBER.fullmatch(known.text.strip()) else f"({known.text.strip() or 0})"
+
+        filled = whole.text if whole.open else _NAME.sub(value, whole.text[:400])
+        return (None if needed else reckon(filled)), needed, tuple(dict.fromkeys(unsure))[:LINES]
+
+    def changed_by(self, text: str) -> list[str]:
+        """Names that an arithmetic expression assigns; they are lost."""
+        signs = any(sign in text for sign in ("=", "++", "--"))
+        if len(text) > 4000 and signs:
+            names = _NAME.findall(text)
+        else:
+            names = [found[1] or found[2] for found in _CHANGES.finditer(text)] if signs else []
+        self.lose(names)
+        return names
+
+    def printed(self, part: Substitution) -> list[Word]:
+        """``$(...)``: the commands that are followed are expr, which prints a sum, and echo."""
+        node = part.commands[0].node if len(part.commands) == 1 and not part.commands[0].background else None
+        if (
+            not isinstance(node, Simple)
+            or node.assignments
+            or not node.words
+            or not isinstance(node.words[0], ShellWord)
+        ):
+            return [self.left(part)]
+        name = node.words[0].literal
+        if name not in ("expr", "echo"):
+            return [self.left(part)]
+        words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.fields(word)]
+        missing = [name for word in words for name in word.open]
+        unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:LINES]
+        text = " ".join(word.text for word in words)
+        if missing or node.redirected:
+            return [self.left(part, *dict.fromkeys(missing))]
+        if name == "expr":
+            value = reckon(text) if all(_TERM.fullmatch(word.text) for word in words) else None
+            return [Word(str(value), part.line, (), unsure) if value is not None else self.left(part)]
+        if not text.startswith("-") and not any(sign in text for sign in "\\*?["):
+            return [Word(text.rstrip("\n"), part.line, (), unsure)]
+        return [self.left(part)]
+
+
+def glob(expander: Expander, word: ShellWord | None, stars: int, cased: bool = True) -> re.Pattern[str] | None:
+    """A pattern of the shell as an expression; None where it is not followed. Unquoted variables are patterns too."""
+    written: list[str] = []
+    for part in word.parts if word else ():
+        if isinstance(part, Literal) and part.quoted:
+            written.append(re.escape(part.text))
+            continue
+        pieces = [Word(part.text, 0)] if isinstance(part, Literal) else [p for v in expander.part(part) for p in v]
+        for piece in pieces:
+            if piece.open or piece.unsure:
+                return None
+            if part.quoted:
+                written.append(re.escape(piece.text))
+            elif any(sign in piece.text for sign in "[\\") or "**" in piece.text or _EXTENDED.search(piece.text):
+                return None
+            else:
+                written.append("".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in piece.text))
+    text = "".join(written)
+    flags = re.DOTALL if cased else re.DOTALL | re.IGNORECASE
+    return re.compile(text, flags) if text.count(".*") <= stars and len(text) < 2000 else None

@@ -1,0 +1,493 @@
+"""A launch script, read and never run: its variables, and the words of each command with their lines.
+
+What a shell would certainly carry out is carried out on variables only: assignments, ``${NAME:-default}``, arrays of
+flags, sums, files that are sourced, functions that are called, conditions that the script's own values decide, loops
+over known words. Subshells and pipes leave no trace after them. What depends on something that only a run knows
+(``[ -n "$X" ] && LR=1``, ``if``, ``case``, ``while``) is not taken: variables keep their former values, which are then
+``unsure``, and the line is listed, as is what a shell would pass over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from octavo.importers.shell import conditions
+from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
+from octavo.importers.shell.expansion import LEVELS, STEPS, glob
+from octavo.importers.shell.parser import DECLARATIONS, Parser
+from octavo.importers.shell.syntax import (
+    AndOr,
+    ArithmeticCommand,
+    Assignment,
+    Case,
+    Condition,
+    Function,
+    Group,
+    If,
+    Item,
+    Literal,
+    Loop,
+    Node,
+    Parameter,
+    Pipeline,
+    ShellWord,
+    Simple,
+)
+from octavo.importers.shell.values import Word, flag_words
+from octavo.importers.shell.words import DEPTH, WORDS
+from octavo.importers.source.keys import TranslateError
+
+__all__ = ["Command", "Look", "Script", "Word", "read"]
+
+#: files that source each other: how deep they are followed, and how many are read
+_DEEP, _FILES = 4, 64
+_CANDIDATES = 4  # definitions that a name is followed to, where conditions decide
+#: gives the text of a file that a script sources, by the path that it names; None: it is not here
+Look = Callable[[str], str | None]
+_PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
+_QUIET = ("echo", "printf", ":", "true", "false")
+_IN_CONDITION = "it stands in a condition or a loop that is not judged; it is not taken"
+_NOT_CARRIED = "a shell passes over it, by the script's own values"
+
+
+class _Left(Exception):
+    """``exit``, or ``return`` from a function or a sourced file."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+class _Reader(Builtins):
+    def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None) -> None:
+        super().__init__(text, known, source)
+        self.look = look
+        self.budget = [WORDS]
+        self.defined: dict[int, Function] = {}
+        self.depth = 0
+        self.level = 0
+        self.files = 0
+
+    def run(self) -> Script:
+        text = self.reading[0][1].replace("\r\n", "\n")
+        program = Parser(text, self.source, self.budget).program()
+        with suppress(_Left):
+            self.items(program.items)
+        for function in self.defined.values():
+            self.script.unread.append((function.line, function.heading, "a function that is never called"))
+        if program.stopped:
+            self.script.unread.append(program.stopped)
+        self.script.unread = sorted(dict.fromkeys(self.script.unread), key=lambda entry: entry[0])
+        arrays = [
+            v.items if v.items is not None else flag_words(v.pieces)
+            for v in self.variables.values()
+            if v.items or v.pieces
+        ]
+        self.script.arrays = [words for words in arrays if words and words[0].text.startswith("--")]
+        return self.script
+
+    # ---- what is not taken
+
+    @contextmanager
+    def apart(self) -> Iterator[list[str]]:
+        """What happens within is undone: a subshell, or what is not taken. Afterwards the list has the names that had
+        changed; ``exit`` and ``return`` end it alone."""
+        names: list[str] = []
+        mark, exports = len(self.journal), len(self.script.exports)
+        state = (self.all_exported, self.splits, self.positional)
+        self.journals += 1
+        try:
+            yield names
+        except _Left as left:
+            if not left.whole and self.within:
+                self.frames[-1].returned = True
+        self.journals -= 1
+        names.extend(self.undo(mark))
+        if not self.journals:
+            self.journal.clear()
+        self.all_exported, self.splits, self.positional = state[0], state[1] and self.splits, state[2]
+        changed = dict.fromkeys(name for name, _ in self.script.exports[exports:])
+        self.script.exports += [(name, self.exportable(name)) for name in changed]
+
+    def maybe(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
+        """Commands that may be carried out: variables stay as they were, but unsure. Whether anything had changed."""
+        before = self.changes
+        undone, self.undone = self.undone, {}
+        self.within.append(why)
+        with self.apart() as names:
+            if loop is not None:
+                self.lose([loop.name] if loop.name else [])
+                self.changed_by(self.text(loop.arithmetic).text)
+            self.items(items)
+        self.within.pop()
+        self.forget(names, line)
+        for name, others in self.undone.items():
+            own = self.functions.get(name, ((), False))[0]
+            candidates = list(own)
+            for function in (function for other, _ in others for function in other):
+                if not any(function is known for known in candidates):
+                    candidates.append(function)
+            self.know(name, tuple(candidates[:_CANDIDATES]), False)
+        self.undone = undone
+        return self.changes > before
+
+    def passed(self, items: Sequence[Item], line: int, text: str) -> None:
+        """Commands that a shell passes over; listed where they would have changed something."""
+        before, count = self.changes, len(self.script.commands)
+        self.quiet += 1
+        self.dropped += 1
+        with self.apart():
+            self.items(items)
+        self.quiet -= 1
+        self.dropped -= 1
+        if self.changes > before or len(self.script.commands) > count:
+            self.leave(line, text, _NOT_CARRIED)
+        del self.script.commands[count:]
+        self.changes = before
+
+    # ---- commands
+
+    def items(self, items: Sequence[Item]) -> bool | None:
+        status: bool | None = True
+        for number, item in enumerate(items):
+            self.now = self.line(item.line)
+            if self.frames[-1].returned and not self.within:  # the rest of it is carried out, or none of it
+                self.maybe(items[number:], self.now, "a condition")
+                return None
+            if item.background:
+                with self.apart():
+                    self.item(item)
+                status = True
+            else:
+                status = self.item(item)
+        return status
+
+    def item(self, item: Item) -> bool | None:
+        node = item.node
+        if self.within and not self.quiet and isinstance(node, Simple | AndOr | Pipeline):
+            name = (
+                node.words[0].literal
+                if isinstance(node, Simple) and node.words and isinstance(node.words[0], ShellWord)
+                else ""
+            )
+            if name not in _QUIET:
+                self.leave(item.line, item.text, _IN_CONDITION)
+            self.quiet += 1
+            status = self.node(node, item)
+            self.quiet -= 1
+            return status
+        return self.node(node, item)
+
+    def node(self, node: Node, item: Item) -> bool | None:
+        """Carries out a command; whether it succeeds, None where that is not known."""
+        self.level += 1
+        if self.level > LEVELS:
+            raise TranslateError(f"{self.source}:{self.now}: over {LEVELS} commands are within each other here. Write "
+                                 "the command that trains out.")  # fmt: skip
+        try:
+            return self.node_of(node, item)
+        finally:
+            self.level -= 1
+
+    def node_of(self, node: Node, item: Item) -> bool | None:
+        self.spent.steps += 1
+        if self.spent.steps > STEPS:
+            raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give "
+                                 "the script that starts the training.")  # fmt: skip
+        if isinstance(node, Simple):
+            return self.simple(node, item)
+        if isinstance(node, AndOr):
+            return self.and_or(node, item)
+        if isinstance(node, Pipeline):
+            return self.pipeline(node, item)
+        if isinstance(node, Group):
+            return self.group(node)
+        if isinstance(node, If):
+            return self.branches(node)
+        if isinstance(node, Case):
+            return self.cases(node)
+        if isinstance(node, Loop):
+            return self.loop(node)
+        if isinstance(node, Condition):
+            return conditions.compared(self, node)
+        if isinstance(node, ArithmeticCommand):
+            return self.arithmetic(self.text(node.expression), item)
+        self.define(node)
+        return True
+
+    def group(self, node: Group) -> bool | None:
+        if not node.subshell:
+            return self.items(node.items)
+        with self.apart():
+            return self.items(node.items)
+        return None  # exit ended it
+
+    def pipeline(self, node: Pipeline, item: Item) -> bool | None:
+        status: bool | None = None
+        for number, command in enumerate(node.commands, 1):
+            if len(node.commands) == 1 or (self.last_here and number == len(node.commands)):
+                status = self.node(command, item)
+            else:
+                with self.apart():
+                    status = self.node(command, item)
+        return status if status is None or not node.negated else not status
+
+    def and_or(self, node: AndOr, item: Item) -> bool | None:
+        status = self.node(node.first, item)
+        for sign, following in node.rest:
+            one = Item(following, item.line, item.text)
+            if status is None:
+                self.quiet += 1
+                changed = self.maybe([one], self.now, "a condition")
+                self.quiet -= 1
+                if changed:
+                    self.leave(item.line, item.text, ON_CONDITION)
+            elif status == (sign == "&&"):
+                status = self.node(following, one)
+            else:
+                self.passed([one], item.line, item.text)
+        return status
+
+    def branches(self, node: If) -> bool | None:
+        judged: bool | None = False
+        status: bool | None = None
+        for (condition, body), heading in zip(node.clauses, node.headings, strict=True):
+            line = node.line
+            if judged is True:
+                self.passed([*condition, *body], line, heading)
+                continue
+            if judged is None:
+                self.leave(line, heading, "the condition is not judged")
+                self.maybe([*condition, *body], self.line(line), "a condition")
+                continue
+            judged = self.items(condition)
+            if judged is False:
+                self.passed(body, line, heading)
+            elif judged:
+                status = self.items(body)
+            else:
+                self.leave(line, heading, "the condition is not judged")
+                self.maybe(body, self.line(line), "a condition")
+        if judged is None:
+            self.maybe(node.otherwise, self.line(node.line), "a condition")
+            return None
+        if judged:
+            self.passed(node.otherwise, node.line, "else")
+            return status
+        return self.items(node.otherwise)
+
+    def cases(self, node: Case) -> bool | None:
+        subject = self.text(node.subject)
+        known: bool | None = None if subject.open or subject.unsure or len(subject.text) > 1000 else False
+        if known is None:
+            self.leave(node.line, node.heading, "the condition is not judged")
+        status: bool | None = True
+        for patterns, body, falls in node.clauses:
+            if known is True:
+                self.passed(body, node.line, node.heading)
+                continue
+            globs = [] if known is None else [glob(self, pattern, 2, self.cased) for pattern in patterns]
+            self.spend(10 * len(subject.text))
+            fits = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
+            if known is False and not falls and not any(fit is not False for fit in fits):
+                self.passed(body, node.line, node.heading)
+            elif known is False and not falls and True in fits:
+                known, status = True, self.items(body)
+            else:
+                if known is False:
+                    self.leave(node.line, node.heading, "its patterns are not followed")
+                known, status = None, None
+                self.maybe(body, self.line(node.line), "a condition")
+        return status
+
+    def loop(self, node: Loop) -> bool | None:
+        words = [field for word in node.words or () for field in self.fields(word)]
+        known = node.words is not None and not any(w.open or w.unsure or set("*?[") & set(w.text) for w in words)
+        if known and not node.leaves and not self.within:
+            for word in words:
+                self.assign(str(node.name), [word])
+                self.items(node.body)
+            return None if words else True
+        self.leave(node.line, node.heading, "a loop, which is not followed")
+        self.maybe([*node.condition, *node.body], self.line(node.line), "a loop", node)
+        return None
+
+    # ---- functions and files
+
+    def define(self, node: Function) -> None:
+        self.know(node.name, (node,), True)
+        self.changes += 1
+        if not self.reading[-1][2] and not self.dropped:
+            self.defined[id(node)] = node
+
+    def know(self, name: str, candidates: tuple[Function, ...], certain: bool) -> None:
+        if self.journals:
+            self.journal.append((self.functions, name, self.functions.get(name)))
+        self.functions[name] = (candidates, certain)
+
+    def call(self, name: str, words: list[Word], item: Item) -> bool | None:
+        functions, certain = self.functions[name]
+        active = any(frame.function is function for frame in self.frames for function in functions)
+        if not self.dropped:
+            for function in functions:
+                self.defined.pop(id(function), None)
+        if (active and (self.within or self.dropped)) or len(self.frames) > DEPTH:
+            self.anything(item, "a function that is not followed")
+            return None
+        positional, self.positional = self.positional, words
+        status: bool | None = None
+        if certain:
+            with self.framed(name, functions[0]):
+                status = self.node(functions[0].body, Item(functions[0].body, item.line, item.text))
+        else:  # it may be any of these, or none
+            self.leave(item.line, item.text, "a function that a condition defines")
+            self.quiet += 1
+            for function in functions:
+                with self.framed(name, function):
+                    self.maybe([Item(function.body, item.line, item.text)], self.now, "a condition")
+            self.quiet -= 1
+        self.positional = positional
+        return status
+
+    @contextmanager
+    def framed(self, name: str, function: Function | None = None) -> Iterator[None]:
+        frame = Frame({}, self.journals, False, name, function)
+        self.frames.append(frame)
+        try:
+            yield
+        except _Left as left:
+            if left.whole:
+                raise
+        finally:
+            self.frames.pop()
+            for local, former in frame.former.items():
+                self.store(local, former)
+
+    def sourced(self, words: list[Word], item: Item) -> bool | None:
+        """A file that is read in the place of the line that sources it; its lines are not those of this one."""
+        name = words[0].text if words else ""
+        text = None
+        if self.look is not None and words and not words[0].open and len(self.reading) <= _DEEP and self.files < _FILES:
+            text = self.look(name)
+        if text is None or any(text == before for _, before, _ in self.reading):  # one that sources itself has no end
+            self.anything(item, "another file, which is not read")
+            return None
+        self.files += 1
+        program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).program()
+        positional, often = self.positional, self.set_positional
+        if len(words) > 1:
+            self.positional = words[1:]
+        status: bool | None = None
+        self.reading.append((name, text, self.line(item.line)))
+        with self.framed(""):
+            status = self.items(program.items)
+        if program.stopped:
+            self.leave(*program.stopped)
+        self.reading.pop()
+        if len(words) > 1 and self.set_positional == often:  # without arguments, those are the caller's own
+            self.positional = positional
+        return status
+
+    # ---- simple commands
+
+    def simple(self, node: Simple, item: Item) -> bool | None:
+        if not node.words:
+            for assignment in node.assignments:
+                self.assignment(assignment)
+            parts = [part for assignment in node.assignments if assignment.value for part in assignment.value.parts]
+            plain = all(isinstance(p, Literal) or (isinstance(p, Parameter) and not p.argument) for p in parts)
+            return True if plain else None
+        words: list[Word | Assignment] = [*self.several(word for word in node.words if isinstance(word, ShellWord))]
+        words += [word for word in node.words if isinstance(word, Assignment)]
+        exits = False
+        environment: dict[str, Word] = {a.name: self.text(a.value) for a in node.assignments}
+        while words and isinstance(first := words[0], Word) and not first.open and first.text in _PREFIXES:
+            exits |= first.text == "exec"
+            words = words[1:]
+            if words and isinstance(words[0], Word) and words[0].text.startswith("-"):  # command -v, env -i
+                return None
+            while (
+                first.text == "env"
+                and words
+                and isinstance(words[0], Word)
+                and (value := VALUE.fullmatch(words[0].text))
+            ):
+                environment[value[1]] = Word(value[2], words[0].line, words[0].open, words[0].unsure)
+                words = words[1:]
+        if not words or not isinstance(words[0], Word):
+            return None
+        status = self.command(words[0].text, words, environment, node, item)
+        if exits:
+            raise _Left(True)
+        return status
+
+    def command(
+        self, name: str, words: list[Word | Assignment], environment: dict[str, Word], node: Simple, item: Item
+    ) -> bool | None:
+        plain = [word for word in words[1:] if isinstance(word, Word)]
+        if not isinstance(words[0], Word) or words[0].open:
+            name = ""
+        if name in self.functions or name in ("source", ".", "eval"):
+            with self.with_environment(environment):
+                if name in self.functions:
+                    return self.call(name, plain, item)
+                return self.evaluated(plain, item) if name == "eval" else self.sourced(plain, item)
+        if name in DECLARATIONS:
+            return self.declare(name, words[1:], item)
+        if name == "return" and len(self.frames) == 1:
+            return None  # a shell complains, and goes on
+        if name in ("exit", "return"):
+            raise _Left(name == "exit")
+        if name in ("true", ":", "echo"):
+            return True
+        if name == "false":
+            return False
+        if name in ("[", "test"):
+            if name == "[" and (not plain or plain[-1].text != "]"):
+                return None
+            return conditions.tested(plain[:-1] if name == "[" else plain)
+        if (builtin := getattr(self, f"_{name}", None)) and name in BUILTINS:
+            return builtin(plain, item)
+        first = words[0]
+        command = Command([first, *plain], environment, len(self.script.exports), tuple(self.within))  # type: ignore[list-item]
+        self.script.commands.append(command)
+        return None
+
+    @contextmanager
+    def with_environment(self, environment: dict[str, Word]) -> Iterator[None]:
+        """``A=1 function``: for its time."""
+        former = {name: self.variables.get(name) for name in environment}
+        for name, word in environment.items():
+            self.assign(name, [word])
+        own = {name: self.variables.get(name) for name in environment}
+        try:
+            yield
+        finally:
+            for name, value in former.items():
+                if name not in self.forced and name not in self.readonly:
+                    changed = self.variables.get(name) is not own[name]
+                    self.store(name, value)
+                    # bash keeps what a function exports, and drops what it assigns
+                    self.forget([name] if changed else [], self.now)
+
+    def evaluated(self, words: list[Word], item: Item) -> bool | None:
+        """``eval`` of words that are known is what they say."""
+        text = " ".join(word.text for word in words)
+        if any(word.open or word.unsure for word in words) or len(self.frames) + self.depth > DEPTH:
+            self.anything(item, RUN)
+            return None
+        self.spend(len(text))
+        program = Parser(text, self.source, self.budget, self.now, True).program()
+        if program.stopped:
+            self.leave(item.line, item.text, program.stopped[2])
+        self.depth += 1
+        status = self.items(program.items)
+        self.depth -= 1
+        return status
+
+
+def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:
+    """``known``: values of variables that the caller gives; they win over the script's own. ``look``: finds files that
+    it sources. Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size."""
+    return _Reader(text, known, source, look).run()

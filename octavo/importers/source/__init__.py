@@ -1,0 +1,1 @@
+"""The files of other frameworks, read into keys."""

@@ -1,0 +1,180 @@
+"""Files of others, read with bounds: YAML with its interpolations, JSON, launch scripts and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.base import safe_read
+from octavo.base.safe_read import printable
+from octavo.config.document import Document, read_text
+from octavo.config.problems import ConfigError, Place, Problem, brief, dotted
+from octavo.importers.shell import script as shell
+from octavo.importers.source import training_command, yaml_references
+from octavo.importers.source.keys import Foreign, Given, TranslateError
+from octavo.importers.source.root_folder import Folder
+
+#: bytes of a file that somebody wrote by hand
+LIMIT = 4 << 20
+#: keys of a file; the longest that is published has some 200
+_MOST_KEYS = 100_000
+#: why a file that a script names is not read
+KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
+_WORD_KEYS = "a key must be a word"
+
+
+class Part(NamedTuple):
+    """What one file holds; ``words`` stand in its command beside flags."""
+
+    path: Path
+    kind: str
+    given: list[Given]
+    unread: list[tuple[Place, str, str]]
+    words: set[str]
+
+
+def read(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> list[Part]:
+    """One or two files. ``known``: variables of scripts that the user gives; ``folder``: the one that they were started
+    in. Raises ConfigError for files that cannot be read as what they are, and for text that is none."""
+    parts = [Part(path, *_one(path, known, folder)) for path in paths]
+    for part in parts:
+        if len(part.given) > _MOST_KEYS:
+            held = f"{printable(part.path.name)} holds {len(part.given):,} keys"
+            raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
+        check_text(part.given)
+    return parts
+
+
+def check_text(given: Iterable[Given]) -> None:
+    """Raises ConfigError for half a character (a surrogate that a program left when it cut a text) or a NUL in a key or
+    a value: no file, no name and no report can hold it."""
+    problems = []
+    for entry in given:
+        values = entry.value if isinstance(entry.value, list) else [entry.value]
+        for what, text in (("the key", entry.key), *(("its value", text) for text in values)):
+            if isinstance(text, str) and (why := _no_text(text)):
+                found = f"{what} is no valid Unicode: it {why}"
+                problems.append(Problem(entry.place, entry.key, found, "write it again"))
+                break
+    if problems:
+        raise ConfigError(problems)
+
+
+def _no_text(text: str) -> str | None:
+    if text.isprintable() or ("\0" not in text and text.isascii()):
+        return None
+    if "\0" in text:
+        return "holds a NUL character"
+    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    return f"holds half a character (\\u{ord(half):04x})" if half else None
+
+
+def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
+    """All keys of the files. Where both give a key, the first wins, or the second does."""
+    given: dict[str, Given] = {}
+    lost: list[tuple[Given, str]] = []
+    names = {part.path.name for part in parts}
+    for entry in (entry for part in parts for entry in part.given):
+        before = given.get(entry.key)
+        if before is None or before.place.source == entry.place.source:
+            if before is not None:
+                lost.append((before, f"given again on line {entry.place.line}, and the last one wins"))
+            given[entry.key] = entry
+        elif first_wins:
+            lost.append((entry, f"{before.place} gives it too, and wins there"))
+        else:
+            lost.append((before, f"{entry.place} gives it too, and wins there"))
+            given[entry.key] = entry
+    unread = [line for part in parts for line in part.unread if line[2] != KEYS or Path(line[1]).name not in names]
+    return Foreign(
+        tuple(given.values()), tuple(part.kind for part in parts), tuple(lost), tuple(unread),
+        frozenset(word for part in parts for word in part.words),
+        frozenset(name for entry in given.values() for name in entry.refers),
+    )  # fmt: skip
+
+
+def _one(
+    path: Path, known: Mapping[str, str], folder: Folder
+) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+    text = safe_read.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
+    name = printable(path.name)
+
+    def look(named: str) -> str | None:
+        """A file that a script sources."""
+        file = folder.named(named)
+        return None if file is None else safe_read.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
+
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _mapping(text, name, path.suffix == ".json")
+    if path.suffix in (".sh", ".bash", ".slurm", ".sbatch", ".txt", ".flags", ".args") or text.startswith("#!"):
+        return _script(text, name, known, look)
+    if text.lstrip().startswith(("--", "{")):
+        return _script(text, name, known, look) if text.lstrip().startswith("--") else _mapping(text, name, True)
+    raise TranslateError(
+        f"{name}: {path.suffix or 'a file without ending'} is not read here. Give .yaml, .yml or .json, a launch "
+        "script (.sh), or flags in a .txt file."
+    )
+
+
+def _script(
+    text: str, name: str, known: Mapping[str, str], look: shell.Look
+) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+    script = shell.read(text, known, name, look)
+    command = training_command.command_of(script, name)
+    words = command.words
+    skipped = [(Place(name, line or None), what, why) for line, what, why in script.unread]
+    if command.within:
+        why = f"it trains, and stands in {command.within[0]} that is not judged: it is taken as if that held"
+        skipped.append((Place(name, words[0].line or None), _line_of(words), why))
+    skipped += [
+        (Place(name, other.words[0].line or None), _line_of(other.words), "no command: the one above it ended")
+        for other in script.commands
+        if other.words[0].text.startswith("--") and not words[0].text.startswith("-")
+    ]
+    skipped += [
+        (
+            Place(name, word.line or None),
+            word.text,
+            f"words of the command that only a run knows ({', '.join(word.open)})",
+        )
+        for word in training_command.unplaced(words)
+    ]
+    if (file := training_command.configuration(words)) is not None:
+        skipped.append((Place(name, file.line or None), file.text, KEYS))
+    kind = "flags" if words[0].text.startswith("-") else "script"
+    found = [*training_command.flags(words, name), *training_command.environment(script, command, name)]
+    return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}
+
+
+def _line_of(words: Sequence[shell.Word]) -> str:
+    """A command as the report lists it."""
+    return brief(" ".join(word.text for word in words[:40]), 200)
+
+
+def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+    # JSON is YAML but for tabs between its values; within them there are none
+    document = read_text(text.replace("\t", " ") if json else text, name, "write a mapping: `key: value` lines")
+    odd = [problem for problem in document.problems if problem.found == _WORD_KEYS]
+    if document.broken or len(odd) < len(document.problems):
+        raise ConfigError([problem for problem in document.problems if problem not in odd])
+    found = _leaves(document)
+    # keys that are numbers (a tokenizer's ids, devices): their values are not ours either, but they are told
+    found += [Given(problem.key, "(a key that is no word)", problem.place) for problem in odd]
+    return "json" if json else "yaml", found, [], set()
+
+
+def _leaves(document: Document) -> list[Given]:
+    return [
+        Given(_joined(dotted(path)), _joined(value), yaml_references.place_of(document, path), still_open, refers)
+        for path, (value, refers, still_open) in yaml_references.resolve(document).items()
+    ]
+
+
+def _joined(value: Any) -> Any:
+    """Text whose characters beyond 16 bits JSON wrote as two halves (``"\\ud83d\\ude00"``), with them as one each."""
+    if isinstance(value, list):
+        return [_joined(one) for one in value]
+    if not isinstance(value, str) or value.isprintable() or value.isascii():
+        return value
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

@@ -1,0 +1,129 @@
+"""References within a YAML file (OmegaConf's ``${a.b}``), put in place.
+
+Each value is worked out once, the values that it refers to before it. So a circle is found on the way, and a text that
+grows (each of fifty keys holding the next one twice) is measured before it is built.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from octavo.config.document import Document, Path, scalar
+from octavo.config.problems import ConfigError, Place, Problem, dotted
+from octavo.importers.source.keys import flat
+
+#: the innermost reference of a text
+WITHIN = re.compile(r"\$\{([^${}]*)\}")
+_SIGNS = re.compile(r"\$\{|\}")
+#: keys that refer to each other in a row; characters of one value, and of all values together
+_MOST_STEPS, _MOST_OF_ONE, _MOST_OF_ALL = 64, 1 << 16, 1 << 22
+_FIX = "write the value out"
+
+
+class Resolved(NamedTuple):
+    """``value``: with what it refers to in place; ``refers``: names in the text as it was written; ``open``: names that
+    stay, since only a running process there knows them (``${act:gelu}``) or no key of the file is called so."""
+
+    value: Any
+    refers: tuple[str, ...]
+    open: tuple[str, ...]
+
+
+def resolve(document: Document) -> dict[Path, Resolved]:
+    """The leaves of a document. Raises ConfigError for circles, and for values that grow beyond a bound."""
+    resolver = _Resolver(document)
+    return {
+        path: Resolved(value := resolver.value(path), _names(written), _names(value))
+        for path, written in resolver.leaves.items()
+    }
+
+
+def place_of(document: Document, path: Path) -> Place:
+    """Where a value stands in the file; of one that an alias brought, where its mapping does."""
+    while path and path not in document.places:
+        path = path[:-1]
+    return document.places[path]
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [value]
+    return tuple(found[1] for text in texts if isinstance(text, str) for found in WITHIN.finditer(text))
+
+
+class _Resolver:
+    def __init__(self, document: Document) -> None:
+        self.document, self.root = document, document.value
+        self.leaves: dict[Path, Any] = {path: value for path, value in flat(document.value) if path}
+        self.values: dict[Path, Any] = {}
+        self.chain: dict[Path, None] = {}  # keys whose values are being worked out, the outermost first
+        self.characters = 0
+
+    def value(self, path: Path) -> Any:
+        if path not in self.values:
+            if path in self.chain or len(self.chain) == _MOST_STEPS:
+                raise self.refused(path)
+            self.chain[path] = None
+            written = self.leaves[path]
+            whole = written if isinstance(written, list) else [written]
+            values = [self.text(one, path) if isinstance(one, str) and "${" in one else one for one in whole]
+            self.values[path] = values if isinstance(written, list) else values[0]
+            del self.chain[path]
+        return self.values[path]
+
+    def refused(self, path: Path) -> ConfigError:
+        """The error of a circle, or of a chain that is too long, at the key where it begins."""
+        chain = [*self.chain]
+        if path in self.chain:
+            chain = [*chain[chain.index(path) :], path]
+            found = "refers to itself"
+        else:
+            found = f"refers to itself, or through more than {_MOST_STEPS} others"
+        names = [dotted(key) for key in chain]
+        shown = " -> ".join([*names[:4], *(["..."] if len(names) > 5 else []), *names[4:][-1:]])
+        return self.problem(chain[0], f"{self.leaves[chain[0]]!r:.60} {found}: {shown}")
+
+    def problem(self, path: Path, found: str) -> ConfigError:
+        return ConfigError([Problem(place_of(self.document, path), dotted(path), found, _FIX)])
+
+    def text(self, written: str, path: Path) -> Any:
+        """A text with its references in place, the inner ones first; one that is a reference and nothing else takes
+        the type of what it refers to."""
+        parts: list[list[str]] = [[]]  # of the text, and of each reference that is begun and not ended
+        at = size = 0
+        for sign in _SIGNS.finditer(written):
+            parts[-1].append(written[at : sign.start()])
+            at = sign.end()
+            if sign[0] == "${":
+                parts.append([])
+                continue
+            if len(parts) == 1:  # a bracket that no reference began
+                parts[0].append("}")
+                continue
+            inside = "".join(parts.pop())
+            known, value = self.look(inside, path)
+            if known and len(parts) == 1 and at == len(written) and not "".join(parts[0]):
+                return value
+            put = str(value) if known and not isinstance(value, list) else f"${{{inside}}}"
+            size += len(put)
+            self.characters += len(put)
+            if size > _MOST_OF_ONE or self.characters > _MOST_OF_ALL:
+                raise self.problem(path, f"{written!r:.60} becomes a text of over {size:,} characters")
+            parts[-1].append(put)
+        parts[-1].append(written[at:])
+        return "${".join("".join(part) for part in parts)
+
+    def look(self, inside: str, path: Path) -> tuple[bool, Any]:
+        """(whether it is known, its value) of one reference that stands at ``path``."""
+        if inside.startswith("oc.env:"):
+            _, comma, usual = inside.partition(",")
+            return bool(comma), scalar(usual) if comma else None
+        name = inside.lstrip(".")
+        if ":" in inside or not name:
+            return False, None
+        # one dot more is one section further out, from the key that holds the reference
+        up = len(inside) - len(name)
+        keys: Path = (*(path[:-up] if up else ()), *name.split("."))
+        if keys in self.leaves:
+            return True, self.value(keys)
+        return False, None
