@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.config import Component, Config, Fp8Section, Rule
-from octavo.config.words import COMPONENTS
+from octavo.config.sections.names import COMPONENTS
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
 from octavo.report.savings import HEAD, Switch, changing, switches

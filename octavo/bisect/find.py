@@ -26,7 +26,7 @@ from octavo.bisect.page import document, write
 from octavo.bisect.search import Diffuse, smallest
 from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
 from octavo.config import Config, to_yaml
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
 from octavo.report.reuse import same_files

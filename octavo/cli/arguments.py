@@ -16,9 +16,9 @@ from octavo.base import encryption, environment, hub, target_folder
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
-from octavo.config.problems import named
-from octavo.config.texts import is_url
-from octavo.config.words import Format, RecipeName, one_word
+from octavo.config.sections.names import Format, RecipeName, one_word
+from octavo.config.sections.text_types import is_url
+from octavo.config.yaml.problems import named
 
 #: command -> arguments that name what it writes
 TARGETS = {

@@ -22,9 +22,9 @@ from typing import Any
 from octavo.base import target_folder
 from octavo.cli import arguments, launch, terminal
 from octavo.config import RECIPES, Config, override
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.problems import nearest
-from octavo.config.words import one_word
+from octavo.config.sections.names import one_word
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.yaml.problems import nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

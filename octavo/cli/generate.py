@@ -24,8 +24,8 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
-from octavo.config.video import FRAMES_A_SECOND, frames_a_second
-from octavo.config.words import one_word
+from octavo.config.sections.names import one_word
+from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
 
 PLACE, VIDEO = "<image>", "<video>"  # as rows of training data write them
 FROZEN = ("rowwise", "blockwise", "tensorwise", "off")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
-from octavo.config.words import RECIPES
+from octavo.config.sections.names import RECIPES
 
 if TYPE_CHECKING:
     from octavo.importers import Translation
@@ -117,7 +117,7 @@ def _variables(words: list[str]) -> dict[str, str]:
 
 def _show(made: Translation, out: Path) -> None:
     from octavo import importers
-    from octavo.config.problems import brief
+    from octavo.config.yaml.problems import brief
 
     print(f"{made.sources} ({made.framework}) -> {out}, {made.report.name}")
     for kind, heading in importers.HEADINGS.items():

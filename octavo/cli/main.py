@@ -212,7 +212,7 @@ def _sentence(error: Exception) -> str | None:
 
 def _is_config_error(error: Exception) -> bool:
     from octavo.cli.arguments import UsageError
-    from octavo.config.problems import ConfigError
+    from octavo.config.yaml.problems import ConfigError
 
     return isinstance(error, (ConfigError, UsageError))
 

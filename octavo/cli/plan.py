@@ -29,8 +29,8 @@ from typing import Any
 
 from octavo.cli import arguments, terminal
 from octavo.config import load_config
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.problems import named, nearest
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.yaml.problems import named, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,13 +5,20 @@ No torch is imported here, so a wrong file is answered at once, with every probl
 
 from octavo.config.export import SCHEMA_FILE, json_schema, schema_text, to_yaml
 from octavo.config.load import load_config, load_config_text, override
-from octavo.config.model import LoadInFp8Section, ModelSection
-from octavo.config.precision import Component, Fp8Section, Rule
-from octavo.config.problems import ConfigError, Place, Problem
 from octavo.config.schema import Config
-from octavo.config.sections import DataSection, Dataset, LoraSection, OptimizerSection, ParallelSection, TrainSection
-from octavo.config.whole import RunSection
-from octavo.config.words import COMPONENTS, RECIPES
+from octavo.config.sections.all_sections import RunSection
+from octavo.config.sections.fp8 import Component, Fp8Section, Rule
+from octavo.config.sections.model import LoadInFp8Section, ModelSection
+from octavo.config.sections.names import COMPONENTS, RECIPES
+from octavo.config.sections.train import (
+    DataSection,
+    Dataset,
+    LoraSection,
+    OptimizerSection,
+    ParallelSection,
+    TrainSection,
+)
+from octavo.config.yaml.problems import ConfigError, Place, Problem
 
 __all__ = [
     "COMPONENTS",

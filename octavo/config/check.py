@@ -11,13 +11,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from octavo.config import rules
-from octavo.config.document import Path, scalar
 from octavo.config.merge import Tree
-from octavo.config.model import AttentionSection, Kernel
-from octavo.config.problems import MOST_TOLD, ConfigError, Place, Problem, dotted, named, nearest
+from octavo.config.rules import general
 from octavo.config.schema import Config
-from octavo.config.words import RECIPES
+from octavo.config.sections.model import AttentionSection, Kernel
+from octavo.config.sections.names import RECIPES
+from octavo.config.yaml.document import Path, scalar
+from octavo.config.yaml.problems import MOST_TOLD, ConfigError, Place, Problem, dotted, named, nearest
 
 #: names from other trainers' files, and where they live here
 ELSEWHERE = {
@@ -65,8 +65,8 @@ def to_config(tree: Tree) -> Config:
         config = None if more else _repaired(tree.value, bad)
     if config is not None:
         lost = any(problem.key == "extends" for problem in problems)
-        for finding in rules.check(config):
-            if lost and finding.found == rules.ABSENT:  # what is extended would have brought it
+        for finding in general.check(config):
+            if lost and finding.found == general.ABSENT:  # what is extended would have brought it
                 continue
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))

@@ -15,9 +15,9 @@ from typing import Any
 
 from octavo.base.hub import is_name
 from octavo.base.safe_read import Unreadable, decode, read_bytes
-from octavo.config.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
-from octavo.config.problems import Place, Problem, dotted, named, nearest
-from octavo.config.texts import is_reward_path, is_url, not_a_path
+from octavo.config.sections.text_types import is_reward_path, is_url, not_a_path
+from octavo.config.yaml.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
+from octavo.config.yaml.problems import Place, Problem, dotted, named, nearest
 
 #: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
 MOST_FILES = 100

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.rules_lora import runs_fp8
-from octavo.config.whole import Sections
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.rules.lora import runs_fp8
+from octavo.config.sections.all_sections import Sections
 
 KEY = "run.check_every"
 

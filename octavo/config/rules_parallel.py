@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.whole import Sections
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.rl import BEYOND_SFT
 
 
 def rules(config: Sections) -> Iterator[Finding]:

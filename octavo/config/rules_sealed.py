@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.sections import DataSection, Dataset
-from octavo.config.whole import Sections
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.train import DataSection, Dataset
 
 _MADE = (
     *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),

@@ -1,4 +1,4 @@
-"""``Config``: all sections of a run (:mod:`octavo.config.sections`) with the rules over them kept (``rules``)."""
+"""``Config``: all sections of a run (:mod:`octavo.config.sections.train`) with the rules over them kept (``rules``)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
-from octavo.config.model import for_foundation
-from octavo.config.rules import check
-from octavo.config.whole import Sections
-from octavo.config.words import COMPONENTS, USUAL, FrozenName, frozen_word
+from octavo.config.rules.general import check
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.model import for_foundation
+from octavo.config.sections.names import COMPONENTS, USUAL, FrozenName, frozen_word
 
 
 class Config(Sections):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octavo.base import accelerator
 from octavo.base.hub import is_name
-from octavo.config.texts import is_url
-from octavo.config.video import VideoSection
+from octavo.config.sections.text_types import is_url
+from octavo.config.sections.video import VideoSection
 from octavo.data import digits, text
 from octavo.data.cache import Say, default_folder, files_of, quiet
 from octavo.data.clips import as_video

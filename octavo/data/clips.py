@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from octavo.config.video import FRAMES_A_SECOND, frames_a_second
+from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
 from octavo.data.errors import RowProblem, shown
 from octavo.data.images import locate
 from octavo.data.inline import Inline

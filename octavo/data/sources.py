@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.base.hub import is_name
-from octavo.config.texts import is_url
+from octavo.config.sections.text_types import is_url
 from octavo.data import json_columns
 from octavo.data.cache import Say, default_folder, quiet
 from octavo.data.conversations import ROLES, naming

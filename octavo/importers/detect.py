@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from types import ModuleType
 
-from octavo.config.problems import brief, nearest
+from octavo.config.yaml.problems import brief, nearest
 from octavo.importers.frameworks import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
 from octavo.importers.source.files import KEYS
 from octavo.importers.source.keys import Foreign, TranslateError

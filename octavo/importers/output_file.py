@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import ConfigError, Problem, load_config_text
-from octavo.config.document import scalar
-from octavo.config.problems import brief
-from octavo.config.whole import Sections
+from octavo.config.sections.all_sections import Sections
+from octavo.config.yaml.document import scalar
+from octavo.config.yaml.problems import brief
 from octavo.importers.common.key_outcomes import Setting
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./~@+-][A-Za-z0-9_./~@+ -]*")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.base.safe_read import printable
-from octavo.config.problems import brief
+from octavo.config.yaml.problems import brief
 from octavo.importers.common.key_outcomes import HEADINGS, Kind, Row
 from octavo.importers.output_file import shown
 from octavo.importers.translation import Translation

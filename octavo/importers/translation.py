@@ -9,7 +9,7 @@ from pathlib import Path
 
 from octavo.base.safe_read import printable
 from octavo.config import Problem
-from octavo.config.problems import Place
+from octavo.config.yaml.problems import Place
 from octavo.importers import detect, output_file
 from octavo.importers import lost_keys as lost
 from octavo.importers.common.draft import Draft

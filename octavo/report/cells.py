@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import COMPONENTS, Component, Config, Rule
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.problems import nearest
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.yaml.problems import nearest
 from octavo.report import runs
 from octavo.report.claims import LOSS_MARGIN, decide
 from octavo.report.factorial import NONE, Cell, Effect, effects, subsets

@@ -28,7 +28,7 @@ from typing import Any
 
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.claims import HeldOut
 from octavo.report.design import Design, design
 from octavo.report.judge import Verdict, judge

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from octavo.config import Config
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report import cells, claims, factorial, held_out, outcomes, runs
 from octavo.report.claims import LEAST_FORK, LOSS_MARGIN, Interval, Judged
 from octavo.report.power import Estimate, spread_of

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report import claims
 from octavo.report.claims import Interval
 from octavo.report.rundir import RunRecord, common

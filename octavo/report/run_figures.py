@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report import outcomes
 from octavo.report.figures import PALETTE, smooth, window_for
 from octavo.report.history import History

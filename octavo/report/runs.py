@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
-from octavo.config.model import FITTING
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.model import FITTING
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.claims import LEAST_FORK
 from octavo.report.rundir import ReportError
 from octavo.report.savings import ablation, storable, without

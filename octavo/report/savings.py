@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.config import Config
-from octavo.config.model import LoadInFp8Section
-from octavo.config.sections import RecomputeSection
-from octavo.config.words import COMPONENTS, one_word
+from octavo.config.sections.model import LoadInFp8Section
+from octavo.config.sections.names import COMPONENTS, one_word
+from octavo.config.sections.train import RecomputeSection
 
 HEAD = "lm_head in FP8"
 

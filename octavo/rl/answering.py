@@ -10,7 +10,7 @@ from torch import nn
 
 from octavo import data, generation
 from octavo.config import Config
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.parallel import World
 from octavo.rl.reinforcing import rewards_of
 from octavo.rl.rolling import held_out

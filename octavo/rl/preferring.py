@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo import data
 from octavo.config import Config
-from octavo.config.phases import OPTIONS, PreferenceSection
+from octavo.config.sections.rl import OPTIONS, PreferenceSection
 from octavo.rl.algorithms import PREFERENCES, Preference
 from octavo.rl.figures import Figures, add_up, whole
 from octavo.rl.kept import Computed, Kept, kept_for

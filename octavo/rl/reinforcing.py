@@ -12,7 +12,7 @@ from typing import Any
 from octavo import data, fp8, generation
 from octavo.base import accelerator, safe_read
 from octavo.config import Config
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.models.folder import at
 from octavo.rl.faults import Faults
 from octavo.rl.figures import TRL_NAMES

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from octavo import data, fp8
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.generation import Completion, Engine, Sampling
 from octavo.parallel import World
 from octavo.rl.experience import Rollout, prompt_of

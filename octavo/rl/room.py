@@ -8,7 +8,7 @@ import torch
 
 from octavo import generation
 from octavo.base import accelerator
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.generation import Engine, Prompt, Sampling
 from octavo.train import TrainError
 from octavo.train.memory_plan import gb

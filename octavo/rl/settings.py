@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from octavo.config import Config
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.generation import Sampling
 from octavo.rl.algorithms import ALGORITHMS, Algorithm, Values
 from octavo.rl.corrections import Correction

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from octavo import data, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config, override
-from octavo.config.model import FITTING
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.model import FITTING
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import full, master_of, plain
 from octavo.models.quantization import read_quantization
 from octavo.parallel import World

@@ -23,7 +23,7 @@ from octavo import checkpoint, data, fp8, models, parallel
 from octavo.base import accelerator, environment, hub
 from octavo.checkpoint.files import read_state
 from octavo.config import Config
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
 from octavo.models.folder import check_companions

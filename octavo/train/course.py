@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo import fp8
 from octavo.config import Config
-from octavo.config.adapting import AdaptSection
+from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Decision, Judge, Limits, Place, climbed, decide, ladders, wanted, work_of
 from octavo.parallel import World
 

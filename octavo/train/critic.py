@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo import adapters, models
 from octavo.config import Config
-from octavo.config.phases import WITH_CRITIC
+from octavo.config.sections.rl import WITH_CRITIC
 from octavo.train.errors import TrainError
 from octavo.train.forward import model_dtype
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo import data
 from octavo.config import Config
-from octavo.config.texts import is_url
+from octavo.config.sections.text_types import is_url
 from octavo.models.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 

@@ -17,7 +17,7 @@ from torch import nn
 from octavo import fp8, models, parallel
 from octavo.base import accelerator
 from octavo.config import Config, Rule
-from octavo.config.words import COMPONENTS
+from octavo.config.sections.names import COMPONENTS
 from octavo.parallel import ulysses_of
 from octavo.train import base, routing, sharing
 from octavo.train.errors import TrainError

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo import data, models
 from octavo.config import Config
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.train.errors import TrainError
 
 MICRO_BATCHES = 8  # that are looked at

@@ -17,8 +17,8 @@ from octavo.bench import SUITES
 from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main
 from octavo.config import Config, load_config_text, override
-from octavo.config.phases import PreferenceSection, RlSection
-from octavo.config.sections import LoraSection
+from octavo.config.sections.rl import PreferenceSection, RlSection
+from octavo.config.sections.train import LoraSection
 from octavo.models import shapes, tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.config import ConfigError, load_config, load_config_text
-from octavo.config.problems import nearest
+from octavo.config.yaml.problems import nearest
 
 BASE = """model: {path: ./m}
 data: {train: [{path: a.json}]}

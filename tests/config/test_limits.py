@@ -6,7 +6,7 @@ import pytest
 
 from octavo.config import ConfigError, json_schema, load_config, load_config_text
 from octavo.config.check import Config
-from octavo.config.problems import MOST_TOLD
+from octavo.config.yaml.problems import MOST_TOLD
 
 BASE = """model: {path: ./m}
 data: {train: [{path: a.json}]}

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.config import Config, ConfigError, load_config, load_config_text, override, to_yaml
-from octavo.config.document import scalar
-from octavo.config.rules_lora import recipe_of
-from octavo.config.words import COMPONENTS
+from octavo.config.rules.lora import recipe_of
+from octavo.config.sections.names import COMPONENTS
+from octavo.config.yaml.document import scalar
 
 BASE = """
 model: {path: ./m}

@@ -16,8 +16,8 @@ from octavo.config import (
     override,
     to_yaml,
 )
-from octavo.config.model import LoadInFp8Section
-from octavo.config.sections import DataSection, LoraSection, TrainSection
+from octavo.config.sections.model import LoadInFp8Section
+from octavo.config.sections.train import DataSection, LoraSection, TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.measuring.machine import Machine
 from octavo.models import chat
 from tests.fuzz import mutate

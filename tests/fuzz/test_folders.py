@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from octavo import adapters, checkpoint, models
-from octavo.config.sections import LoraSection
+from octavo.config.sections.train import LoraSection
 from octavo.report import rundir
 from tests.checkpoint import folders
 from tests.fuzz import mutate

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config import ConfigError
-from octavo.config.document import read_text
+from octavo.config.yaml.document import read_text
 from octavo.importers import TranslateError, markdown, plain, translate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command

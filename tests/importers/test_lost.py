@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.config.problems import Place
+from octavo.config.yaml.problems import Place
 from octavo.importers import FRAMEWORKS, lost_keys, translate
 from octavo.importers.common.key_outcomes import Row
 from octavo.importers.source.keys import Given

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Phimoe
 
 from octavo import adapters, models, rl
 from octavo.config import Config
-from octavo.config.sections import LoraSection
+from octavo.config.sections.train import LoraSection
 from octavo.train import build, planning
 from octavo.train.rundir import read_rows
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
-from octavo.config.phases import OPTIONS
+from octavo.config.sections.rl import OPTIONS
 from octavo.rl.algorithms import PREFERENCES
 from octavo.train.rundir import read_rows
 from tests.train.conftest import at

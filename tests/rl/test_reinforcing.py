@@ -17,8 +17,8 @@ from rich.console import Console
 
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
-from octavo.config.phases import OF_CRITIC, WITH_CRITIC, WITH_KL, RlSection
-from octavo.config.rules_phases import BUILT_IN
+from octavo.config.rules.phases import BUILT_IN
+from octavo.config.sections.rl import OF_CRITIC, WITH_CRITIC, WITH_KL, RlSection
 from octavo.data import DataError
 from octavo.generation import GenerationError
 from octavo.rl.advantages import ADVANTAGES

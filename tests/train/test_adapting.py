@@ -16,7 +16,7 @@ import pytest
 from octavo import fp8, train
 from octavo.cli.main import main
 from octavo.config import Config, ConfigError, load_config_text, override, to_yaml
-from octavo.config.adapting import AdaptSection
+from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Limits
 from octavo.models import tiny
 from octavo.report import run_page, verdict

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 import octavo
 from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
-from octavo.config.texts import FilePath
+from octavo.config.sections.text_types import FilePath
 from octavo.train.rank_facts import LOCAL, PLACES, rank_facts
 from tests import ranks
 

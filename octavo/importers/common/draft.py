@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from octavo.base import safe_read
 from octavo.base.hub import is_name
-from octavo.config.problems import ConfigError, Place, Problem, named, nearest
-from octavo.config.texts import is_url
+from octavo.config.sections.text_types import is_url
+from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.source.keys import Foreign, Given, TranslateError
 from octavo.importers.source.root_folder import Folder

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from octavo.base import safe_read
 from octavo.base.safe_read import printable
-from octavo.config.document import Document, read_text
-from octavo.config.problems import ConfigError, Place, Problem, brief, dotted
+from octavo.config.yaml.document import Document, read_text
+from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dotted
 from octavo.importers.shell import script as shell
 from octavo.importers.source import training_command, yaml_references
 from octavo.importers.source.keys import Foreign, Given, TranslateError

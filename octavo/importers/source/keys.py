@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.config.problems import Place
+from octavo.config.yaml.problems import Place
 
 
 class TranslateError(ValueError):

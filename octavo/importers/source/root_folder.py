@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
-from octavo.config.texts import not_a_path
+from octavo.config.sections.text_types import not_a_path
 from octavo.importers.source.keys import TranslateError
 
 #: bytes of a file that a configuration names

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from octavo.config.document import scalar
-from octavo.config.problems import Place
+from octavo.config.yaml.document import scalar
+from octavo.config.yaml.problems import Place
 from octavo.importers.shell.script import Command, Script, Word
 from octavo.importers.source.keys import Given, TranslateError
 

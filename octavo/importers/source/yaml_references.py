@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from octavo.config.document import Document, Path, scalar
-from octavo.config.problems import ConfigError, Place, Problem, dotted
+from octavo.config.yaml.document import Document, Path, scalar
+from octavo.config.yaml.problems import ConfigError, Place, Problem, dotted
 from octavo.importers.source.keys import flat
 
 #: the innermost reference of a text

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.safe_read import read_json, read_text
-from octavo.config.document import read_text as parse
-from octavo.config.problems import nearest
+from octavo.config.yaml.document import read_text as parse
+from octavo.config.yaml.problems import nearest
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import Card
 

@@ -29,7 +29,7 @@ from octavo.base import accelerator, safe_read
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.files import read_state
 from octavo.config import Config, load_config, override
-from octavo.config.model import FITTING
+from octavo.config.sections.model import FITTING
 from octavo.models.folder import pickles, read_json
 from octavo.models.quantization import Quantization, read_quantization
 from octavo.train import base as bases

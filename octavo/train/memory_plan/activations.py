@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import adapters, fp8, models
 from octavo.config import Config
-from octavo.config.phases import BEYOND_SFT
+from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
 from octavo.train import base, build, critic, losses, routing

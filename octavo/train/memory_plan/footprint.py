@@ -31,8 +31,8 @@ from octavo import fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.base import accelerator
 from octavo.config import COMPONENTS, Config
-from octavo.config.rules import check
-from octavo.config.sections import RecomputeSection
+from octavo.config.rules.general import check
+from octavo.config.sections.train import RecomputeSection
 from octavo.fp8.planning import blocks_of, saving_of
 from octavo.parallel import Layout
 from octavo.train import base, planning

@@ -18,7 +18,7 @@ import torch
 
 from octavo import fp8, generation, models
 from octavo.config import Config
-from octavo.config.phases import RlSection
+from octavo.config.sections.rl import RlSection
 from octavo.train import base
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states

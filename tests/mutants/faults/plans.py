@@ -369,13 +369,13 @@ area(
 area(
     "configuration",
     (
-        "config-batches", "config/rules.py",
+        "config-batches", "config/rules/general.py",
         "train.global_batch % train.micro_batch:", "train.global_batch < train.micro_batch:",
         "a global batch that is no multiple of the micro-batch is taken",
         "config/test_errors.py",
     ),
     (
-        "config-warmup", "config/rules.py",
+        "config-warmup", "config/rules/general.py",
         "train.warmup >= train.steps:", "train.warmup > train.steps:",
         "a warmup as long as the run is taken",
         "config/test_errors.py",
@@ -394,7 +394,7 @@ area(
         "config/test_load.py",
     ),
     (
-        "config-recipe-against-codes", "config/rules_lora.py",
+        "config-recipe-against-codes", "config/rules/lora.py",
         'if recipe not in (*fitting, "off"):', 'if recipe == "auto":',
         "a recipe that multiplies by other codes than those loaded is taken",
         "config/test_lora.py",

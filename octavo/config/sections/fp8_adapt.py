@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.words import FROM_LIST, Section, one_word
+from octavo.config.sections.names import FROM_LIST, Section, one_word
 
 _Rung = Annotated[Literal["tensorwise", "rowwise", "blockwise", "mxfp8"], BeforeValidator(one_word)]
 

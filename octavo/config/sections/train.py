@@ -2,8 +2,8 @@
 
 These types are the only list of options. The JSON schema for editors, the nearest-name hints and ``octavo schema`` are
 derived from them. Importing this module imports no torch, so a wrong file is answered in a fraction of a second.
-The section of the model is :mod:`octavo.config.model`, that of FP8 :mod:`octavo.config.precision`; rules that need two
-fields at once live in :mod:`octavo.config.rules`.
+The section of the model is :mod:`octavo.config.sections.model`, that of FP8 :mod:`octavo.config.sections.fp8`; rules
+that need two fields at once live in :mod:`octavo.config.rules.general`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from octavo.config.collecting import Gc
-from octavo.config.texts import FilePath, Letters, Text
-from octavo.config.video import VideoSection
-from octavo.config.words import FROM_LIST, Section
+from octavo.config.sections.names import FROM_LIST, Section
+from octavo.config.sections.text_types import FilePath, Letters, Text
+from octavo.config.sections.video import VideoSection
 
 
 class LoraSection(Section):

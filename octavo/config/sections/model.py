@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.texts import FilePath, Text
-from octavo.config.words import COMPONENTS, FROM_LIST, Frozen, FrozenName, Section, Short, frozen_word
+from octavo.config.sections.names import COMPONENTS, FROM_LIST, Frozen, FrozenName, Section, Short, frozen_word
+from octavo.config.sections.text_types import FilePath, Text
 
 #: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
 FITTING: Mapping[str, tuple[Text, ...]] = {

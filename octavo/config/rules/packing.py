@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.sections import DataSection
-from octavo.config.whole import Sections
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.sections.train import DataSection
 
 _PHASES = {
     "preference": "the two answers of a pair are rows of one batch, and what they cost is known only together",

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from octavo.config.words import Section
+from octavo.config.sections.names import Section
 
 MOST_FPS = 1000
 FRAMES_A_SECOND = f"frames a second, a number above 0, at most {MOST_FPS}"

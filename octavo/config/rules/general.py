@@ -6,23 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from octavo.base.hub import is_name
-from octavo.config import (
-    rules_adapt,
-    rules_check,
-    rules_lora,
-    rules_packing,
-    rules_parallel,
-    rules_phases,
-    rules_sealed,
-)
-from octavo.config.findings import Finding, finding, glob_problem
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.precision import Component, Fp8Section, Head, Rule
-from octavo.config.problems import named, nearest
-from octavo.config.rules_lora import PARTS
-from octavo.config.texts import is_url
-from octavo.config.whole import Sections
-from octavo.config.words import COMPONENTS
+from octavo.config import rules_check, rules_parallel, rules_sealed
+from octavo.config.rules import adaptive, lora, packing, phases
+from octavo.config.rules.findings import Finding, finding, glob_problem
+from octavo.config.rules.lora import PARTS
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.fp8 import Component, Fp8Section, Head, Rule
+from octavo.config.sections.names import COMPONENTS
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.config.sections.text_types import is_url
+from octavo.config.yaml.problems import named, nearest
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")
@@ -33,7 +26,7 @@ _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
 
 def check(config: Sections) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    others = (rules_lora, rules_phases, rules_packing, rules_parallel, rules_adapt, rules_check, rules_sealed)
+    others = (lora, phases, packing, rules_parallel, adaptive, rules_check, rules_sealed)
     parts = (_model, _fp8, *(other.rules for other in others), _data, _train, _memory, _run)
     return [finding for part in parts for finding in part(config)]
 
@@ -263,7 +256,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         return
     ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
-    on = [name for name in COMPONENTS if ruled or rules_lora.recipe_of(fp8, name) != "off"]
+    on = [name for name in COMPONENTS if ruled or lora.recipe_of(fp8, name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
             found = "has no effect where the recipe is off"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from octavo.config.document import Path
+from octavo.config.yaml.document import Path
 
 
 @dataclass(frozen=True)

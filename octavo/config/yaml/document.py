@@ -17,7 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from octavo.config.problems import Place, Problem, dotted
+from octavo.config.yaml.problems import Place, Problem, dotted
 
 Path = tuple[str | int, ...]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT
-from octavo.config.rules_lora import runs_fp8
-from octavo.config.whole import Sections
-from octavo.config.words import COMPONENTS
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.rules.lora import runs_fp8
+from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.names import COMPONENTS
+from octavo.config.sections.rl import BEYOND_SFT
 
 ADAPT = "fp8.adapt"
 

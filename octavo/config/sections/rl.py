@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.texts import FilePath, Letters, Text
-from octavo.config.words import FROM_LIST, Frozen, Section
+from octavo.config.sections.names import FROM_LIST, Frozen, Section
+from octavo.config.sections.text_types import FilePath, Letters, Text
 
 #: phases that learn from what the model is compared with or rewarded for, not from given answers alone
 BEYOND_SFT = ("rl", "preference")

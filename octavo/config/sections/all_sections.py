@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from octavo.config.model import ModelSection
-from octavo.config.phases import PreferenceSection, RlSection
-from octavo.config.precision import Fp8Section
-from octavo.config.sections import DataSection, LoraSection, OptimizerSection, ParallelSection, TrainSection
-from octavo.config.texts import FilePath
-from octavo.config.words import FROM_LIST, Section
+from octavo.config.sections.fp8 import Fp8Section
+from octavo.config.sections.model import ModelSection
+from octavo.config.sections.names import FROM_LIST, Section
+from octavo.config.sections.rl import PreferenceSection, RlSection
+from octavo.config.sections.text_types import FilePath
+from octavo.config.sections.train import DataSection, LoraSection, OptimizerSection, ParallelSection, TrainSection
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
 

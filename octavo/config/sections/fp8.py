@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer
 
-from octavo.config.adapting import Adapt
-from octavo.config.texts import FilePath, Text
-from octavo.config.words import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
+from octavo.config.sections.fp8_adapt import Adapt
+from octavo.config.sections.names import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
+from octavo.config.sections.text_types import FilePath, Text
 
 
 class Component(Section):

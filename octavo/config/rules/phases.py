@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.config.findings import Finding, finding
-from octavo.config.phases import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
-from octavo.config.sections import OptimizerSection, TrainSection
-from octavo.config.texts import is_reward_path
-from octavo.config.whole import RunSection, Sections
-from octavo.config.words import Section
+from octavo.config.rules.findings import Finding, finding
+from octavo.config.sections.all_sections import RunSection, Sections
+from octavo.config.sections.names import Section
+from octavo.config.sections.rl import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections.text_types import is_reward_path
+from octavo.config.sections.train import OptimizerSection, TrainSection
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")

@@ -1,0 +1,1 @@
+"""What must hold between keys of several sections."""
