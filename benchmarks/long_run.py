@@ -22,12 +22,12 @@ from octavo.bench import record
 from octavo.config import Config, load_config_text
 from octavo.data import digits
 from octavo.models import tiny
-from octavo.report import figures
-from octavo.report.judge import Run
-from octavo.report.reuse import finished
-from octavo.report.rundir import RunRecord, read
-from octavo.report.runs import high_precision
-from octavo.report.side_by_side import train_together
+from octavo.report.evidence.run_reader import RunRecord, read
+from octavo.report.run import plots
+from octavo.report.trial.judge import Run
+from octavo.report.trial.parallel_runs import train_together
+from octavo.report.trial.reuse import finished
+from octavo.report.trial.runs import high_precision
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GREYS = ("base", "noise", "kind-5")
@@ -87,7 +87,7 @@ def figures_of(runs: list[Run], records: list[RunRecord]) -> dict:
 def draw(runs: list[Run], records: list[RunRecord], path: Path) -> None:
     """The loss curves of all runs: high precision in greys, FP8 in colours."""
     curves = [
-        figures.Curve(
+        plots.Curve(
             run.label,
             "noise" if run.kind == "reference" else "fp8",
             GREYS[run.cfg.run.seed % 3] if run.kind == "reference" else f"fp8-{run.cfg.run.seed % 5}",
@@ -96,8 +96,8 @@ def draw(runs: list[Run], records: list[RunRecord], path: Path) -> None:
         )
         for run, made in zip(runs, records, strict=True)
     ]  # fmt: skip
-    with matplotlib.rc_context(figures.STYLE):
-        figures.save(figures.loss_figure(curves), path)
+    with matplotlib.rc_context(plots.STYLE):
+        plots.save(plots.loss_figure(curves), path)
 
 
 def main() -> None:

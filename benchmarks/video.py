@@ -18,11 +18,11 @@ from octavo.bench import record
 from octavo.config import load_config
 from octavo.data import clips_of_digits
 from octavo.models import tiny
-from octavo.report.judge import Run
-from octavo.report.reuse import finished
-from octavo.report.rundir import read
-from octavo.report.runs import high_precision
-from octavo.report.side_by_side import train_together
+from octavo.report.evidence.run_reader import read
+from octavo.report.trial.judge import Run
+from octavo.report.trial.parallel_runs import train_together
+from octavo.report.trial.reuse import finished
+from octavo.report.trial.runs import high_precision
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

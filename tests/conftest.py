@@ -131,7 +131,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands and trials whose runs draw no pages, a second each. These are for report/test_run_page.py, and that runs
     write them for train/test_watchers.py and cli/test_commands.py."""
-    from octavo.report import run_page
+    from octavo.report.run import run_page
 
     monkeypatch.setattr(run_page, "write", lambda *given: None)
 

@@ -10,12 +10,12 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from octavo.report.figures import PALETTE, STYLE
+from octavo.report.run.plots import PALETTE, STYLE
 
 
 def draw(growth: Mapping[str, Any], title: str, bar: float, path: Path) -> None:
     """`growth`: recipe -> steps after the fork, and the gaps of all forks at each; `bar`: the gap that is allowed."""
-    from octavo.report.claims import mean_gap
+    from octavo.report.evidence.claims import mean_gap
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.6), layout="constrained")

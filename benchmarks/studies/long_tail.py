@@ -29,7 +29,7 @@ from pretraining import RECIPES, STEPS
 from study import Design, Outcomes, Study, gap, pooled, row
 from units import Unit, bare
 
-from octavo.report.figures import PALETTE, STYLE
+from octavo.report.run.plots import PALETTE, STYLE
 
 SEEDS, DEPTH, LENGTH = 3, 400, 100
 KINDS = ("residual", "product")

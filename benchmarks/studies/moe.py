@@ -108,7 +108,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
 
 def _routed(what: str, found: list[Any]) -> dict[str, Any]:
     """Means over seeds with Student's intervals."""
-    from octavo.report.claims import mean_gap
+    from octavo.report.evidence.claims import mean_gap
 
     line: dict[str, Any] = {"what": what, "units": len(found)}
     for figure in ("flips", "load_moved"):

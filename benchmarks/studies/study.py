@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from units import Outcome, Unit
 
-from octavo.report import claims, power
+from octavo.report.evidence import claims, power
 
 Outcomes = Mapping[str, Outcome]
 

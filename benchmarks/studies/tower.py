@@ -18,8 +18,8 @@ from study import Design, Outcomes, Study, row
 from units import Outcome, Unit, bare
 
 from octavo.config import Config, load_config_text
-from octavo.report.factorial import contrast
-from octavo.report.figures import PALETTE, STYLE
+from octavo.report.evidence.factorial import contrast
+from octavo.report.run.plots import PALETTE, STYLE
 
 SEEDS, STEPS = 8, 400
 ACCURACY, LOSS = 0.01, 0.05
@@ -63,7 +63,8 @@ def units(home: Path) -> list[Unit]:
 
 
 def effects(cells: Mapping[str, float]) -> dict[str, float]:
-    """The effects of one seed's four cells, as `octavo compare --factorial` takes them (octavo.report.factorial)."""
+    """The effects of one seed's four cells, as `octavo compare --factorial` takes them
+    (octavo.report.evidence.factorial)."""
     figures = {frozenset(_on(cell)): figure for cell, figure in cells.items()}
     named = {"tower": ("tower",), "decoder": ("decoder",), "interaction": tuple(PARTS)}
     return {name: contrast(figures, of) for name, of in named.items()}

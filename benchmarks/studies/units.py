@@ -163,7 +163,7 @@ def _needs(cfg: Config) -> list[Path]:
 
 def _settings(cfg: Config, plant: Sequence[Any]) -> dict[str, Any]:
     """What decides a unit's numbers, without where it lies."""
-    from octavo.report.reuse import comparable
+    from octavo.report.trial.reuse import comparable
 
     return {**comparable(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
 

@@ -14,7 +14,7 @@ from octavo.config import Component, Config, Fp8Section, Rule
 from octavo.config.sections.names import COMPONENTS
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
-from octavo.report.savings import HEAD, Switch, changing, switches
+from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
 from octavo.train import planning
 
 REFERENCE = "reference"  # the backend that is the specification

@@ -29,10 +29,10 @@ from octavo.config import Config, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
-from octavo.report.reuse import same_files
-from octavo.report.rundir import json_of
-from octavo.report.runs import own_recipe
-from octavo.report.savings import storable, switches
+from octavo.report.evidence.run_reader import json_of
+from octavo.report.trial.memory_savings import storable, switches
+from octavo.report.trial.reuse import same_files
+from octavo.report.trial.runs import own_recipe
 from octavo.train import base
 
 FINER = ("rowwise", "blockwise", "mxfp8")  # recipes that are tried in place of one that breaks, the fastest first

@@ -13,7 +13,7 @@ from octavo.base import atomic_write
 from octavo.base.safe_read import finite
 from octavo.bisect.answer import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
 from octavo.config import to_yaml
-from octavo.report import figures, parts
+from octavo.report.run import page_parts, plots
 
 HERE = Path(__file__).parent
 PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
@@ -45,12 +45,12 @@ def write(answer: Answer, directory: Path) -> Path:
     """Write the page and its plots; returns the page's path."""
     curves = curves_of(answer)
     drawings = []
-    with matplotlib.rc_context(figures.STYLE):
+    with matplotlib.rc_context(plots.STYLE):
         if len(curves) > 1:
-            drawings.append(figures.save(figures.loss_figure(curves), directory / "loss.png"))
-            drawings.append(figures.save(figures.gap_figure(curves, answer.bar), directory / "gap.png"))
+            drawings.append(plots.save(plots.loss_figure(curves), directory / "loss.png"))
+            drawings.append(plots.save(plots.gap_figure(curves, answer.bar), directory / "gap.png"))
     page = directory / "bisect.html"
-    text = parts.render(
+    text = page_parts.render(
         "bisect.html.jinja",
         folder=HERE,
         answer=answer,
@@ -66,7 +66,7 @@ def write(answer: Answer, directory: Path) -> Path:
     return page
 
 
-def curves_of(answer: Answer) -> list[figures.Curve]:
+def curves_of(answer: Answer) -> list[plots.Curve]:
     """High precision, the configuration as it is, each smallest set alone, and what works."""
     reference, whole, *asked = answer.lines
     chosen = [("high precision", "base", reference), ("as it is", "fp8-0", whole)]
@@ -78,10 +78,10 @@ def curves_of(answer: Answer) -> list[figures.Curve]:
     return [_curve(*one) for one in chosen if one[2].outcome.losses.size]
 
 
-def _curve(label: str, color: str, line: Line) -> figures.Curve:
+def _curve(label: str, color: str, line: Line) -> plots.Curve:
     losses = line.outcome.losses
     steps = line.outcome.begins + 1 + np.arange(len(losses))
-    return figures.Curve(label, "reference" if color == "base" else "fp8", color, steps, losses)
+    return plots.Curve(label, "reference" if color == "base" else "fp8", color, steps, losses)
 
 
 def _candidate(one: Any) -> dict[str, Any]:

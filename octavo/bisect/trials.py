@@ -21,8 +21,8 @@ from octavo import checkpoint, rl, train
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.fp8 import ProofError
-from octavo.report.reuse import comparable
-from octavo.report.rundir import ReportError, RunRecord, read, read_failed
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed
+from octavo.report.trial.reuse import comparable
 from octavo.train import TrainError
 
 BARE = {

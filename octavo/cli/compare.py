@@ -120,10 +120,11 @@ def factors(text: str | None) -> tuple[str, ...]:
     """The components of a factorial trial, checked before anything heavy is imported."""
     if text is None:
         return ()
-    from octavo.report import ReportError, cells
+    from octavo.report import ReportError
+    from octavo.report.trial import factorial_cells
 
     try:
-        return cells.named([name.strip() for name in text.split(",") if name.strip()])
+        return factorial_cells.named([name.strip() for name in text.split(",") if name.strip()])
     except ReportError as error:
         raise arguments.UsageError(f"--{error}") from error
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         "forks both at two thirds, and asks it. This takes some minutes.", highlight=False,
     )  # fmt: skip
 
-    from octavo.report import demo
+    from octavo.report.trial import demo
 
     verdict = demo.run(args.dir, args.steps, fresh=args.fresh, console=console)
     if args.json:

@@ -51,7 +51,7 @@ def launch(words: Sequence[str], count: int) -> int:
     but the first print on stderr is shown where one fails."""
     from torch.distributed import TCPStore
 
-    from octavo.report.side_by_side import COMMAND  # which ends, saved, where this process is no more
+    from octavo.report.trial.parallel_runs import COMMAND  # which ends, saved, where this process is no more
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

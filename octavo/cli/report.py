@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if lost := [run for run in args.runs if not Path(run).is_dir()]:
         raise UsageError(f"there is no run directory {', '.join(lost)}; name what octavo train wrote (run.dir)")
 
-    from octavo.report import run_page
+    from octavo.report.run import run_page
 
     page, image = run_page.write(run_page.read(args.runs), out)
     print(f"wrote {page}, {image}")

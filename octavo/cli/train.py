@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return launch.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl
-        from octavo.report.live import Page
+        from octavo.report.run.live_page import Page
 
     page, console = Page(), terminal.console(stderr=args.json)
     result = rl.run(cfg, console=console, tell=teller(args.verbose, page.expect), watchers=[page])

@@ -4,10 +4,10 @@
 runs into a ``Verdict``; ``demo.run`` is the whole story on the embedded handwritten digits.
 """
 
-from octavo.report.compare import compare
-from octavo.report.judge import Verdict, judge
-from octavo.report.rundir import LayerHealth, ReportError, RunRecord, read
-from octavo.report.trial import Run, Trial
-from octavo.report.verdict import Check
+from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, read
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.evidence.trust_table import Check
+from octavo.report.trial.compare import compare
+from octavo.report.trial.judge import Verdict, judge
 
 __all__ = ["Check", "LayerHealth", "ReportError", "Run", "RunRecord", "Trial", "Verdict", "compare", "judge", "read"]

@@ -360,7 +360,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
 
 def test_compare_names_the_search_in_a_component_that_costs_too_much(here, monkeypatch, capsys):
     from octavo import report
-    from octavo.report.verdict import FAIL, REPORTED, Check
+    from octavo.report.evidence.trust_table import FAIL, REPORTED, Check
 
     long = "image_encoder x foundation"
     bad = Check("effect_accuracy", "", "foundation", -0.05, "", "", FAIL, "", -0.06, -0.04, 0.01)
@@ -389,7 +389,7 @@ def test_compare_names_the_search_in_a_component_that_costs_too_much(here, monke
 def test_compare_takes_what_the_report_offers():
     """The names handed on above exist: a monkeypatched function would not notice."""
     from octavo import report
-    from octavo.report import demo
+    from octavo.report.trial import demo
 
     assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell", "factorial"} <= set(
         inspect.signature(report.compare).parameters
@@ -398,7 +398,7 @@ def test_compare_takes_what_the_report_offers():
 
 
 def test_demo_hands_on(monkeypatch, capsys):
-    from octavo.report import demo
+    from octavo.report.trial import demo
 
     calls, steps = [], inspect.signature(demo.run).parameters["steps"].default
     monkeypatch.setattr(demo, "run", lambda *args, **more: calls.append((args, more)) or verdict("fail"))

@@ -16,7 +16,7 @@ import torch
 
 from octavo.cli import launch
 from octavo.cli.main import main
-from octavo.report import side_by_side
+from octavo.report.trial import parallel_runs
 from tests import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def program(monkeypatch, tmp_path):
 
     def use(text: str) -> None:
         head = "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\n"
-        monkeypatch.setattr(side_by_side, "COMMAND", f"{head}here = pathlib.Path({str(tmp_path)!r})\n{text}")
+        monkeypatch.setattr(parallel_runs, "COMMAND", f"{head}here = pathlib.Path({str(tmp_path)!r})\n{text}")
 
     return use
 

@@ -56,5 +56,5 @@ def test_a_wheel_of_what_is_tracked_runs_elsewhere(tmp_path):
         done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, done.stderr
     assert (tmp_path / "mine" / "tiny" / "qwen3_text.yaml").is_file()
-    where = [sys.executable, "-c", "import octavo.report.demo as demo; print(demo.__file__)"]
+    where = [sys.executable, "-c", "import octavo.report.trial.demo as demo; print(demo.__file__)"]
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout

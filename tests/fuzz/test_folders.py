@@ -22,7 +22,7 @@ import pytest
 
 from octavo import adapters, checkpoint, models
 from octavo.config.sections.train import LoraSection
-from octavo.report import rundir
+from octavo.report.evidence import run_reader
 from tests.checkpoint import folders
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, command, outcome
@@ -59,7 +59,7 @@ def build(place: Path) -> list[Kind]:
         Kind(codes, load),
         Kind(tiny, load),
         Kind(place / "adapter", (attach,)),
-        Kind(run, (rundir.read,)),
+        Kind(run, (run_reader.read,)),
     ]
 
 

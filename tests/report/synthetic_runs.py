@@ -130,7 +130,7 @@ run: {hf: false}
 def judged(right: float = 0.98, loss: float = 0.1, gemms: int = 0, seed: int = 0, questions: int = 1600) -> Any:
     """Held-out answers, four about each of 400 images: of so many right at random, with losses around ``loss``. Every
     seed gives other answers to the same questions, with the same losses but for their level."""
-    from octavo.report.claims import Judged
+    from octavo.report.evidence.claims import Judged
 
     chance = np.random.default_rng(seed).uniform(size=questions)
     losses = np.random.default_rng(99).uniform(0.5, 1.5, questions) * loss
@@ -144,7 +144,7 @@ def judged(right: float = 0.98, loss: float = 0.1, gemms: int = 0, seed: int = 0
 
 def held(runs: Any, fp8: float = 0.98, drift: float = 0.0, before: float = 3.0) -> Any:
     """What a trial judged: high precision and every FP8 run of ``runs``; ``drift`` moves FP8's loss."""
-    from octavo.report.claims import HeldOut
+    from octavo.report.evidence.claims import HeldOut
 
     found = HeldOut(judged(0.1, before))
     for run in runs:

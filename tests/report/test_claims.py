@@ -11,11 +11,12 @@ import pytest
 from synthetic_runs import GOOD_PROOF, health, held, judged, losses, plan, write_run
 
 from octavo.config import override, to_yaml
-from octavo.report import ReportError, Trial, claims, judge
-from octavo.report.claims import Interval, Judged, decide
-from octavo.report.reuse import finished
-from octavo.report.runs import runs_of
-from octavo.report.verdict import FAIL, PASS, UNDECIDED, UNTRIED, WARN
+from octavo.report import ReportError, Trial, judge
+from octavo.report.evidence import claims
+from octavo.report.evidence.claims import Interval, Judged, decide
+from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, UNTRIED, WARN
+from octavo.report.trial.reuse import finished
+from octavo.report.trial.runs import runs_of
 
 
 def pieces(right: np.ndarray, sources: np.ndarray, loss: np.ndarray | None = None) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
 from octavo.report import ReportError, compare
-from octavo.report.runs import own_recipe, runs_of
+from octavo.report.trial.runs import own_recipe, runs_of
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def trained(monkeypatch, sound_answers):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Plots take a second each; only one test needs them."""
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
 
 
 def test_runs(cfg, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from octavo.report import ReportError, demo
-from octavo.report.demo import Answer, Interview
+from octavo.report import ReportError
+from octavo.report.trial import demo
+from octavo.report.trial.demo import Answer, Interview
 
 
 @pytest.fixture

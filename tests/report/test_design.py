@@ -12,10 +12,12 @@ import pytest
 from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
 
 from octavo.config import override, to_yaml
-from octavo.report import ReportError, claims, compare, design, power
-from octavo.report.power import Estimate
-from octavo.report.runs import runs_of
-from octavo.report.training import FORKS, SEEDS, WEIGHTS
+from octavo.report import ReportError, compare
+from octavo.report.evidence import claims, power
+from octavo.report.evidence.power import Estimate
+from octavo.report.evidence.trial_claims import FORKS, SEEDS, WEIGHTS
+from octavo.report.trial import design
+from octavo.report.trial.runs import runs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GAPS = (0.001, 0.004, -0.002)
@@ -103,7 +105,7 @@ def test_answers_that_were_judged_say_how_sources_scatter(cfg, tmp_path: Path) -
 
 
 def test_what_does_not_scatter_says_nothing(cfg, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.report.design.pair_gaps", lambda sides: [0.0, 0.0])
+    monkeypatch.setattr("octavo.report.trial.design.pair_gaps", lambda sides: [0.0, 0.0])
     played(cfg, tmp_path, seeds=2, forks=0)
     assert not of(design.design(cfg, None, tmp_path, seeds=2))[SEEDS].seen
 
@@ -128,7 +130,7 @@ def test_forks_that_cannot_be_have_no_estimate(cfg, tmp_path: Path) -> None:
 def test_what_was_expected_first_stays_and_stands_beside_what_came(cfg, tmp_path: Path, monkeypatch, sound_answers):
     import octavo.train
 
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
     monkeypatch.setattr(octavo.train, "run", lambda cfg, **_: SimpleNamespace(status="stopped", steps=7))
     with pytest.raises(ReportError, match="was stopped"):
         compare(cfg, None, tmp_path, forks=0, seeds=3)

@@ -15,9 +15,11 @@ from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
 from octavo.config import Component, load_config, load_config_text, override, to_yaml
 from octavo.data import digits
 from octavo.models import tiny
-from octavo.report import ReportError, cells, claims, compare, side_by_side
-from octavo.report.factorial import NONE, Cell, contrast, effects, spread_of_effect, subsets
-from octavo.report.reuse import finished
+from octavo.report import ReportError, compare
+from octavo.report.evidence import claims
+from octavo.report.evidence.factorial import NONE, Cell, contrast, effects, spread_of_effect, subsets
+from octavo.report.trial import factorial_cells, parallel_runs
+from octavo.report.trial.reuse import finished
 
 PARTS = ("image_encoder", "foundation")
 BOTH = "+".join(PARTS)
@@ -96,11 +98,11 @@ def cfg(place: Path) -> Any:
 
 
 def fp8_of(run: Any) -> set[str]:
-    return set(cells.in_fp8(run.cfg))
+    return set(factorial_cells.in_fp8(run.cfg))
 
 
 def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None:
-    found, left_out = cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)
+    found, left_out = factorial_cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)
     assert [(run.name, run.cfg.run.seed, run.factors) for run in found] == [
         ("high-precision", 0, ()), ("high-precision-seed-1", 1, ()),
         ("cell-image_encoder-seed-0", 0, PARTS[:1]), ("cell-foundation-seed-0", 0, PARTS[1:]),
@@ -108,7 +110,7 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
         (f"fp8-blockwise-{BOTH}", 0, PARTS), (f"fp8-blockwise-{BOTH}-seed-1", 1, PARTS),
     ]  # fmt: skip
     assert left_out == (PROJECTOR,)  # nobody named it, so it is in high precision everywhere
-    assert side_by_side._in_order(found)[0].kind in ("cell", "fp8")
+    assert parallel_runs._in_order(found)[0].kind in ("cell", "fp8")
     for run in found[2:4] + found[6:7]:
         assert fp8_of(run) == set(run.factors)
         read = load_config_text(to_yaml(run.cfg))  # as a process of its own reads it
@@ -119,27 +121,27 @@ def test_cells_differ_in_nothing_but_what_is_in_fp8(cfg, tmp_path: Path) -> None
 
 
 def test_components_named_the_other_way_round_are_the_same_cells() -> None:
-    assert cells.named(("foundation", "image_encoder")) == ("image_encoder", "foundation")
+    assert factorial_cells.named(("foundation", "image_encoder")) == ("image_encoder", "foundation")
 
 
 def test_a_cell_of_all_that_the_configuration_has_is_its_own_run(cfg, tmp_path: Path) -> None:
-    found, left_out = cells.runs_of(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    found, left_out = factorial_cells.runs_of(cfg, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert left_out == () and len(found) == 2 + 6 + 1 and found[-1].name == "fp8-blockwise"
     saving = override(cfg, ["optimizer.states=fp8"])  # in no cell
-    found, _ = cells.runs_of(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
+    found, _ = factorial_cells.runs_of(saving, (*PARTS, PROJECTOR), None, tmp_path, 0, 1)
     assert {run.cfg.optimizer.states for run in found} == {"fp32"} and found[-1].name != "fp8-blockwise"
 
 
 def test_forks_are_of_the_cell_of_all(cfg, tmp_path: Path) -> None:
-    found, _ = cells.runs_of(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
+    found, _ = factorial_cells.runs_of(override(cfg, ["train.steps=120"]), PARTS, None, tmp_path, 2, 1)
     forks = [run for run in found if run.kind == "fork" and run.of]
     assert [run.of for run in forks] == [f"fp8-blockwise-{BOTH}"] * 2 and fp8_of(forks[1]) == set(PARTS)
 
 
 def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, tmp_path: Path) -> None:
     rules = ['fp8.rules=[{match: "**.layers.0.**", recipe: rowwise}]', "fp8.image_encoder={recipe: tensorwise}"]
-    found, _ = cells.runs_of(override(cfg, [*rules, "fp8.recipe=off", "fp8.foundation={recipe: mxfp8}"]), PARTS, None,
-                             tmp_path, 0, 1)  # fmt: skip
+    changed = override(cfg, [*rules, "fp8.recipe=off", "fp8.foundation={recipe: mxfp8}"])
+    found, _ = factorial_cells.runs_of(changed, PARTS, None, tmp_path, 0, 1)
     tower, model, both = found[2:]
     assert [fp8_of(run) for run in (tower, model, both)] == [{"image_encoder"}, {"foundation"}, set(PARTS)]
     assert tower.cfg.fp8.foundation == Component(recipe="off") and model.cfg.fp8.foundation.recipe == "mxfp8"
@@ -167,7 +169,7 @@ def test_what_cannot_be_is_refused_before_a_run(cfg, tmp_path: Path, asked, over
 
 def test_phases_whose_answers_say_nothing_of_a_component_are_refused(cfg) -> None:
     with pytest.raises(ReportError, match="phase preference: .* for phases sft and pretrain"):
-        cells.check_asked(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
+        factorial_cells.check_asked(SimpleNamespace(train=SimpleNamespace(phase="preference")), None, False)
 
 
 COSTS = {"image_encoder": (0.05, 0.02), "foundation": (0.0, 0.0002)}  # of accuracy and of held-out loss
@@ -203,14 +205,14 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     verdict = compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3)
     told = {(check.name, check.run): check for check in verdict.effects}
     assert {key: check.status for key, check in told.items()} == {
-        (cells.ACCURACY, "image_encoder"): "fail", (cells.ACCURACY, "foundation"): "pass",
-        (cells.ACCURACY, "image_encoder x foundation"): "reported",
-        (cells.LOSS, "image_encoder"): "fail", (cells.LOSS, "foundation"): "pass",
-        (cells.LOSS, "image_encoder x foundation"): "reported",
+        (factorial_cells.ACCURACY, "image_encoder"): "fail", (factorial_cells.ACCURACY, "foundation"): "pass",
+        (factorial_cells.ACCURACY, "image_encoder x foundation"): "reported",
+        (factorial_cells.LOSS, "image_encoder"): "fail", (factorial_cells.LOSS, "foundation"): "pass",
+        (factorial_cells.LOSS, "image_encoder x foundation"): "reported",
     }  # fmt: skip
-    assert told[cells.ACCURACY, "image_encoder"].figure == pytest.approx(-0.05, abs=3e-4)
-    assert told[cells.LOSS, "image_encoder"].figure == pytest.approx(0.02, abs=3e-4)
-    assert cells.costly(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
+    assert told[factorial_cells.ACCURACY, "image_encoder"].figure == pytest.approx(-0.05, abs=3e-4)
+    assert told[factorial_cells.LOSS, "image_encoder"].figure == pytest.approx(0.02, abs=3e-4)
+    assert factorial_cells.costly(verdict.effects) == ["image_encoder"] and verdict.exit_code == 1
     assert any("image_encoder: Effect on held-out accuracy" in reason for reason in verdict.reasons)
     assert len(planted) == 12 and not any("interval" in r and " x " in r for r in verdict.reasons)
 
@@ -220,22 +222,22 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert data["factorial"]["components"] == list(PARTS) and data["factorial"]["left_out"] == [PROJECTOR]
     assert len(data["factorial"]["cells"]) == 12 and len(data["factorial"]["effects"]) == 6
-    effect = next(one for one in data["power"] if one["claim"] == cells.LOSS)
+    effect = next(one for one in data["power"] if one["claim"] == factorial_cells.LOSS)
     assert not effect["seen"] and set(effect["came"]) == set(PARTS) and effect["half"] > max(effect["came"].values())
 
     planted.clear()
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
     compare(cfg, directory=tmp_path, factorial=PARTS, seeds=4)
     assert len(planted) == 4 and all(name.endswith("-seed-3") for name in planted)
     data = json.loads((tmp_path / "report" / "report.json").read_text())
-    effect = next(one for one in data["power"] if one["claim"] == cells.LOSS)
+    effect = next(one for one in data["power"] if one["claim"] == factorial_cells.LOSS)
     assert effect["seen"] and effect["source"] == "seen in 3 seeds here" and effect["spread"] < 5e-4
 
 
 def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, planted, monkeypatch) -> None:
     import octavo.train
 
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
     said: list[str] = []
     console = SimpleNamespace(print=lambda text, **_: said.append(text), is_terminal=False)
     cfg = override(cfg, ["train.steps=100"])
@@ -257,18 +259,21 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     broken = compare(cfg, directory=tmp_path / "two", factorial=PARTS, seeds=2)
     (effect,) = broken.effects
     assert effect.status == "fail" and "FP8 in foundation, seed 0: 10 steps in a row" in effect.sentence
-    assert cells.costly(broken.effects) == []  # which is no price
+    assert factorial_cells.costly(broken.effects) == []  # which is no price
 
 
 def test_no_effect_passes_where_a_question_is_more_than_the_margin(cfg, tmp_path: Path, planted, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
-    monkeypatch.setattr("octavo.report.held_out.judge_model", lambda *_: judged(0.1, 3.0, questions=80))
-    monkeypatch.setattr("octavo.report.held_out.judge_run", lambda *_, **__: judged(gemms=30, questions=80))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.1, 3.0, questions=80))
+    monkeypatch.setattr("octavo.report.trial.held_out.judge_run", lambda *_, **__: judged(gemms=30, questions=80))
     cfg = override(cfg, ["train.steps=100"])
     found = {(c.name, c.run): c for c in compare(cfg, directory=tmp_path, factorial=PARTS, seeds=3).effects}
-    sound = found[cells.ACCURACY, "foundation"]
+    sound = found[factorial_cells.ACCURACY, "foundation"]
     assert sound.status == "undecided" and "one of 80 held-out questions is more than the margin" in sound.sentence
-    assert found[cells.ACCURACY, "image_encoder"].status == "fail" and found[cells.LOSS, "foundation"].status == "pass"
+    assert (
+        found[factorial_cells.ACCURACY, "image_encoder"].status == "fail"
+        and found[factorial_cells.LOSS, "foundation"].status == "pass"
+    )
 
 
 @pytest.mark.long
@@ -284,11 +289,11 @@ def test_a_real_trial_of_two_components(cfg, tmp_path: Path) -> None:
     for check in verdict.effects:
         assert check.low is not None and check.low <= check.figure <= check.high
 
-    ran = {run.name: finished(run) for run in cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)[0]}
+    ran = {run.name: finished(run) for run in factorial_cells.runs_of(cfg, PARTS, None, tmp_path, 0, 2)[0]}
     none, tower, model, both = (
         ran[name].eval["loss"]
         for name in ("high-precision", "cell-image_encoder-seed-0", "cell-foundation-seed-0", f"fp8-blockwise-{BOTH}")
     )
     told = verdict.data["factorial"]["effects"]
-    first = next(e for e in told if e["figure"] == cells.LOSS and e["of"] == ["image_encoder"])
+    first = next(e for e in told if e["figure"] == factorial_cells.LOSS and e["of"] == ["image_encoder"])
     assert first["by_seed"][0] == pytest.approx(((tower - none) + (both - model)) / none / 2)

@@ -9,11 +9,11 @@ import pytest
 from synthetic_runs import GOOD_PROOF, losses, write_run
 
 from octavo.config import Config, load_config_text
-from octavo.report.judge import _health_checks, dtype_of
-from octavo.report.rundir import read
-from octavo.report.runs import runs_of
-from octavo.report.savings import ablation, base_of, without
-from octavo.report.trial import Run
+from octavo.report.evidence.run_reader import read
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.trial.judge import _health_checks, dtype_of
+from octavo.report.trial.memory_savings import ablation, base_of, without
+from octavo.report.trial.runs import runs_of
 
 TEXT = """
 model: {{path: {path}{more}}}

@@ -14,15 +14,16 @@ from scipy import stats
 from synthetic_runs import CONFIG, GOOD_PROOF, health, judged, plan, write_run
 
 from octavo.config import load_config_text, override, to_yaml
-from octavo.report import ReportError, Trial, claims, compare, outcomes
-from octavo.report.claims import HeldOut
-from octavo.report.completions import LENGTH, side_by_side
-from octavo.report.judge import judge
-from octavo.report.learning import learning_figure, sides_of
-from octavo.report.page import write
-from octavo.report.reuse import finished
-from octavo.report.rundir import read, read_failed
-from octavo.report.runs import high_precision, runs_of
+from octavo.report import ReportError, Trial, compare
+from octavo.report.evidence import claims, rl_claims
+from octavo.report.evidence.claims import HeldOut
+from octavo.report.evidence.run_reader import read, read_failed
+from octavo.report.run.completions import LENGTH, side_by_side
+from octavo.report.trial.judge import judge
+from octavo.report.trial.report_page import write
+from octavo.report.trial.reuse import finished
+from octavo.report.trial.rl_plots import learning_figure, sides_of
+from octavo.report.trial.runs import high_precision, runs_of
 
 STEPS = 30
 CONFIGS = {
@@ -96,9 +97,9 @@ def by_name(verdict) -> dict:
 @pytest.mark.parametrize("phase", CONFIGS)
 def test_held_out_answers_of_all_seeds_decide(planted, phase: str) -> None:
     records = planted(phase)
-    verdict = judge(records, Trial(answers(records), seeds=3, accuracy_margin=outcomes.ACCURACY_MARGIN))
+    verdict = judge(records, Trial(answers(records), seeds=3, accuracy_margin=rl_claims.ACCURACY_MARGIN))
     assert verdict.status == "pass" and verdict.reasons == ()
-    assert [claim.name for claim in verdict.claims] == list(outcomes.CLAIMS)
+    assert [claim.name for claim in verdict.claims] == list(rl_claims.CLAIMS)
     accuracy = by_name(verdict)["accuracy"]
     assert accuracy.margin == 0.02 and "of 4800 right" in accuracy.sentence and "over 3 seeds" in accuracy.sentence
     assert not any("loss" in check.name for check in verdict.checks)
@@ -174,7 +175,7 @@ def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
     claim, *others = judge(broken, Trial(held, seeds=3, accuracy_margin=0.02)).claims
     assert claim.status == "fail" and "seed 1: the weights were not finite" in claim.sentence and not others
     (fp8, high), *_ = sides_of(broken)
-    drawn = learning_figure([fp8, high], outcomes.PANELS["rl"])
+    drawn = learning_figure([fp8, high], rl_claims.PANELS["rl"])
     reward = drawn.axes[0]
     assert reward.get_title() == "Reward" and len(reward.get_lines()) == (2 + 1) + (3 + 1)  # seeds, and their mean
 
@@ -269,16 +270,16 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
         return judged(0.95, gemms=30, seed=run.cfg.run.seed)
 
     monkeypatch.setattr("octavo.train.run", run)
-    monkeypatch.setattr("octavo.report.held_out.judge_model", lambda *_: judged(0.5, 3.0))
-    monkeypatch.setattr("octavo.report.held_out.judge_run", judge_run)
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"learning": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.5, 3.0))
+    monkeypatch.setattr("octavo.report.trial.held_out.judge_run", judge_run)
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"learning": "", "gap": ""}, []))
     with pytest.raises(ReportError, match="forks=2: they hold losses against each other, and in phase rl losses"):
         compare(configured("rl"), None, tmp_path / "trial", forks=2)
     assert asked == []
     runs = ["high-precision", "high-precision-seed-1", "fp8-blockwise", "fp8-blockwise-seed-1"]
     verdict = compare(configured("rl", "fp8.recipe=blockwise"), None, tmp_path / "trial", seeds=2)
     assert asked == told == runs
-    assert verdict.status == "pass" and by_name(verdict)["accuracy"].margin == outcomes.ACCURACY_MARGIN
+    assert verdict.status == "pass" and by_name(verdict)["accuracy"].margin == rl_claims.ACCURACY_MARGIN
 
 
 def test_high_precision_keeps_keys_and_values_as_computed() -> None:

@@ -15,12 +15,12 @@ from synthetic_runs import LAYERS, health, held, losses, plan
 
 from octavo.config import override
 from octavo.report import LayerHealth, ReportError, Trial
-from octavo.report.figures import health_figure, running_gap, running_noise, smooth
-from octavo.report.judge import judge as judge_runs
-from octavo.report.page import _computed_on, write
-from octavo.report.parts import bytes_text, plan_groups
-from octavo.report.reuse import finished
-from octavo.report.verdict import loss_gap, seed_noise
+from octavo.report.evidence.trust_table import loss_gap, seed_noise
+from octavo.report.run.page_parts import bytes_text, plan_groups
+from octavo.report.run.plots import health_figure, running_gap, running_noise, smooth
+from octavo.report.trial.judge import judge as judge_runs
+from octavo.report.trial.report_page import _computed_on, write
+from octavo.report.trial.reuse import finished
 
 
 def judge(records):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from octavo.report import claims, power
+from octavo.report.evidence import claims, power
 
 
 @pytest.mark.parametrize(("units", "gap"), [(3, 0.0), (6, 0.001), (6, 0.0025)])

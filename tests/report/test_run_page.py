@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
-from octavo.report import ReportError, run_page
-from octavo.report.history import POINTS, History, Series
+from octavo.report import ReportError
+from octavo.report.run import run_page
+from octavo.report.run.history import POINTS, History, Series
 
 CONFIG = re.sub(r"path: (?=\w)", "path: /data/", CONFIG)  # as a run resolves them
 OLD = Path(__file__).parents[1] / "made_by_0_4_0/runs"

@@ -12,8 +12,8 @@ from synthetic_runs import CONFIG, GOOD_PROOF, health, losses, plan, write_run
 
 from octavo.config import load_config_text, to_yaml
 from octavo.report import compare
-from octavo.report.runs import high_precision, own_recipe, runs_of
-from octavo.report.savings import ablation, costs, last, without
+from octavo.report.trial.memory_savings import ablation, costs, last, without
+from octavo.report.trial.runs import high_precision, own_recipe, runs_of
 
 SAVING = CONFIG + (
     "fp8: {activations: fp8, foundation: {param: true}}\n"
@@ -103,7 +103,7 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
     import octavo.train
 
     monkeypatch.setattr(octavo.train, "run", run, raising=False)
-    monkeypatch.setattr("octavo.report.page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
+    monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
     verdict = compare(saving, None, tmp_path, forks=0)
     text = (tmp_path / "report" / "report.html").read_text()
     assert "What each saving cost" in text and "+ update in backward" in text

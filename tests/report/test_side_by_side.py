@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 import octavo
-from octavo.report import ReportError, compare, side_by_side
-from octavo.report.runs import runs_of
+from octavo.report import ReportError, compare
+from octavo.report.trial import parallel_runs
+from octavo.report.trial.runs import runs_of
 
 
 def sleeping(marker: Path) -> list[str]:
@@ -34,7 +35,7 @@ def test_an_arm_that_fails_is_named_with_its_last_words(cfg, tmp_path: Path) -> 
     with pytest.raises(
         ReportError, match=r"(?s)FP8 blockwise failed .*fp8-blockwise\.log:.*model\.path: there is no folder"
     ):
-        side_by_side.train_together(runs_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
+        parallel_runs.train_together(runs_of(cfg, ["blockwise"], tmp_path / "trial")[2:], 2)
     log = (tmp_path / "trial" / "arms" / "fp8-blockwise.log").read_text()
     assert log.strip()
 
@@ -49,7 +50,7 @@ def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> Non
         return started[-1][0]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(side_by_side, "POLL", 0.05)
+    monkeypatch.setattr(parallel_runs, "POLL", 0.05)
     killed = []
 
     def look(self, final=False):
@@ -58,10 +59,10 @@ def test_a_stopped_run_stops_the_others(cfg, tmp_path: Path, monkeypatch) -> Non
             killed.append(started[0][0].pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(side_by_side._Progress, "look", look)
+    monkeypatch.setattr(parallel_runs._Progress, "look", look)
     before = time.monotonic()
     with pytest.raises(ReportError, match="was stopped by signal 9; the same command continues the trial"):
-        side_by_side.train_together(runs, 2)
+        parallel_runs.train_together(runs, 2)
     assert time.monotonic() - before < 50
     assert started[1][1].read_text() == "asked" and started[1][0].poll() == 143
 
@@ -72,7 +73,7 @@ def test_progress_counts_the_steps_that_are_written(cfg, tmp_path: Path) -> None
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     out = io.StringIO()
-    with side_by_side._Progress(runs, Console(file=out, width=200)):
+    with parallel_runs._Progress(runs, Console(file=out, width=200)):
         pass
     assert f"0 of 3 runs done | high precision 2/{cfg.train.steps}\n" in out.getvalue()
 
@@ -92,10 +93,10 @@ def test_each_run_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> No
         return real([sys.executable, "-c", ""], **options)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr(side_by_side, "POLL", 0.01)
+    monkeypatch.setattr(parallel_runs, "POLL", 0.01)
     runs = runs_of(cfg, ["blockwise"], tmp_path, savings=False)
-    assert side_by_side.train_together(runs, 1, nproc=2) == {}
-    files = [f"{run.cfg.run.dir}.yaml" for run in side_by_side._in_order(runs)]
+    assert parallel_runs.train_together(runs, 1, nproc=2) == {}
+    files = [f"{run.cfg.run.dir}.yaml" for run in parallel_runs._in_order(runs)]
     assert asked == [["train", file, "--nproc", "2"] for file in files] and len(files) == 3
     with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* give one"):
         compare(cfg, ["blockwise"], tmp_path, jobs=2, nproc=2)
@@ -115,7 +116,7 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
         "from octavo.report import side_by_side\n"
-        "from octavo.report.runs import runs_of\n"
+        "from octavo.report.trial.runs import runs_of\n"
         "from synthetic_runs import CONFIG\n"
         "side_by_side.POLL = 0.05\n"
         "side_by_side.COMMAND = side_by_side.COMMAND.replace(\"'octavo'\", \"'octavo_arms'\")\n"
@@ -162,10 +163,10 @@ def test_an_fp8_run_that_failed_in_training_leaves_the_others_alone(cfg, tmp_pat
     home = Path(runs[-1].cfg.run.dir)
     home.mkdir(parents=True)
     (home / "metrics.jsonl").touch()
-    assert side_by_side.train_together(runs, 2) == {"fp8-blockwise": "10 steps in a row"}
+    assert parallel_runs.train_together(runs, 2) == {"fp8-blockwise": "10 steps in a row"}
     (home / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match="failed"):
-        side_by_side.train_together(runs, 2)
+        parallel_runs.train_together(runs, 2)
 
 
 def test_a_trial_waits_for_its_runs_without_torch() -> None:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from octavo.report import verdict as rows
-from octavo.report.verdict import FAIL, PASS, WARN
+from octavo.report.evidence import trust_table as rows
+from octavo.report.evidence.trust_table import FAIL, PASS, WARN
 
 NAN = math.nan
 

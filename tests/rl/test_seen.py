@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from octavo import report, rl, train
 from octavo.config import Config
-from octavo.report.learning import Side, learning_figure
-from octavo.report.outcomes import PANELS
+from octavo.report.evidence.rl_claims import PANELS
+from octavo.report.trial.rl_plots import Side, learning_figure
 from octavo.rl.figures import TRL_NAMES
 from octavo.train.rundir import read_rows
 

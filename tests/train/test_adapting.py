@@ -19,7 +19,8 @@ from octavo.config import Config, ConfigError, load_config_text, override, to_ya
 from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Limits
 from octavo.models import tiny
-from octavo.report import run_page, verdict
+from octavo.report.evidence import trust_table
+from octavo.report.run import run_page
 from octavo.train import finished, loop, planning, rundir
 from octavo.train.rundir import read_rows
 from tests import ranks
@@ -244,9 +245,9 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():
     limits = Limits()
     assert AdaptSection().model_dump(exclude={"every", "recipes"}) == asdict(limits)
-    assert {"e4m3": limits.sqnr_e4m3, "e5m2": limits.sqnr_e5m2} == verdict.SQNR_WARN
-    assert (limits.underflow, limits.underflow_wgrad) == (verdict.UNDERFLOW_WARN, verdict.UNDERFLOW_WARN_WGRAD)
-    assert limits.cosine == verdict.COSINE_MIN
+    assert {"e4m3": limits.sqnr_e4m3, "e5m2": limits.sqnr_e5m2} == trust_table.SQNR_WARN
+    assert (limits.underflow, limits.underflow_wgrad) == (trust_table.UNDERFLOW_WARN, trust_table.UNDERFLOW_WARN_WGRAD)
+    assert limits.cosine == trust_table.COSINE_MIN
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo import fp8, models, train
 from octavo.config import Config, override
 from octavo.parallel import World
-from octavo.report.runs import high_precision
+from octavo.report.trial.runs import high_precision
 from octavo.train import finished, loss_scale, step
 from octavo.train.errors import TrainError
 from octavo.train.forward import autocast_dtype

@@ -404,19 +404,19 @@ area(
 area(
     "report",
     (
-        "verdict-threshold", "report/claims.py",
+        "verdict-threshold", "report/evidence/claims.py",
         "(found.high if worse > 0 else -found.low) <= margin", "found.estimate <= margin",
         "a claim passes by its estimate, however wide its interval",
         "report/test_claims.py",
     ),
     (
-        "verdict-noise", "report/verdict.py",
+        "verdict-noise", "report/evidence/trust_table.py",
         "return max(found) / total", "return min(found) / total",
         "the noise of a seed is taken as small as it can be",
         "report/test_verdict.py",
     ),
     (
-        "verdict-no-gemm", "report/verdict.py",
+        "verdict-no-gemm", "report/evidence/trust_table.py",
         "if missing or not counted:", "if missing:",
         "a run without one FP8 GEMM passes",
         "report/test_verdict.py",
@@ -426,13 +426,13 @@ area(
         "report/test_lora.py",
     ),
     (
-        "verdict-exit-code", "report/judge.py",
+        "verdict-exit-code", "report/trial/judge.py",
         "{FAIL: 1, UNDECIDED: 3}", "{FAIL: 1, UNDECIDED: 0}",
         "a comparison that decides nothing exits with 0",
         "report/test_claims.py", "report/test_compare.py",
     ),
     (
-        'compare-reuses-other-runs', 'report/reuse.py',
+        'compare-reuses-other-runs', 'report/trial/reuse.py',
         '_differences(comparable(load_config(saved)), comparable(run.cfg))',
         '[]',
         "runs of another configuration are taken for this one's",

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from octavo.report.rundir import LayerHealth
-from octavo.report.verdict import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN, Check, seed_noise
+from octavo.report.evidence.run_reader import LayerHealth
+from octavo.report.evidence.trust_table import COSINE_MIN, SQNR_WARN, UNDERFLOW_FAIL, UNDERFLOW_WARN, Check, seed_noise
 
 POINTS = 800
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from octavo.base import safe_read
 from octavo.config import Config, ConfigError, load_config
-from octavo.report.rundir import ReportError, json_of, layer_health, rows_of
+from octavo.report.evidence.run_reader import ReportError, json_of, layer_health, rows_of
 
 POINTS = 400
 EVALS = 12  # evaluations that a page lists: the first, and the newest

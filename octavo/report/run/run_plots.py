@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report import outcomes
-from octavo.report.figures import PALETTE, smooth, window_for
-from octavo.report.history import History
-from octavo.report.outcomes import Panel
+from octavo.report.evidence import rl_claims
+from octavo.report.evidence.rl_claims import Panel
+from octavo.report.run.history import History
+from octavo.report.run.plots import PALETTE, smooth, window_for
 
 COLORS = ("fp8-0", "base", "fp8-1", "fp8-2", "fp8-3", "fp8-4")
 STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -73,7 +73,7 @@ def comparable(history: History) -> bool:
 
 def panels_of(phase: str) -> tuple[Panel, ...]:
     """What the curves of a phase show: what it learns by, then how fast."""
-    own = outcomes.PANELS.get(phase)
+    own = rl_claims.PANELS.get(phase)
     if own is None:
         return (_LOSS, _RIGHT, *_RATES)
     return (*(panel._replace(key=_JUDGED.get(panel.key, panel.key)) for panel in own), _LOSS._replace(unit=""), *_RATES)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.report.rundir import ReportError
-from octavo.report.verdict import FAIL, PASS, UNDECIDED, WARN, Check
+from octavo.report.evidence.run_reader import ReportError
+from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Check
 
 ACCURACY_MARGIN = 0.01  # one point
 LOSS_MARGIN = 0.0025

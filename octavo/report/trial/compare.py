@@ -7,8 +7,8 @@ data are judged once the runs are done: what FP8 and what high precision trained
 High precision has none of the memory savings that the configuration asks for; where these make the model BF16, it
 computes in BF16 as well. Under LoRA every run trains the same adapters, high precision beside the base in BF16 (one
 that is in FP8 on disk is dequantized), FP8 beside the base that the configuration loads. A configuration with savings
-is trained without them, too, and with one more at a time (:mod:`octavo.report.savings`): the page says what each of
-them cost.
+is trained without them, too, and with one more at a time (:mod:`octavo.report.trial.memory_savings`): the page says
+what each of them cost.
 
 Each is an ordinary run directory, ``DIRECTORY/arms/NAME``; the report lies in ``DIRECTORY/report``. The trial can be
 stopped and started again: a finished run is read, a half-done one continues, and one that was trained with another
@@ -29,13 +29,13 @@ from typing import Any
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report.claims import HeldOut
-from octavo.report.design import Design, design
-from octavo.report.judge import Verdict, judge
-from octavo.report.power import Estimate
-from octavo.report.reuse import clear, finished, same_files
-from octavo.report.rundir import ReportError, RunRecord, read, read_failed
-from octavo.report.trial import Run, Trial
+from octavo.report.evidence.claims import HeldOut
+from octavo.report.evidence.power import Estimate
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read, read_failed
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.trial.design import Design, design
+from octavo.report.trial.judge import Verdict, judge
+from octavo.report.trial.reuse import clear, finished, same_files
 
 FORKS = 3  # in each precision, where losses decide
 
@@ -67,7 +67,7 @@ def compare(
     0.01, in those phases 0.02). ``factorial`` names two to four components: every combination of them is trained in FP8
     with ``seeds`` seeds, and the effect of each judged (``docs/trials.md``). ``tell`` makes the lines about the plan,
     told once, before the first run (None: `octavo.train.summary.summary`).
-    What the trial can be expected to decide is said before the first run (:mod:`octavo.report.design`).
+    What the trial can be expected to decide is said before the first run (:mod:`octavo.report.trial.design`).
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
     nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
@@ -99,7 +99,7 @@ def compare(
         clear(of.directory)
     same_files(of.cfg, of.directory)
     of = replace(of, expected=_said_first(of))
-    from octavo.report.page import write
+    from octavo.report.trial.report_page import write
 
     for line in of.lines:
         _say(console, line)
@@ -142,7 +142,7 @@ def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[t
     together = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
     failures: dict[str, str] = {}
     if together:
-        from octavo.report.side_by_side import train_together
+        from octavo.report.trial.parallel_runs import train_together
 
         failures = train_together(unfinished, jobs, console, nproc)
     for number, run in enumerate(runs, 1):
@@ -162,7 +162,7 @@ def _held_out(
     of both precisions; else the first, and the weights that it trained in FP8 in high precision as well."""
     if not cfg.data.eval:
         return None
-    from octavo.report import held_out
+    from octavo.report.trial import held_out
 
     reference = next(run for run, _ in records if run.kind == "reference")
     found = HeldOut(held_out.judge_model(reference.cfg, directory, console))
@@ -199,7 +199,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
         return record
     from octavo import rl, train
     from octavo.fp8 import ProofError
-    from octavo.report.live import Page
+    from octavo.report.run.live_page import Page
 
     _forget_peaks()
     failure = ""

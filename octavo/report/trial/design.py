@@ -17,13 +17,24 @@ import numpy as np
 
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report import cells, claims, factorial, held_out, outcomes, runs
-from octavo.report.claims import LEAST_FORK, LOSS_MARGIN, Interval, Judged
-from octavo.report.power import Estimate, spread_of
-from octavo.report.reuse import check_reusable, finished
-from octavo.report.rundir import ReportError, RunRecord
-from octavo.report.training import ACCURACY, FORKS, NO_DATA, SEEDS, TITLES, WEIGHTS, Sides, fork_gaps, pair_gaps
-from octavo.report.trial import Run
+from octavo.report.evidence import claims, factorial, rl_claims
+from octavo.report.evidence.claims import LEAST_FORK, LOSS_MARGIN, Interval, Judged
+from octavo.report.evidence.power import Estimate, spread_of
+from octavo.report.evidence.run_reader import ReportError, RunRecord
+from octavo.report.evidence.trial_claims import (
+    ACCURACY,
+    FORKS,
+    NO_DATA,
+    SEEDS,
+    TITLES,
+    WEIGHTS,
+    Sides,
+    fork_gaps,
+    pair_gaps,
+)
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.trial import factorial_cells, held_out, runs
+from octavo.report.trial.reuse import check_reusable, finished
 
 # What spreads are assumed to be where no earlier run shows them, as shares; docs/trials.md has them with their sources.
 PAIR_SPREAD = 0.0017  # mean losses of FP8 and high precision, pairs of seeds: docs/studies.md, pretraining, four pairs
@@ -99,8 +110,8 @@ def design(
     factorial: Sequence[str] = (),
     fresh: bool = False,
 ) -> Design:
-    """What :func:`octavo.report.compare.compare` would train, and what it can be expected to decide; the arguments are
-    those of it. Raises ``ReportError`` for what it would refuse."""
+    """What :func:`octavo.report.trial.compare.compare` would train, and what it can be expected to decide; the
+    arguments are those of it. Raises ``ReportError`` for what it would refuse."""
     from octavo.train import base
 
     beyond = cfg.train.phase in BEYOND_SFT
@@ -110,13 +121,13 @@ def design(
             "nothing. Leave forks out; --seeds 3 trains whole runs of several seeds"
         )
     if accuracy_margin is None:
-        accuracy_margin = (outcomes if beyond else claims).ACCURACY_MARGIN
-    factors = cells.named(factorial) if factorial else ()
+        accuracy_margin = (rl_claims if beyond else claims).ACCURACY_MARGIN
+    factors = factorial_cells.named(factorial) if factorial else ()
     if factors:
-        cells.check_asked(cfg, recipes, savings)
+        factorial_cells.check_asked(cfg, recipes, savings)
     cfg, directory = base.counted(base.settled(cfg)), Path(directory)
     if factors:
-        found, left_out = cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
+        found, left_out = factorial_cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
     else:
         found, left_out = runs.runs_of(cfg, recipes, directory, savings, forks, seeds), ()
     for run in [] if fresh else found:  # refuse before the first run has cost minutes
@@ -261,13 +272,13 @@ def _effects(of: Design, records: Records) -> list[Estimate]:
     """Main effects over seeds: of the spread of pairs, or of the effects that earlier seeds had, the widest."""
     found = []
     for name, margin, prior, source in (
-        (cells.ACCURACY, of.accuracy_margin, SEED_SPREAD, "assumed, as in phase rl (docs/trials.md)"),
-        (cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
+        (factorial_cells.ACCURACY, of.accuracy_margin, SEED_SPREAD, "assumed, as in phase rl (docs/trials.md)"),
+        (factorial_cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
     ):
         spread, seen = factorial.spread_of_effect(prior, len(of.factors)), False
-        mains = [effect.by_seed for effect in cells.found_of(records, name, of.factors) if effect.main]
+        mains = [effect.by_seed for effect in factorial_cells.found_of(records, name, of.factors) if effect.main]
         if widest := max(map(_scatter, mains), default=0.0):
             spread, seen, source = widest, True, f"seen in {len(mains[0])} seeds here"
-        if name == cells.LOSS or of.cfg.train.phase != "pretrain":
-            found.append(Estimate(name, cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen))
+        if name == factorial_cells.LOSS or of.cfg.train.phase != "pretrain":
+            found.append(Estimate(name, factorial_cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen))
     return found

@@ -12,8 +12,8 @@ from typing import Any
 
 from octavo.base import atomic_write, safe_read
 from octavo.config import Config, load_config
-from octavo.report.rundir import ReportError, RunRecord, read
-from octavo.report.trial import Run
+from octavo.report.evidence.run_reader import ReportError, RunRecord, read
+from octavo.report.evidence.trial_spec import Run
 
 
 def clear(directory: Path) -> None:

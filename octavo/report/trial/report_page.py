@@ -19,24 +19,17 @@ import numpy as np
 import octavo
 from octavo.base import atomic_write
 from octavo.base.safe_read import finite
-from octavo.report import cells, completions, figures, learning, outcomes, parts, savings
-from octavo.report.claims import LOSS_MARGIN
-from octavo.report.judge import CLAIMS, Verdict, accuracy, last_step
-from octavo.report.parts import (
-    KINDS,
-    TOTALS,
-    counted,
-    fixed,
-    flat,
-    memory_kinds,
-    plan_groups,
-    unit_of,
-)
-from octavo.report.power import Estimate
-from octavo.report.rundir import ReportError, RunRecord
-from octavo.report.training import Sides
-from octavo.report.trial import Run
-from octavo.report.verdict import Check, percent
+from octavo.report.evidence import rl_claims
+from octavo.report.evidence.claims import LOSS_MARGIN
+from octavo.report.evidence.power import Estimate
+from octavo.report.evidence.run_reader import ReportError, RunRecord
+from octavo.report.evidence.trial_claims import Sides
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.evidence.trust_table import Check, percent
+from octavo.report.run import completions, page_parts, plots
+from octavo.report.run.page_parts import KINDS, TOTALS, counted, fixed, flat, memory_kinds, plan_groups, unit_of
+from octavo.report.trial import factorial_cells, memory_savings, rl_plots
+from octavo.report.trial.judge import CLAIMS, Verdict, accuracy, last_step
 
 Records = Sequence[tuple[Run, RunRecord]]
 
@@ -73,7 +66,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
     )
 
 
-def curves_of(records: Records) -> list[figures.Curve]:
+def curves_of(records: Records) -> list[plots.Curve]:
     """The loss curves, each with its colour; FP8 runs count through five colours."""
     curves, fp8 = [], 0
     for run, record in records:
@@ -82,7 +75,7 @@ def curves_of(records: Records) -> list[figures.Curve]:
         color = {"reference": "base", "noise": "noise"}.get(run.kind, f"fp8-{fp8 % 5}")
         fp8 += run.kind == "fp8"
         if record.steps.size:
-            curves.append(figures.Curve(run.label, run.kind, color, record.steps, record.losses))
+            curves.append(plots.Curve(run.label, run.kind, color, record.steps, record.losses))
     return curves
 
 
@@ -100,33 +93,33 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
 
     def keep(name: str, figure: Any) -> None:
         images.append(directory / f"{name}.png")
-        drawings[name] = figures.save(figure, images[-1])
+        drawings[name] = plots.save(figure, images[-1])
 
-    with matplotlib.rc_context(figures.STYLE):
-        effects = [check for check in claims if check.name in cells.EFFECTS]
-        claims = [check for check in claims if check.name not in cells.EFFECTS]
+    with matplotlib.rc_context(plots.STYLE):
+        effects = [check for check in claims if check.name in factorial_cells.EFFECTS]
+        claims = [check for check in claims if check.name not in factorial_cells.EFFECTS]
         if any(claim.low is not None and claim.margin for claim in claims):
-            keep("claims", figures.claims_figure(claims))
+            keep("claims", plots.claims_figure(claims))
         if any(effect.low is not None for effect in effects):
-            keep("effects", figures.effects_figure(effects))
-        if (panels := outcomes.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
-            pairs = learning.sides_of(records)
+            keep("effects", plots.effects_figure(effects))
+        if (panels := rl_claims.PANELS.get(fp8[0][0].cfg.train.phase)) is not None:
+            pairs = rl_plots.sides_of(records)
             keep(
                 "learning",
-                learning.learning_figure(
-                    [*learning.unpaired(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
+                rl_plots.learning_figure(
+                    [*rl_plots.unpaired(records), *(ours for ours, _ in pairs), pairs[0][1]], panels
                 ),
             )
-            keep("gap", learning.reward_gap_figure(pairs, panels[0]))
+            keep("gap", rl_plots.reward_gap_figure(pairs, panels[0]))
         else:
             curves = curves_of(records)
-            keep("loss", figures.loss_figure(curves))
-            keep("gap", figures.gap_figure(curves, LOSS_MARGIN))
+            keep("loss", plots.loss_figure(curves))
+            keep("gap", plots.gap_figure(curves, LOSS_MARGIN))
         for run, record in fp8:
             if record.health:
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
-                keep(name, figures.health_figure(record.health, components, run.label))
+                keep(name, plots.health_figure(record.health, components, run.label))
         # From the bottom: high precision, each saving more, and FP8 with everything on.
         bars = [
             (run.label, record.memory)
@@ -136,7 +129,7 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
         if bars:
             kinds = memory_kinds(bars)
             most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-            keep("memory", figures.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most)))
+            keep("memory", plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most)))
     return drawings, images
 
 
@@ -147,9 +140,9 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     runs = {run["label"]: run for run in verdict.data["arms"]}
     reference = next((a, r) for a, r in records if a.kind == "reference")
     dtype, pairs = verdict.data["reference_dtype"], [(record, reference[1])]
-    if (panels := outcomes.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
-        pairs = outcomes.pairs_of(Sides((run, record), reference, records))
-        ours, theirs = (_mean([outcomes.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
+    if (panels := rl_claims.PANELS.get(verdict.data["phase"])) is not None:  # means over the seeds
+        pairs = rl_claims.pairs_of(Sides((run, record), reference, records))
+        ours, theirs = (_mean([rl_claims.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
         word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {fixed(theirs, 3)}"
         found = [{"figure": fixed(ours, 3), "word": word}]
     else:
@@ -194,7 +187,7 @@ def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
     if not runs:
         return []
     top = next(run for run, _ in records if run.kind == "fp8")
-    return savings.costs(runs, by_name[top.name], savings.last(top.cfg))
+    return memory_savings.costs(runs, by_name[top.name], memory_savings.last(top.cfg))
 
 
 def speed_sentence(records: Records, jobs: int = 1) -> str:
@@ -237,7 +230,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
     if not fp8:
         raise ReportError("a page needs at least one FP8 run")
     reference = next(r for a, r in records if a.kind == "reference")
-    return parts.render(
+    return page_parts.render(
         "page.html.jinja",
         verdict=verdict,
         line=verdict.line.partition(": ")[2],
@@ -248,14 +241,14 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         effects=verdict.effects,
         factorial=verdict.data["factorial"],
         checks=sorted(
-            (c for c in verdict.checks if c.name not in (*CLAIMS, *cells.EFFECTS)),
+            (c for c in verdict.checks if c.name not in (*CLAIMS, *factorial_cells.EFFECTS)),
             key=lambda c: STATUSES.index(c.status),
         ),
         runs=verdict.data["arms"],
         noise=verdict.data["noise"],
         dtype=verdict.data["reference_dtype"],
-        panels=outcomes.PANELS.get(verdict.data["phase"], ()),
-        no_losses=outcomes.NO_LOSSES.get(verdict.data["phase"], ""),
+        panels=rl_claims.PANELS.get(verdict.data["phase"], ()),
+        no_losses=rl_claims.NO_LOSSES.get(verdict.data["phase"], ""),
         before=verdict.data["before"],
         spoken=spoken(records),
         rollouts=verdict.data["phase"] == "rl",

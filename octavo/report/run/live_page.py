@@ -15,9 +15,9 @@ from typing import Any
 from octavo import train
 from octavo.base import atomic_write
 from octavo.base.safe_read import finite, first_line
-from octavo.report import run_page
-from octavo.report.history import History
-from octavo.report.rundir import rows_of
+from octavo.report.evidence.run_reader import rows_of
+from octavo.report.run import run_page
+from octavo.report.run.history import History
 from octavo.train.memory_plan import Footprint
 
 PAGE, MEMORY = "page.html", "memory.json"

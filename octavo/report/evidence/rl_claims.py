@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report import claims
-from octavo.report.claims import Interval
-from octavo.report.rundir import RunRecord, common
-from octavo.report.training import (
+from octavo.report.evidence import claims
+from octavo.report.evidence.claims import Interval
+from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.trial_claims import (
     ACCURACY,
     NO_DATA,
     TITLES,
@@ -33,8 +33,8 @@ from octavo.report.training import (
     points,
     unsound,
 )
-from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, PASS, REPORTED, WARN, Check
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, WARN, Check
 
 ACCURACY_MARGIN = 0.02  # two points: what these phases learn varies more from seed to seed than what SFT does
 LAST = 3  # the end of training is its last third

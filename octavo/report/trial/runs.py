@@ -12,11 +12,11 @@ from pathlib import Path
 from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
 from octavo.config.sections.model import FITTING
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.report.claims import LEAST_FORK
-from octavo.report.rundir import ReportError
-from octavo.report.savings import ablation, storable, without
-from octavo.report.training import forks_begin
-from octavo.report.trial import Run
+from octavo.report.evidence.claims import LEAST_FORK
+from octavo.report.evidence.run_reader import ReportError
+from octavo.report.evidence.trial_claims import forks_begin
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.trial.memory_savings import ablation, storable, without
 
 HIGH = "high precision"
 _BARE = {"health_every": 0, "gain_steps": 0, "hf": False, "tensorboard": False, "trackers": ()}

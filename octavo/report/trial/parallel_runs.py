@@ -22,8 +22,8 @@ from typing import IO, Any
 
 from octavo.config import to_yaml
 from octavo.report import parent_watch
-from octavo.report.rundir import ReportError
-from octavo.report.trial import Run
+from octavo.report.evidence.run_reader import ReportError
+from octavo.report.evidence.trial_spec import Run
 
 POLL = 0.5  # seconds between looks at the runs
 LINES = 10.0  # seconds between lines where there is no terminal

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.report.rundir import RunRecord
+from octavo.report.evidence.run_reader import RunRecord
 
 LENGTH = 600  # characters of a text that the page shows; completions.jsonl has them all
 

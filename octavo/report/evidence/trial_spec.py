@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config import Config
-from octavo.report.claims import ACCURACY_MARGIN, HeldOut
-from octavo.report.power import Estimate
+from octavo.report.evidence.claims import ACCURACY_MARGIN, HeldOut
+from octavo.report.evidence.power import Estimate
 
 
 @dataclass(frozen=True)

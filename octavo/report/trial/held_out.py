@@ -18,9 +18,9 @@ from typing import Any
 from octavo.base import atomic_write
 from octavo.base.safe_read import read_json, read_text
 from octavo.config import Config
-from octavo.report.claims import Judged
-from octavo.report.rundir import ReportError
-from octavo.report.trial import Run
+from octavo.report.evidence.claims import Judged
+from octavo.report.evidence.run_reader import ReportError
+from octavo.report.evidence.trial_spec import Run
 
 FOLDER = "held-out"
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.report import claims
-from octavo.report.claims import LOSS_MARGIN, Interval, Judged, decide
-from octavo.report.rundir import RunRecord, common
-from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, SKIPPED_WARN, UNTRIED, WARN, Check, check_gemms, loss_gap, percent
+from octavo.report.evidence import claims
+from octavo.report.evidence.claims import LOSS_MARGIN, Interval, Judged, decide
+from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.evidence.trust_table import FAIL, SKIPPED_WARN, UNTRIED, WARN, Check, check_gemms, loss_gap, percent
 
 ACCURACY, WEIGHTS, FORKS, SEEDS = CLAIMS = ("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories")
 TITLES = {

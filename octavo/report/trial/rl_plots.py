@@ -12,11 +12,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from octavo.report.figures import PALETTE, smooth, window_for
-from octavo.report.outcomes import Panel, pairs_of
-from octavo.report.rundir import RunRecord, common
-from octavo.report.training import Sides
-from octavo.report.trial import Run
+from octavo.report.evidence.rl_claims import Panel, pairs_of
+from octavo.report.evidence.run_reader import RunRecord, common
+from octavo.report.evidence.trial_claims import Sides
+from octavo.report.evidence.trial_spec import Run
+from octavo.report.run.plots import PALETTE, smooth, window_for
 
 
 @dataclass(frozen=True)

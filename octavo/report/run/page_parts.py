@@ -13,10 +13,10 @@ import numpy as np
 from markupsafe import Markup
 
 import octavo
-from octavo.report import completions, figures
-from octavo.report.verdict import percent
+from octavo.report.evidence.trust_table import percent
+from octavo.report.run import completions, plots
 
-HERE = Path(__file__).parent
+TEMPLATES = Path(__file__).parents[1] / "templates"
 
 #: the order and the words of the memory table; kinds that a run adds come after
 KINDS = {
@@ -36,10 +36,10 @@ TOTALS = {"peak_cuda": "peak of the GPU", "peak_device": "peak of the device"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 
 
-def render(name: str, folder: Path = HERE, **values: Any) -> str:
+def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
     """A page from its template in ``folder``; look and version are the same in all."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, HERE]),
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -47,8 +47,8 @@ def render(name: str, folder: Path = HERE, **values: Any) -> str:
     )
     environment.filters |= {"percent": percent, "bytes": bytes_text, "fixed": fixed, "short": short}
     environment.filters |= {"svg": Markup, "dotted": _dotted, "cut": completions.text}
-    css = (HERE / "page.css").read_text(encoding="utf-8")
-    return environment.get_template(name).render(version=octavo.__version__, css=css, colors=figures.PALETTE, **values)
+    css = (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    return environment.get_template(name).render(version=octavo.__version__, css=css, colors=plots.PALETTE, **values)
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:

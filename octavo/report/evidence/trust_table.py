@@ -1,5 +1,5 @@
 """The trust table of ``docs/numerics.md`` as functions: each row takes figures and says pass, warn or fail, and why.
-What the trial claims of the training itself is in :mod:`octavo.report.claims`.
+What the trial claims of the training itself is in :mod:`octavo.report.evidence.claims`.
 
 A row returns a ``Check``: the figure, the threshold it was held against, the status and one plain sentence. The verdict
 is the worst of them. Shares are 0..1 here and per cent in the sentences; SQNR is in dB; losses are in nats per token.
@@ -32,7 +32,8 @@ SKIPPED_WARN = 0.01  # of the steps
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the trust table, answered for one run. A claim (:mod:`octavo.report.claims`) has its 95 % interval,
+    """One row of the trust table, answered for one run. A claim (:mod:`octavo.report.evidence.claims`) has its 95 %
+    interval,
     ``low`` to ``high``, and the ``margin`` that it must lie within."""
 
     name: str

@@ -16,12 +16,12 @@ import matplotlib
 
 from octavo.base import atomic_write
 from octavo.config import to_yaml
-from octavo.report import figures, parts, run_figures
-from octavo.report.claims import mean_gap
-from octavo.report.history import History
-from octavo.report.parts import KINDS, TOTALS, bytes_text, fixed, flat, memory_kinds, short, unit_of
-from octavo.report.rundir import ROLES, ReportError, json_of, layer_health
-from octavo.report.verdict import percent
+from octavo.report.evidence.claims import mean_gap
+from octavo.report.evidence.run_reader import ROLES, ReportError, json_of, layer_health
+from octavo.report.evidence.trust_table import percent
+from octavo.report.run import page_parts, plots, run_plots
+from octavo.report.run.history import History
+from octavo.report.run.page_parts import KINDS, TOTALS, bytes_text, fixed, flat, memory_kinds, short, unit_of
 
 LAYERS, MOVES = 40, 60
 NOT_FINISHED = "not finished"
@@ -35,8 +35,8 @@ def read(directories: Sequence[str | Path]) -> list[History]:
     homes = [run.directory.resolve() for run in found]
     if twice := next((home for n, home in enumerate(homes) if home in homes[:n]), None):
         raise ReportError(f"{twice} is named twice; name each run once")
-    if len(found) > run_figures.MOST:
-        raise ReportError(f"{len(found)} runs on one page: at most {run_figures.MOST} lines can be told apart")
+    if len(found) > run_plots.MOST:
+        raise ReportError(f"{len(found)} runs on one page: at most {run_plots.MOST} lines can be told apart")
     phases = {run.cfg.train.phase: run.directory for run in found}
     if len(phases) > 1:
         told = ", ".join(f"{directory} is of phase {phase}" for phase, directory in phases.items())
@@ -52,20 +52,20 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
     image = out.with_suffix(".png")
     states = [status or _status(run) for run in runs]
     labels = names(runs)
-    lines = run_figures.lines_of(labels, runs)
+    lines = run_plots.lines_of(labels, runs)
     phase = runs[0].cfg.train.phase
-    with matplotlib.rc_context(figures.STYLE):
-        panels = run_figures.shown(lines, phase)
-        picture = figures.png(run_figures.curves_figure(lines, panels))
-        curves = [figures.svg(run_figures.panel_figure(lines, panel), panel.key) for panel in panels]
-        health = run_figures.health_figures(runs[0]) if len(runs) == 1 else []
+    with matplotlib.rc_context(plots.STYLE):
+        panels = run_plots.shown(lines, phase)
+        picture = plots.png(run_plots.curves_figure(lines, panels))
+        curves = [plots.svg(run_plots.panel_figure(lines, panel), panel.key) for panel in panels]
+        health = run_plots.health_figures(runs[0]) if len(runs) == 1 else []
         bars = _bars(runs, labels)
-        memory = figures.svg(_memory_figure(bars), "memory") if bars else ""
+        memory = plots.svg(_memory_figure(bars), "memory") if bars else ""
     values = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "phase": phase,
         "curves": curves,
-        "curves_of_health": [figures.svg(figure, key) for key, figure in health],
+        "curves_of_health": [plots.svg(figure, key) for key, figure in health],
         "drawing": memory,
         "keys": [
             (line.label, line.color, "" if line.style == "-" else " ".join(str(2 * part) for part in line.style[1]))
@@ -79,9 +79,9 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
         "title": labels[0] if len(runs) == 1 else f"{len(runs)} runs",
     }
     if len(runs) == 1:
-        html = parts.render("run.html.jinja", **values, **_one(runs[0], states[0]))
+        html = page_parts.render("run.html.jinja", **values, **_one(runs[0], states[0]))
     else:
-        html = parts.render("runs.html.jinja", **values, **_several(runs, labels, states))
+        html = page_parts.render("runs.html.jinja", **values, **_several(runs, labels, states))
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.write_bytes(image, picture, shared=True)
     atomic_write.write_text(out, html, shared=True)  # last: where it is, its picture is
@@ -113,7 +113,7 @@ def _bars(runs: Sequence[History], labels: Sequence[str]) -> list[tuple[str, Map
 def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
     kinds = _held(bars)
     most = max(sum(memory.get(kind, 0) for kind in kinds) for _, memory in bars)
-    return figures.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most))
+    return plots.memory_figure(bars, {kind: KINDS.get(kind, kind) for kind in kinds}, unit_of(most))
 
 
 def _held(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
@@ -130,7 +130,7 @@ def _one(run: History, status: str) -> dict[str, Any]:
     return {
         "status": status,
         "line": _line(run),
-        "rings": run_figures.comparable(run) and run.curve("eval/loss") is not None,
+        "rings": run_plots.comparable(run) and run.curve("eval/loss") is not None,
         "tiles": _tiles(run, proof, status),
         "steps": run.cfg.train.steps,
         "directory": str(run.directory),
@@ -148,10 +148,10 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "layers": layers[:LAYERS],
         "more_layers": max(0, len(layers) - LAYERS),
         "roles": dict(zip(ROLES, ("x", "w", "dy", "x, wgrad", "dy, wgrad"), strict=True)),
-        "groups": parts.plan_groups(plan),
+        "groups": page_parts.plan_groups(plan),
         "notes": plan.get("notes") or [],
         "proof": proof,
-        "counted": parts.counted(proof),
+        "counted": page_parts.counted(proof),
         "environment": flat(json_of(run.directory / "environment.json")),
     }
 
@@ -202,7 +202,7 @@ def _health(run: History) -> list[dict[str, Any]]:
     """The newest figures of each component, the worst of its layers."""
     return [
         {"component": component, "color": color, **{name: series.last for name, series in found.items()}}
-        for (component, found), color in zip(run.health.items(), run_figures.COLORS, strict=False)
+        for (component, found), color in zip(run.health.items(), run_plots.COLORS, strict=False)
     ]
 
 

@@ -1,9 +1,10 @@
 """What a design can decide, reckoned before it runs: how wide its intervals will be, and how likely a claim passes.
 
 All of it is of the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with standard
-deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as :func:`octavo.report.claims.mean_gap`
-does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive where FP8 is worse. Where a spread comes from is
-:mod:`octavo.report.design`'s to know.
+deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as
+:func:`octavo.report.evidence.claims.mean_gap` does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive
+where FP8 is worse. Where a spread comes from is
+:mod:`octavo.report.trial.design`'s to know.
 """
 
 from __future__ import annotations

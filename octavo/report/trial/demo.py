@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import Config, load_config
-from octavo.report.compare import compare
-from octavo.report.judge import Verdict
-from octavo.report.rundir import ReportError
-from octavo.report.runs import runs_of
-from octavo.report.verdict import FAIL, UNDECIDED, percent
+from octavo.report.evidence.run_reader import ReportError
+from octavo.report.evidence.trust_table import FAIL, UNDECIDED, percent
+from octavo.report.trial.compare import compare
+from octavo.report.trial.judge import Verdict
+from octavo.report.trial.runs import runs_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -186,7 +186,7 @@ def draw(interview: Interview, path: Path) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 
-    from octavo.report.figures import PALETTE, STYLE
+    from octavo.report.run.plots import PALETTE, STYLE
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.6), layout="constrained")

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from octavo.report import cells, outcomes, training
-from octavo.report import verdict as rows
-from octavo.report.claims import Judged
-from octavo.report.power import Estimate
-from octavo.report.rundir import LayerHealth, ReportError, RunRecord, common
-from octavo.report.savings import base_of
-from octavo.report.training import Sides, claims_of, gap_of
-from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
+from octavo.report.evidence import rl_claims, trial_claims
+from octavo.report.evidence import trust_table as rows
+from octavo.report.evidence.claims import Judged
+from octavo.report.evidence.power import Estimate
+from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, common
+from octavo.report.evidence.trial_claims import Sides, claims_of, gap_of
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.evidence.trust_table import FAIL, PASS, REPORTED, UNDECIDED, WARN, Check, percent
+from octavo.report.trial import factorial_cells
+from octavo.report.trial.memory_savings import base_of
 
-CLAIMS = (*training.CLAIMS, *outcomes.CLAIMS[1:])
+CLAIMS = (*trial_claims.CLAIMS, *rl_claims.CLAIMS[1:])
 #: what two runs must share; the rest of the record (free memory, variables) may differ
 _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
@@ -46,7 +47,7 @@ class Verdict:
     @property
     def effects(self) -> tuple[Check, ...]:
         """What each component of a factorial trial costs, accuracy first; main effects before interactions."""
-        return tuple(check for check in self.checks if check.name in cells.EFFECTS)
+        return tuple(check for check in self.checks if check.name in factorial_cells.EFFECTS)
 
     @property
     def lines(self) -> list[str]:
@@ -169,7 +170,7 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     if missing:
         raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
-    beyond = outcomes.beyond_sft(ref_run)
+    beyond = rl_claims.beyond_sft(ref_run)
     noise = math.nan if beyond else noise_of(ref, [r for _, r in by_kind["noise"]])
     whole = [(a, r) for a, r in runs if a.kind != "fork"]
     checks: list[Check] = []
@@ -177,14 +178,14 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         if record.failure:
             continue
         sides = Sides((run, record), (ref_run, ref), runs)
-        checks += outcomes.claims_of(sides, trial) if beyond else claims_of(sides, trial, noise)
+        checks += rl_claims.claims_of(sides, trial) if beyond else claims_of(sides, trial, noise)
         checks.append(rows.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
         checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
         checks += _same_data((run, record), ref)
         checks.append(_same_machine(run, record.environment, ref.environment))
     if trial.factors:
-        checks += cells.checks_of(runs, trial)
+        checks += factorial_cells.checks_of(runs, trial)
     for run, record in whole:
         checks += _complete(run, record)
     status = rows.worst([c.status for c in checks])
@@ -204,7 +205,7 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         "before": None if trial.held is None else _before(trial.held.before),
         "jobs": trial.jobs,
         "power": [expected.to_json() | {"came": _came(expected, checks)} for expected in trial.expected],
-        "factorial": cells.document(runs, trial) if trial.factors else None,
+        "factorial": factorial_cells.document(runs, trial) if trial.factors else None,
         "reference_dtype": dtype_of(ref_run, ref),
         "arms": [{"status": by_run[run.label], **_run_data(run, record, beside(run))} for run, record in whole],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
@@ -227,7 +228,7 @@ def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
         return [rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
     from octavo.rl.settings import Settings  # torch comes with it, and a trial waits for runs without
 
-    return [] if Settings.of(run.cfg).refill else [outcomes.same_prompts(run.label, record, ref)]
+    return [] if Settings.of(run.cfg).refill else [rl_claims.same_prompts(run.label, record, ref)]
 
 
 def _before(judged: Judged) -> dict[str, Any]:
@@ -295,19 +296,19 @@ def _fork_data(run: Run, record: RunRecord) -> dict[str, Any]:
 
 def _gap(run: Run, record: RunRecord, reference: RunRecord) -> float:
     """Gap of the mean loss; NaN where losses say nothing."""
-    if outcomes.beyond_sft(run):
+    if rl_claims.beyond_sft(run):
         return math.nan
     return 0.0 if run.kind == "reference" else gap_of(record, reference)
 
 
 def _outcome(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
     """What a run of reinforcement learning or preferences came to: figures at its end, and its gap of rewards."""
-    if not outcomes.beyond_sft(run):
+    if not rl_claims.beyond_sft(run):
         return {}
-    panels = outcomes.PANELS[run.cfg.train.phase]
+    panels = rl_claims.PANELS[run.cfg.train.phase]
     return {
-        "end": {panel.key: outcomes.at_the_end(record, panel.key) for panel in panels},
-        "reward_gap": outcomes.end_gap(record, reference, panels[0].key),
+        "end": {panel.key: rl_claims.at_the_end(record, panel.key) for panel in panels},
+        "reward_gap": rl_claims.end_gap(record, reference, panels[0].key),
         "rates": {
             key: float(np.nanmedian(record.figures[key]))
             for key in ("rollout_tokens_per_s", "training_tokens_per_s") if key in record.figures

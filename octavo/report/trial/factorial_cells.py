@@ -17,15 +17,15 @@ from typing import Any
 from octavo.config import COMPONENTS, Component, Config, Rule
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import nearest
-from octavo.report import runs
-from octavo.report.claims import LOSS_MARGIN, decide
-from octavo.report.factorial import NONE, Cell, Effect, effects, subsets
-from octavo.report.reuse import comparable
-from octavo.report.rundir import ReportError, RunRecord
-from octavo.report.savings import changing, without
-from octavo.report.training import learned_nothing, no_answers_to_lose, per_cent, points
-from octavo.report.trial import Run, Trial
-from octavo.report.verdict import FAIL, REPORTED, SKIPPED_WARN, Check, check_gemms
+from octavo.report.evidence.claims import LOSS_MARGIN, decide
+from octavo.report.evidence.factorial import NONE, Cell, Effect, effects, subsets
+from octavo.report.evidence.run_reader import ReportError, RunRecord
+from octavo.report.evidence.trial_claims import learned_nothing, no_answers_to_lose, per_cent, points
+from octavo.report.evidence.trial_spec import Run, Trial
+from octavo.report.evidence.trust_table import FAIL, REPORTED, SKIPPED_WARN, Check, check_gemms
+from octavo.report.trial import runs
+from octavo.report.trial.memory_savings import changing, without
+from octavo.report.trial.reuse import comparable
 
 MOST = 4  # components: sixteen cells, each of several seeds
 ACCURACY, LOSS = EFFECTS = ("effect_accuracy", "effect_loss")

@@ -8,7 +8,8 @@ of them each set T of components has one effect, by Yates's contrast:
 For one component that is the mean of the cells with it less the mean of those without it: its main effect, in which
 every cell counts. For two it is half of what the one costs more where the other is in FP8 too: their interaction, which
 is 0 where costs add up. Each seed has cells of its own, so that what the seed does to all of them goes out of every
-effect; the effects of several seeds are independent, and :func:`octavo.report.claims.mean_gap` makes their interval.
+effect; the effects of several seeds are independent, and :func:`octavo.report.evidence.claims.mean_gap` makes their
+interval.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from octavo.report.claims import Interval, mean_gap
+from octavo.report.evidence.claims import Interval, mean_gap
 
 Cell = frozenset[str]
 NONE: Cell = frozenset()

@@ -1,0 +1,1 @@
+"""The page of a run, live and finished, and its plots."""
