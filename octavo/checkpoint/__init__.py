@@ -1,16 +1,16 @@
 """What lies on disk: the state of a run, saved whole or not at all, and model folders, examined."""
 
-from octavo.checkpoint import rng
-from octavo.checkpoint.background import Background
-from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.files import OTHER, copied, others, prune, read_state, steps, sweep
-from octavo.checkpoint.hf import save_hf
-from octavo.checkpoint.state import WITHOUT_STATES, Restored, latest, load, not_finite
+from octavo.checkpoint.live.write import save_hf
+from octavo.checkpoint.run_state import rng
+from octavo.checkpoint.run_state.background import Background
+from octavo.checkpoint.run_state.dcp_safe import SafeReader
+from octavo.checkpoint.run_state.files import OTHER, copied, others, prune, read_state, steps, sweep
+from octavo.checkpoint.run_state.state import WITHOUT_STATES, Restored, latest, load, not_finite
+from octavo.checkpoint.run_state.weights import load_weights
+from octavo.checkpoint.run_state.writing import Moment, save, take, write
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import Verified
-from octavo.checkpoint.weights import load_weights
-from octavo.checkpoint.writing import Moment, save, take, write
 
 __all__ = [
     "Background",

@@ -21,7 +21,7 @@ from torch import nn
 
 from octavo import checkpoint, data, fp8, models, parallel
 from octavo.base import accelerator, environment, hub
-from octavo.checkpoint.files import read_state
+from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.optim import former_coat

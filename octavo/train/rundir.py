@@ -28,7 +28,7 @@ from typing import Any
 from octavo import checkpoint, fp8
 from octavo.base import encryption, safe_read, target_folder
 from octavo.base.atomic_write import write_bytes, write_text
-from octavo.checkpoint.files import read_state
+from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
 from octavo.parallel import World

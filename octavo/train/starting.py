@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import checkpoint
-from octavo.checkpoint.files import fingerprint, read_state
+from octavo.checkpoint.run_state.files import fingerprint, read_state
 from octavo.config import Config
 from octavo.parallel import World
 from octavo.train import base, critic

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from octavo import fp8
 from octavo.checkpoint import SafeReader
-from octavo.checkpoint.dcp_safe import TensorsOnly
+from octavo.checkpoint.run_state.dcp_safe import TensorsOnly
 
 NAME = "model.language_model.layers.0.mlp.down_proj.weight"
 

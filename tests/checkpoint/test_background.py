@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import checkpoint
-from octavo.checkpoint import files
+from octavo.checkpoint.run_state import files
 from octavo.parallel import World, shard
 from tests import ranks
 from tests.checkpoint.models import fresh, load, optimizer_for, small, train, trained

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from octavo.checkpoint import CheckpointError, convert
-from octavo.checkpoint.convert import work as convert_work
+from octavo.checkpoint.convert import resumable_work as convert_work
 from octavo.models import ModelError
 from tests.checkpoint.convert_folders import adapter, same_files, tensors, two_shards
 

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from octavo.checkpoint import CheckpointError, SafeReader, latest
-from octavo.checkpoint import files as contents
-from octavo.checkpoint.dcp_safe import TensorsOnly
+from octavo.checkpoint.run_state import files as contents
+from octavo.checkpoint.run_state.dcp_safe import TensorsOnly
 from tests.checkpoint.models import One, fresh, load, save, trained
 
 

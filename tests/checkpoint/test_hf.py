@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from octavo import checkpoint, fp8, models
 from octavo.checkpoint.export.files import Shards
-from octavo.checkpoint.hf import planned
-from octavo.checkpoint.stock import Stock
+from octavo.checkpoint.live.write import planned
+from octavo.checkpoint.model.stock_model import Stock
 from octavo.models import tiny
 from octavo.parallel import World, shard
 from tests import ranks

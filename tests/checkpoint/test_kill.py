@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from octavo.base import atomic_write
-from octavo.checkpoint import files, latest
+from octavo.checkpoint import latest
+from octavo.checkpoint.run_state import files
 from tests import ranks
 from tests.checkpoint.models import One, fresh, load, same, save, small, train, trained
 

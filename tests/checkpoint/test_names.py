@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from octavo import checkpoint
-from octavo.checkpoint import CheckpointError, files
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.run_state import files
 from tests.fuzz.test_run_folders import One, save
 
 NAMES = (

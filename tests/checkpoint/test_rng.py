@@ -8,7 +8,8 @@ import numpy
 import pytest
 import torch
 
-from octavo.checkpoint import CheckpointError, rng
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.run_state import rng
 
 
 def _draw() -> tuple:

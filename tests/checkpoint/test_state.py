@@ -18,7 +18,7 @@ import torch
 
 from octavo.base.atomic_write import no_room
 from octavo.checkpoint import CheckpointError, latest, steps, sweep
-from octavo.checkpoint import files as ck_files
+from octavo.checkpoint.run_state import files as ck_files
 from tests import ranks
 from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
 from tests.fuzz import mutate
@@ -310,7 +310,7 @@ def test_a_full_disk_is_reported_and_the_former_checkpoint_stays(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*already there are untouched"):
         save(tmp_path, 4, model, optimizer)
     monkeypatch.undo()
-    monkeypatch.setattr("octavo.checkpoint.files.write_state", full)
+    monkeypatch.setattr("octavo.checkpoint.run_state.files.write_state", full)
     with pytest.raises(CheckpointError, match=r"could not finish .*No space left"):
         save(tmp_path, 4, model, optimizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]

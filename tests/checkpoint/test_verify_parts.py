@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from octavo.checkpoint import CheckpointError, verify
-from octavo.checkpoint.verify import against as verify_against
+from octavo.checkpoint.verify import compare_source as verify_against
 from octavo.checkpoint.verify import headers as verify_headers
 from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS

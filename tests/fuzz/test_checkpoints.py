@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from octavo import checkpoint
-from octavo.checkpoint import files
+from octavo.checkpoint.run_state import files
 from octavo.train.rundir import Progress
 from tests.checkpoint.models import One, fresh, load, same, save, snapshot, trained
 from tests.fuzz import mutate

@@ -17,7 +17,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from octavo.checkpoint import CheckpointError, files, state
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.run_state import files, state
 from tests.fuzz.bounded import Finding, command
 
 KEEP = 2

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from octavo import checkpoint, train
-from octavo.checkpoint.contents import here
-from octavo.checkpoint.files import read_state
-from octavo.checkpoint.staging import Staging
+from octavo.checkpoint.run_state.files import read_state
+from octavo.checkpoint.run_state.manifest import here
+from octavo.checkpoint.run_state.staging import Staging
 from octavo.config import override
 from octavo.train.memory_plan import states
 from octavo.train.rundir import read_rows

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from octavo import fp8, models, train
-from octavo.checkpoint.files import read_state
+from octavo.checkpoint.run_state.files import read_state
 from octavo.models import attention as registry
 from octavo.parallel import World
 from octavo.train import attention

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import checkpoint, models, train
-from octavo.checkpoint import CheckpointError, files
+from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.run_state import files
 from octavo.config import Config, load_config, override
 from octavo.parallel import World
 from octavo.train import finished
@@ -120,7 +121,7 @@ def test_a_run_whose_last_steps_were_skipped_has_not_finished(make, monkeypatch:
 def poison(path: Path, cfg: Config, what: str = "model") -> None:
     """Make a checkpoint one of 0.4.0 with a NaN in it: written as then, without a word about its values."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("octavo.checkpoint.state.fp8.not_finite", lambda named: [], raising=False)
+        patched.setattr("octavo.checkpoint.run_state.state.fp8.not_finite", lambda named: [], raising=False)
         start = train.rundir.Start(path.parent / "aside", path, 0, 0, {})
         start.directory.mkdir()
         job = train.build.build(override(cfg, [f"run.resume={path}"]), World(), start)

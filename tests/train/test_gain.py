@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from octavo import fp8, train
-from octavo.checkpoint.files import read_state
+from octavo.checkpoint.run_state.files import read_state
 from octavo.cli.train import conclude
 from octavo.config import override
 from octavo.train import gain

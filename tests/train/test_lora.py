@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
-from octavo.checkpoint.dcp_safe import SafeReader
 from octavo.checkpoint.export import export
+from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.config import Config, load_config, override
 from octavo.train import base, planning
 from octavo.train.rundir import read_rows

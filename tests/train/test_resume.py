@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from octavo import checkpoint, fp8, train
-from octavo.checkpoint import files
+from octavo.checkpoint.run_state import files
 from octavo.config import Config, load_config, override
 from octavo.data import DataError
 from octavo.fp8.arithmetic import moments

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from octavo.checkpoint.together import dcp_errors
+from octavo.checkpoint.run_state.collective_errors import dcp_errors
 from octavo.train.signals import StopRequest
 
 

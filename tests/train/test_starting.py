@@ -70,7 +70,7 @@ def test_halves_lose_nothing_on_the_way_to_fp32(make):
     """fp32 -> both halves -> fp32: the values of all weights, bit for bit."""
     import torch
 
-    from octavo.checkpoint.dcp_safe import read_item
+    from octavo.checkpoint.run_state.dcp_safe import read_item
 
     def values(folder: Path) -> dict[str, torch.Tensor]:
         places = SafeReader(folder).read_metadata().storage_data

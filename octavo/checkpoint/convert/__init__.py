@@ -32,12 +32,12 @@ import torch
 
 from octavo.checkpoint.convert import dcp, values
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.convert.back import foreign, holds, nowhere, own, write_shard
 from octavo.checkpoint.convert.folder import Folder
+from octavo.checkpoint.convert.from_dcp import foreign, holds, nowhere, own, write_shard
 from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_manifest
-from octavo.checkpoint.convert.work import SUFFIX, Advance, all_parts, begin
+from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.files import fingerprint
+from octavo.checkpoint.run_state.files import fingerprint
 from octavo.models.folder import INDEX, one_folder, refuse_outside, write_config
 from octavo.models.headers import Header, index_of
 from octavo.models.quantization import Quantization, read_quantization

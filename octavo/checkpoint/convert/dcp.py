@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 from octavo.base import safe_read
 from octavo.checkpoint.convert.folder import Place, bytes_of
 from octavo.checkpoint.convert.values import Opens
-from octavo.checkpoint.dcp_safe import SafeReader, read_item
 from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item
 from octavo.models.headers import DTYPES, WORDS, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"

@@ -39,7 +39,7 @@ from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
-from octavo.checkpoint.sums import MARKER, OWN, note_digest, read_note, sha256
+from octavo.checkpoint.model.export_checksums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.chat import check_template

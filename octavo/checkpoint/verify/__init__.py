@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.stock import Stock
+from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
-from octavo.checkpoint.verify.against import compare, compare_unplaced, sources
 from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_companions, check_files, check_sums, read_all
+from octavo.checkpoint.verify.compare_source import compare, compare_unplaced, sources
 from octavo.checkpoint.verify.findings import FAIL, Compared, Findings, Verified
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, check_sound, pair_up
-from octavo.checkpoint.verify.skips import check_skips
+from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, unnamed
 from octavo.models import ModelError, empty
 from octavo.models.folder import check_generation_config, one_folder, read_json

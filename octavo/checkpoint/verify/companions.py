@@ -14,8 +14,8 @@ from typing import Any
 
 from octavo import models
 from octavo.base import encryption, safe_read
-from octavo.checkpoint.stock import Stock
-from octavo.checkpoint.sums import MARKER, is_changed, read_note, sha256
+from octavo.checkpoint.model.export_checksums import MARKER, is_changed, read_note, sha256
+from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models import chat
 from octavo.models.errors import ModelError

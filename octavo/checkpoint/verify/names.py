@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from octavo.checkpoint.stock import Stock
+from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.models.mpt import MPTConfig, not_in_stock

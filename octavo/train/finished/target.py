@@ -27,7 +27,7 @@ from torch import nn
 from octavo import checkpoint, fp8, models, parallel
 from octavo.base import accelerator, safe_read
 from octavo.base.seal_note import check_adapter
-from octavo.checkpoint.files import read_state
+from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.sections.model import FITTING
 from octavo.models.folder import pickles, read_json

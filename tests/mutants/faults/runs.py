@@ -374,7 +374,7 @@ area(
 area(
     "resume",
     (
-        "resume-forgets-random-numbers", "checkpoint/rng.py",
+        "resume-forgets-random-numbers", "checkpoint/run_state/rng.py",
         'torch.set_rng_state(mine["torch"])', "None",
         "torch's generator does not come back",
         "checkpoint/test_rng.py",
@@ -386,7 +386,7 @@ area(
         "train/test_lora.py -k bit_for_bit",
     ),
     (
-        'resume-forgets-optimizer', 'checkpoint/optimizer.py',
+        'resume-forgets-optimizer', 'checkpoint/run_state/optimizer_state.py',
         'for (name, key), tensor in found.items():',
         'for (name, key), tensor in ():',
         "the optimizer's states do not come back",
@@ -411,14 +411,14 @@ area(
         "train/test_dead.py -k whatever",
     ),
     (
-        "dead-weights-are-saved", "checkpoint/writing.py",
+        "dead-weights-are-saved", "checkpoint/run_state/writing.py",
         'if bad := fp8.not_finite(here(state)): raise CheckpointError( f"after',
         'if bad := []: raise CheckpointError( f"after',
         "a checkpoint is written of NaN",
         "train/test_dead.py -k 'whatever or optimizer'",
     ),
     (
-        "dead-checkpoints-are-loaded", "checkpoint/state.py",
+        "dead-checkpoints-are-loaded", "checkpoint/run_state/state.py",
         "or not_finite(path, document)", "",
         "a checkpoint of 0.4.0 that holds NaN is the newest good one",
         "train/test_dead.py -k poisoned",
@@ -442,19 +442,19 @@ area(
         "fp8/weights/test_finite.py",
     ),
     (
-        "checksum-not-compared", "checkpoint/files.py",
+        "checksum-not-compared", "checkpoint/run_state/files.py",
         "return None if found == wanted else", "return None if found['size'] == wanted['size'] else",
         "a flipped bit in a checkpoint is not noticed",
         "checkpoint/test_state.py",
     ),
     (
-        "prune-keeps-the-oldest", "checkpoint/files.py",
+        "prune-keeps-the-oldest", "checkpoint/run_state/files.py",
         "if step <= newest][-max(keep, 1) :]", "if step <= newest][: max(keep, 1)]",
         "the newest checkpoints are removed",
         "checkpoint/test_state.py",
     ),
     (
-        'replacement-cut-short', 'checkpoint/files.py',
+        'replacement-cut-short', 'checkpoint/run_state/files.py',
         'atomic.restore(aside(directory, step, "old"), place(directory, step))',
         'None',
         'a checkpoint that was being replaced is not given back',
@@ -468,19 +468,19 @@ area(
         'test_atomic.py', 'train/test_run.py',
     ),
     (
-        "other-optimizer-states-taken", "checkpoint/optimizer.py",
+        "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
         'was, asked = former.get(key, "fp32"), group.get(key, "fp32")', 'was = asked = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
     ),
     (
-        "live-tensors-are-written-later", "checkpoint/staging.py",
+        "live-tensors-are-written-later", "checkpoint/run_state/staging.py",
         "found[name] = _in_place_of(name, value, copied)", "found[name] = value",
         "a checkpoint that is written beside the steps holds what they made of the weights",
         "checkpoint/test_background.py",
     ),
     (
-        "background-errors-are-lost", "checkpoint/background.py",
+        "background-errors-are-lost", "checkpoint/run_state/background.py",
         "if failed: raise", "if False: raise",
         "a checkpoint that could not be written beside the steps is taken for one that is there",
         "checkpoint/test_background.py",
@@ -516,7 +516,7 @@ area(
         "train/test_resume.py -k changed_data",
     ),
     (
-        "checkpoint-outside", "checkpoint/dcp_safe.py",
+        "checkpoint-outside", "checkpoint/run_state/dcp_safe.py",
         'or file != os.path.basename(file) or', "or",
         "a checkpoint may name files outside its folder",
         "checkpoint/test_dcp_safe.py",
@@ -551,7 +551,7 @@ area(
     ),
     (
         "hf-one-writes-all",
-        "checkpoint/hf.py",
+        "checkpoint/live/write.py",
         "rank = load.index(min(load))",
         "rank = 0",
         "one rank converts and writes every tensor",
@@ -559,7 +559,7 @@ area(
     ),
     (
         "hf-others-go-on",
-        "checkpoint/hf.py",
+        "checkpoint/live/write.py",
         "    if said:",
         "    if False:",
         "a folder of which one rank could not write its part takes its place",

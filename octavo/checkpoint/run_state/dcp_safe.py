@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from octavo.base import accelerator, encryption, safe_read
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import Rows
+from octavo.checkpoint.run_state.expert_rows import Rows
 
 
 def _layout(name: str) -> torch.layout:

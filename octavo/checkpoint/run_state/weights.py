@@ -17,12 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from octavo import fp8
-from octavo.checkpoint import optimizer as states
-from octavo.checkpoint.contents import refuse_dead, same_names, tensors
-from octavo.checkpoint.dcp_safe import SafeReader, TensorsOnly
-from octavo.checkpoint.state import verified
-from octavo.checkpoint.together import Ranks, dcp_errors, shared
-from octavo.checkpoint.writing import TRAINED
+from octavo.checkpoint.run_state import optimizer_state as states
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly
+from octavo.checkpoint.run_state.manifest import refuse_dead, same_names, tensors
+from octavo.checkpoint.run_state.state import verified
+from octavo.checkpoint.run_state.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
 from octavo.fp8.optim import like, set_weight
 from octavo.fp8.weights import plain

@@ -22,9 +22,9 @@ import torch
 
 from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.staging import Staging
-from octavo.checkpoint.together import Ranks
-from octavo.checkpoint.writing import Moment, write
+from octavo.checkpoint.run_state.collective_errors import Ranks
+from octavo.checkpoint.run_state.staging import Staging
+from octavo.checkpoint.run_state.writing import Moment, write
 
 
 class World(Ranks, Protocol):

@@ -5,8 +5,8 @@ JSON in state.json: counters, the optimizer's hyper-parameters by group, and siz
 weights alone has of the optimizer nothing but what is part of a weight (`optimizer.OF_WEIGHTS`).
 
 A save is two halves. `take` is the moment: what the state consists of, found finite, as live tensors. `write` is the
-disk. `save` does one after the other; :mod:`octavo.checkpoint.background` copies in between, and writes beside the
-steps that follow.
+disk. `save` does one after the other; :mod:`octavo.checkpoint.run_state.background` copies in between, and writes
+beside the steps that follow.
 
 How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
 fsynced, and only then renamed to `step_N`. A directory of that name is whole, or was damaged later; the checksums
@@ -29,13 +29,13 @@ from torch import nn
 
 from octavo import fp8
 from octavo.base import encryption
-from octavo.checkpoint import files
-from octavo.checkpoint import optimizer as states
-from octavo.checkpoint.contents import all_tensors, here, named, tensors
-from octavo.checkpoint.dcp_safe import SafeWriter
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import EachOnce
-from octavo.checkpoint.together import Ranks, dcp_errors, shared
+from octavo.checkpoint.run_state import files
+from octavo.checkpoint.run_state import optimizer_state as states
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
+from octavo.checkpoint.run_state.dcp_safe import SafeWriter
+from octavo.checkpoint.run_state.expert_rows import EachOnce
+from octavo.checkpoint.run_state.manifest import all_tensors, here, named, tensors
 
 TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
 

@@ -1,8 +1,8 @@
 """Run states, read: the newest good one of a run, loaded on as many ranks as there are then.
 
-What a checkpoint holds, and how it is written, is told in :mod:`octavo.checkpoint.writing`. The optimizer's state goes
-by parameter *name*, so two ranks' shards load into one process and the other way round. Before a tensor is read, every
-file is compared to its checksum.
+What a checkpoint holds, and how it is written, is told in :mod:`octavo.checkpoint.run_state.writing`. The optimizer's
+state goes by parameter *name*, so two ranks' shards load into one process and the other way round. Before a tensor is
+read, every file is compared to its checksum.
 
 NaN and infinity are not loaded: nothing can go on from them. state.json says "finite" since they are looked for; a
 checkpoint of 0.4.0, which does not, has its values read where the newest is asked for.
@@ -21,13 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from octavo import fp8
-from octavo.checkpoint import files
-from octavo.checkpoint import optimizer as states
-from octavo.checkpoint.contents import named, refuse_dead, same_names, tensors
-from octavo.checkpoint.dcp_safe import SafeReader, TensorsOnly, read_item
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.together import Ranks, dcp_errors, shared
-from octavo.checkpoint.writing import TRAINED
+from octavo.checkpoint.run_state import files
+from octavo.checkpoint.run_state import optimizer_state as states
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, read_item
+from octavo.checkpoint.run_state.manifest import named, refuse_dead, same_names, tensors
+from octavo.checkpoint.run_state.writing import TRAINED
 
 WITHOUT_STATES = "holds weights alone (run.save_states: false)"
 

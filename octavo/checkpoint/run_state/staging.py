@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import Copied, Rows
-from octavo.checkpoint.writing import Moment
+from octavo.checkpoint.run_state.expert_rows import Copied, Rows
+from octavo.checkpoint.run_state.writing import Moment
 from octavo.fp8.weights import plain
 
 _ALIGN = 256  # bytes: where a tensor may begin

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from octavo import fp8
-from octavo.checkpoint import optimizer as states
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import Rows
+from octavo.checkpoint.run_state import optimizer_state as states
+from octavo.checkpoint.run_state.expert_rows import Rows
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from octavo.checkpoint import files
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.rows import Rows
+from octavo.checkpoint.run_state import files
+from octavo.checkpoint.run_state.expert_rows import Rows
 from octavo.fp8 import optim
 from octavo.fp8.optim import AdamW
 from octavo.fp8.weights import reshard, span

@@ -23,9 +23,9 @@ from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, nbytes
-from octavo.checkpoint.homes import Homes
-from octavo.checkpoint.stock import Stock
-from octavo.checkpoint.together import Ranks
+from octavo.checkpoint.live.homes import Homes
+from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.fp8.weights import full, master_of
 from octavo.models.folder import INDEX, PARTS, check_companions, companions, copy_companions, parts_of, write_config
 

@@ -1,0 +1,1 @@
+"""A model folder written from a model in training."""

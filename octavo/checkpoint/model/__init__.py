@@ -1,0 +1,1 @@
+"""A stock model to be saved as transformers would, and the checksums of an export."""
