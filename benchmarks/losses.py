@@ -33,7 +33,7 @@ DEMO = {"demo_fp32": "off", "demo_fp8": "blockwise"}  # name -> fp8.recipe
 UNNAMED = {"demo_fp8", "internvl", "lora_qwen3_vl", "lora_qwen3_vl_moe", "memory", "qwen3_vl_moe"}
 STAYS = "fp8.image_projector.recipe=off"
 DEMO_STEPS = 50  # of the 500 that the learning rate is scheduled over
-PREPARE = "from pathlib import Path; from octavo.report import demo; demo.prepare(Path('demo'), 500, None)"
+PREPARE = "from pathlib import Path; from octavo.report.trial import demo; demo.prepare(Path('demo'), 500, None)"
 OCTAVO = [sys.executable, "-m", "octavo"]
 EQUAL, DIFFERS, OTHER_PLATFORM = 0, 1, 2
 

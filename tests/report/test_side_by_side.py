@@ -115,7 +115,7 @@ def trial_of_sleepers(tmp_path: Path) -> subprocess.Popen:
         "from pathlib import Path\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the trial leaves ignored where nohup had it so
         "from octavo.config import load_config_text\n"
-        "from octavo.report import side_by_side\n"
+        "from octavo.report.trial import parallel_runs as side_by_side\n"
         "from octavo.report.trial.runs import runs_of\n"
         "from synthetic_runs import CONFIG\n"
         "side_by_side.POLL = 0.05\n"
