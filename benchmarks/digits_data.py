@@ -1,6 +1,6 @@
-"""Write octavo/data/uci_digits/digits.npz, the handwriting of `octavo digits`, from scikit-learn's copy.
+"""Write octavo/data/builtin/uci_digits/digits.npz, the handwriting of `octavo digits`, from scikit-learn's copy.
 
-    python benchmarks/digits_data.py octavo/data/uci_digits/digits.npz
+    python benchmarks/digits_data.py octavo/data/builtin/uci_digits/digits.npz
 
 `levels` [1797, 8, 8] uint8, 0 to 16, and `labels` [1797] uint8: equal to `load_digits().images` and `.target`, which
 tests/data/test_digits.py holds. Needs scikit-learn, which Octavo itself does not.

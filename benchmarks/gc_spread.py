@@ -28,7 +28,7 @@ import torch
 from octavo import train
 from octavo.bench import record
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.models import tiny
 
 SETTINGS = {"default": "null", "700,10,1000": "700,10,1000", "freeze": "freeze", "50": "50"}

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.models import tiny
 from octavo.train import run
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from octavo.bench import record
-from octavo.data.collate import MULTIPLE
-from octavo.data.packing import pack, waste
+from octavo.data.batching.collate import MULTIPLE
+from octavo.data.batching.packing import pack, waste
 
 SETS = ("text", "images", "mixed")
 CAPACITIES, WINDOWS = (8192, 32768), (64, 200, 1000, 10000)

@@ -3,9 +3,9 @@
     python benchmarks/resampling.py [--out FILE.json]
 
 Three seconds of 40 tones of random pitch and some noise, 1, 2 and 6 channels, at common rates, become 16 kHz by
-`octavo.data.waves.load` and by transformers' `load_audio(backend="soundfile")`: the largest difference of samples. The
-same by SciPy's `resample_poly` says what a filter is worth: the difference's root mean square over the sound's, and the
-mean difference of the features that a Whisper tower is given, over their range.
+`octavo.data.encoding.audio.load` and by transformers' `load_audio(backend="soundfile")`: the largest difference of
+samples. The same by SciPy's `resample_poly` says what a filter is worth: the difference's root mean square over the
+sound's, and the mean difference of the features that a Whisper tower is given, over their range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import WhisperFeatureExtractor
 from transformers.audio_utils import load_audio
 
 from octavo.bench import record
-from octavo.data.waves import Limits, load
+from octavo.data.encoding.audio import Limits, load
 
 RATE, SECONDS = 16_000, 3.0
 RATES, CHANNELS = (8_000, 11_025, 22_050, 24_000, 44_100, 48_000, 96_000), (1, 2, 6)

@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from octavo import checkpoint, fp8, models, parallel, train
 from octavo.checkpoint.export.files import Shards
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.fp8.weights.shards import local_of
 from octavo.models import tiny
 from octavo.train import cost, planning

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from octavo.bench import record
 from octavo.config import load_config
-from octavo.data import clips_of_digits
+from octavo.data.builtin import digit_clips
 from octavo.models import tiny
 from octavo.report.evidence.run_reader import read
 from octavo.report.trial.judge import Run
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=ROOT / "build" / "video")
     asked = parser.parse_args()
     here = asked.dir.resolve()
-    clips_of_digits.write(here / "clips")
+    digit_clips.write(here / "clips")
     tiny.write("qwen3_vl", here / "model")
     where = [f"model.path={here}/model", f"data.train=[{{path: {here}/clips/train.json}}]"]
     where += [f"data.eval=[{{path: {here}/clips/test.json}}]", "run.resume=auto", "run.hf=false"]

@@ -37,7 +37,7 @@ optimizer: {{betas: [0.9, 0.98], weight_decay: 0.5}}
 
 
 def prepare(home: Path) -> Config:
-    from octavo.data import digits
+    from octavo.data.builtin import digits
     from octavo.models import tiny
 
     home.mkdir(parents=True, exist_ok=True)

@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.data import clips_of_digits, digits
+    from octavo.data.builtin import digit_clips, digits
 
     common = {"train": args.train, "test": args.test, "seed": args.seed}
     if args.video:
         from rich.console import Console
 
         shown = Console(stderr=True) if sys.stderr.isatty() else Console(quiet=True)
-        clips_of_digits.write(args.directory, **common, digits=args.digits or 3, hold=args.frames or 4, console=shown)
+        digit_clips.write(args.directory, **common, digits=args.digits or 3, hold=args.frames or 4, console=shown)
     elif args.digits or args.frames:
         raise arguments.UsageError("--digits and --frames are of videos: add --video, or leave them out")
     else:

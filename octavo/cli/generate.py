@@ -193,7 +193,7 @@ def _folder_fps(cfg: Any) -> float | None:
 def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import data, fp8, generation, models
-    from octavo.data import images, sounds
+    from octavo.data.rows import audio_refs, image_refs
     from octavo.models import chat
     from octavo.train.forward import autocast_dtype
 
@@ -204,11 +204,11 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
         chat.give(processor, {**processor.template_args, **dict(args.template_arg)}, found.base)
     cfg = found.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
-    loaded = [images.load(file, megapixels) for file in args.image]
-    if hasattr(processor, "sound_limits") and any(sounds.PLACEHOLDER in prompt for prompt in args.prompt):
+    loaded = [image_refs.load(file, megapixels) for file in args.image]
+    if hasattr(processor, "sound_limits") and any(audio_refs.PLACEHOLDER in prompt for prompt in args.prompt):
         raise UsageError(
-            f"--prompt has a place for a sound ({sounds.PLACEHOLDER}), and none can be given here in this version; ask "
-            "by transformers' generate, or hold answers against rows with `octavo eval`"
+            f"--prompt has a place for a sound ({audio_refs.PLACEHOLDER}), and none can be given here in this version; "
+            "ask by transformers' generate, or hold answers against rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
     videos = data.shots(args.video, processor, cfg, args.fps)

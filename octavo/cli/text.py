@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.data import text
+    from octavo.data.builtin import text
 
     made = text.write(args.directory)
     print(f"wrote {made.rows['train']} documents to train on and {made.rows['test']} held out to {args.directory}")

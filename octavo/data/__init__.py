@@ -20,26 +20,30 @@ from octavo.base import accelerator
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
 from octavo.config.sections.video import VideoSection
-from octavo.data import digits, text
-from octavo.data.cache import Say, default_folder, files_of, quiet
-from octavo.data.clips import as_video
-from octavo.data.collate import Boundaries, Meta, collate, collate_pack
+from octavo.data.batching.collate import Boundaries, Meta, collate, collate_pack
+from octavo.data.batching.mixture import Mixture
+from octavo.data.batching.packing import pack, waste
+from octavo.data.builtin import digits, text
 from octavo.data.content import Content, content_of, digests
-from octavo.data.conversations import Conversation, ImageRef, Text, Turn, parse
-from octavo.data.counting import counts
-from octavo.data.documents import Document, DocumentEncoder
-from octavo.data.encode import Encoder
+from octavo.data.encoding.encode import Encoder
+from octavo.data.encoding.expansion import Mismatch
+from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.encoding.video import FileLimits, Shot, look
+from octavo.data.encoding.video import load as load_film
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.evalset import EvalSet
-from octavo.data.expansion import Mismatch
-from octavo.data.films import FileLimits, Shot, look
-from octavo.data.films import load as load_film
-from octavo.data.joined import Joined, join, joins
-from octavo.data.loader import Gather, Loader, micro_batches
-from octavo.data.mixture import Mixture
-from octavo.data.packing import pack, waste
-from octavo.data.packs import PackLoader
-from octavo.data.pairs import (
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.loader import Gather, Loader, micro_batches
+from octavo.data.loaders.pack_loader import PackLoader
+from octavo.data.loaders.token_counts import counts
+from octavo.data.rows.audio_refs import AudioRef
+from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn, parse
+from octavo.data.rows.video_refs import as_video
+from octavo.data.skip_report import SkipReport
+from octavo.data.storage.cache import Say, default_folder, files_of, quiet
+from octavo.data.storage.remote import local_files, print_of
+from octavo.data.tasks.concat import Joined, join, joins
+from octavo.data.tasks.documents import Document, DocumentEncoder
+from octavo.data.tasks.pairs import (
     HeldOutEncoder,
     LabelledEncoder,
     LabelledSample,
@@ -49,15 +53,11 @@ from octavo.data.pairs import (
     collate_pairs,
     labelled_batches,
 )
-from octavo.data.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
-from octavo.data.remote import local_files, print_of
-from octavo.data.report import SkipReport
-from octavo.data.sample import IGNORE, Sample
-from octavo.data.sealed import Sealed, SealedEncoder, SealedHeldOut, SealedPairs, read_sealed
-from octavo.data.sealed import check as check_sealed
-from octavo.data.sounds import AudioRef
-from octavo.data.sources import Source, opened, preferences, read
-from octavo.data.splitting import Split, split
+from octavo.data.tasks.prompts import COLUMNS, PromptEncoder, PromptSample, numbered, reward_columns
+from octavo.data.tasks.sealed import Sealed, SealedEncoder, SealedHeldOut, SealedPairs, read_sealed
+from octavo.data.tasks.sealed import check as check_sealed
+from octavo.data.tasks.sources import Source, opened, preferences, read
+from octavo.data.tasks.splitting import Split, split
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset

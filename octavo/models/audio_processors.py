@@ -3,7 +3,7 @@
 The stock feature extractor makes the picture of a sound (:mod:`octavo.models.hearing`); each placeholder in the text
 grows into as many tokens as its sound has. Beside that a class says what the data side must know of a family:
 
-    inputs         tensors for the model, and what the first dimension of each counts (octavo.data.inputs)
+    inputs         tensors for the model, and what the first dimension of each counts (octavo.data.encoding.inputs)
     sound_limits   samples a second, and samples of the shortest and longest sound
 """
 

@@ -2,11 +2,11 @@
 
 Stock classes through thin subclasses, which say what the data side must know of a family:
 
-    inputs         further tensors for the model, and what the first dimension of each counts (octavo.data.inputs)
-    tells_places   calls may ask which characters stand for each image: marks and line breaks around it are its own
-    images_by_row  images are given row by row: how many a row has decides what becomes of them
-    image_tokens   how many tokens an image becomes, by its size and whether it is the only one of its row
-    trimmed        the pixels of one row without padding to the larger images of its neighbours
+    inputs         further tensors for the model, and what the first dimension of each counts
+    (octavo.data.encoding.inputs) tells_places   calls may ask which characters stand for each image: marks and line
+    breaks around it are its own images_by_row  images are given row by row: how many a row has decides what becomes of
+    them image_tokens   how many tokens an image becomes, by its size and whether it is the only one of its row trimmed
+    the pixels of one row without padding to the larger images of its neighbours
 
 Two stock classes cannot be made without packages that only videos need; what is missing of them stands here.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.inputs import answered
+from octavo.data.encoding.inputs import answered
 from octavo.generation import Completion, Prompt
 
 
@@ -116,7 +116,8 @@ def micro_batches(
     rollout: Rollout, prompts: Sequence[int], size: int, number: int, pad_id: int
 ) -> list[dict[str, Any]]:
     """The completions of these prompts as `number` micro-batches of up to `size` rows (the last may be empty): batches
-    of :func:`octavo.data.collate` with labels on the completions, and under "experience" what is known of them."""
+    of :func:`octavo.data.batching.collate` with labels on the completions, and under "experience" what is known of
+    them."""
     rows = [p * rollout.group + g for p in prompts for g in range(rollout.group)]
     return [_batch(rollout, tuple(rows[n * size : (n + 1) * size]), pad_id) for n in range(number)]
 

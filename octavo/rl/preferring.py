@@ -1,9 +1,9 @@
 """The phase of preferences: a step learns from answers of which one was chosen, or which are good or bad.
 
-A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.pairs`): one forward of the
-policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both. KTO's holds labelled
-answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is the same however
-it is cut.
+A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.tasks.pairs`): one forward
+of the policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both. KTO's holds
+labelled answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is the same
+however it is cut.
 """
 
 from __future__ import annotations

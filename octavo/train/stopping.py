@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.data.report import NOTED
+from octavo.data.skip_report import NOTED
 from octavo.train import compiled, rundir
 from octavo.train.callback import Callback, Run, Step
 from octavo.train.errors import TrainError

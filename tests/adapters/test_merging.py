@@ -18,7 +18,7 @@ from octavo.checkpoint.export import export
 from octavo.checkpoint.export.values import values_of
 from octavo.cli.main import main
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.train import loop
 from octavo.train.errors import TrainError
 from octavo.train.finished import merge_model

@@ -17,7 +17,7 @@ from octavo.checkpoint.export.values import Trained, regrid, values_of
 from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.train.errors import TrainError
 from octavo.train.finished import export_model
 from tests.checkpoint.export_models import stock, write

@@ -15,7 +15,7 @@ from octavo.cli.main import main
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a mini checkpoint, a few digits, and a configuration; the run in it is trained once."""
-    from octavo.data import digits
+    from octavo.data.builtin import digits
     from octavo.models import tiny
 
     home = tmp_path_factory.mktemp("cli")
@@ -294,7 +294,7 @@ def test_defaults_are_those_of_the_rooms():
     import argparse
 
     from octavo.cli import digits as command
-    from octavo.data import digits
+    from octavo.data.builtin import digits
 
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -12,7 +12,7 @@ from octavo.cli.main import main
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """model/ (mini Qwen3-VL), fp8/ (its export), lora/ (a run over row codes, its adapter/ inside), run.yaml."""
-    from octavo.data import digits
+    from octavo.data.builtin import digits
     from octavo.models import tiny
 
     home = tmp_path_factory.mktemp("use")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octavo.config import load_config_text, override
-from octavo.data import collate, digits, eval_set, train_loader
+from octavo.data import collate, eval_set, train_loader
+from octavo.data.builtin import digits
 
 YAML = """
 model: {{path: {model}}}

@@ -11,9 +11,12 @@ import pyarrow.feather as feather
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.data import BadSample, DataError, cache, columnar, footer, parquet_files, tables
-from octavo.data.files import open_rows
-from octavo.data.table import ColumnRows, writer
+from octavo.data import BadSample, DataError
+from octavo.data.formats import columnar, parquet_footer
+from octavo.data.formats import parquet as parquet_files
+from octavo.data.formats.arrow_rows import ColumnRows, writer
+from octavo.data.storage import cache, tables
+from octavo.data.storage.open_rows import open_rows
 
 TURNS = [[{"from": "human", "value": f"é{n}"}, {"from": "gpt", "value": None}] for n in range(12)]
 
@@ -150,7 +153,7 @@ def test_texts_that_are_no_utf8_are_the_fault_of_their_row(tmp_path):
 
 
 def test_a_file_of_other_columns_is_not_taken_for_texts(tmp_path):
-    from octavo.data.table import TextRows
+    from octavo.data.formats.arrow_rows import TextRows
 
     file = kept(tmp_path, pa.table({"x": [1]}))
     with pytest.raises(DataError, match="its columns are not those that Octavo writes"):
@@ -325,7 +328,7 @@ def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path):
     table = pa.table({"x": [["a"] * n for n in range(9)], "y": range(9), "z": [b"q"] * 9})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
     with open(tmp_path / "a.parquet", "rb") as file:
-        groups = footer.groups_of(file)
+        groups = parquet_footer.groups_of(file)
     about = parquet.read_metadata(tmp_path / "a.parquet")
     assert [(g.rows, g.size) for g in groups] == [
         (about.row_group(n).num_rows, about.row_group(n).total_byte_size) for n in range(about.num_row_groups)

@@ -13,8 +13,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.config import load_config_text
-from octavo.data import DataError, cache, content, remote
-from octavo.data.files import open_rows
+from octavo.data import DataError, content
+from octavo.data.storage import cache, remote
+from octavo.data.storage.open_rows import open_rows
 from octavo.train import TrainError, datafiles
 
 
@@ -84,9 +85,9 @@ def test_a_stream_ends_when_its_file_is_replaced(tmp_path, kind):
     assert rows[0] == {"n": 111}
     in_place(old, new)
     if kind == "parquet":  # of another row group than the one in memory
-        from octavo.data import streams
+        from octavo.data.formats import streaming
 
-        streams.TABLES._kept.clear()
+        streaming.TABLES._kept.clear()
     with pytest.raises(DataError, match=rf"a\.{kind} changed while it was read; start again"):
         rows[1]
 

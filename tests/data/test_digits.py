@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from octavo.data import DataError, Encoder, digits
+from octavo.data import DataError, Encoder
+from octavo.data.builtin import digits
 
 
 @pytest.fixture(scope="module")

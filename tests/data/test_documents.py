@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.data import BadSample, DataError, Document, DocumentEncoder, LongSample
-from octavo.data.images import load
+from octavo.data.rows.image_refs import load
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl")
 

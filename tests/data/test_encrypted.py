@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from octavo.base import encryption
-from octavo.data import DataError, cache
-from octavo.data.files import open_rows
-from octavo.data.images import load
+from octavo.data import DataError
+from octavo.data.rows.image_refs import load
+from octavo.data.storage import cache
+from octavo.data.storage.open_rows import open_rows
 from tests.data.test_tar import packed
 
 SECRET = "the owl flies at midnight"

@@ -20,11 +20,12 @@ import pytest
 
 from octavo.cli.arguments import missing
 from octavo.config import Dataset, load_config_text
-from octavo.data import DataError, Loader, Mixture, fetched, read, remote
-from octavo.data.ahead import Ahead
-from octavo.data.fetched import Store, open_fetched, open_shard
-from octavo.data.files import open_rows
-from octavo.data.loader import micro_batches
+from octavo.data import DataError, Loader, Mixture, read
+from octavo.data.batching.prefetch import Ahead
+from octavo.data.loaders.loader import micro_batches
+from octavo.data.storage import fetched, remote
+from octavo.data.storage.fetched import Store, open_fetched, open_shard
+from octavo.data.storage.open_rows import open_rows
 from octavo.train import datafiles
 from tests.data.test_tar import packed, talk
 

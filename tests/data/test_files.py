@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.data import BadSample, DataError, cache, files, table
-from octavo.data.files import open_rows
+from octavo.data import BadSample, DataError
+from octavo.data.formats import arrow_rows
+from octavo.data.storage import cache
+from octavo.data.storage import open_rows as files
+from octavo.data.storage.open_rows import open_rows
 from octavo.train import datafiles
 
 
@@ -106,7 +109,7 @@ def test_a_bad_row_is_one_bad_row(folder, kind, name):
 def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, monkeypatch, stream):
     path = folder.path / "x.jsonl"
     path.write_bytes(b'{"n": 1}\n{"a": "\xe9"}\n{"a": "' + b"z" * 99 + b'"}\n{"n": 4}')
-    monkeypatch.setattr("octavo.data.files.ROW_BYTES", 40)
+    monkeypatch.setattr("octavo.data.storage.open_rows.ROW_BYTES", 40)
     rows = open_rows(path, stream=stream)
     assert (len(rows), rows[0], rows[3]) == (4, {"n": 1}, {"n": 4})
     with pytest.raises(
@@ -182,7 +185,7 @@ def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
     message = rf"{kept.name} is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"
     with pytest.raises(DataError, match=message):
         open_rows(path, folder.path / "cache")
-    monkeypatch.setattr("octavo.data.columnar.check_file", lambda *file: None)
+    monkeypatch.setattr("octavo.data.formats.columnar.check_file", lambda *file: None)
     found = open_rows(path, folder.path / "cache")
     assert found[0] == rows[0] and found[7] == rows[7]
     for row in (1, 2):
@@ -208,7 +211,7 @@ def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.files.texts_of", None)  # nobody reads the file again
+    monkeypatch.setattr("octavo.data.storage.open_rows.texts_of", None)  # nobody reads the file again
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])
@@ -242,7 +245,7 @@ def _one_of_two(path, where, meet, locks):
                 raise NotImplementedError("no flock here")
 
         cache.FileLock = FileLock
-    cache.SMALL, said, writes = 0, [], table.write_texts
+    cache.SMALL, said, writes = 0, [], arrow_rows.write_texts
 
     def together(sink, rows, done):
         writes(sink, rows, done)
@@ -300,13 +303,13 @@ def test_what_cannot_be_kept_leaves_nothing(folder, all_kept, monkeypatch):
     with pytest.raises(DataError, match=r"blocked cannot keep rows\.json as Arrow: .*data\.cache \(or OCTAVO_CACHE\)"):
         (folder.path / "blocked").write_text("")
         open_rows(path, folder.path / "blocked")
-    writes = table.write_texts
+    writes = arrow_rows.write_texts
 
     def slow(sink, rows, done):
         writes(sink, rows, done)
         path.write_text("[1]")
 
-    monkeypatch.setattr("octavo.data.files.write_texts", slow)
+    monkeypatch.setattr("octavo.data.storage.open_rows.write_texts", slow)
     with pytest.raises(DataError, match=r"rows\.json changed while it was read; start again"):
         open_rows(path, where)
     assert not [*where.glob("*.arrow"), *where.glob(".*")]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from octavo.data.images import ImageProblem, load, locate
+from octavo.data.rows.image_refs import ImageProblem, load, locate
 
 
 def test_inside_is_accepted_however_it_is_written(folder):

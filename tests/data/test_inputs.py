@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from octavo import models as library
 from octavo.data import Encoder, LongSample, collate, collate_pack
-from octavo.data.batched import Calls, Wanted, parted
-from octavo.data.counting import tokens
+from octavo.data.encoding.batched_processor import Calls, Wanted, parted
+from octavo.data.encoding.inputs import Input, check_lengths, cut, joined
 from octavo.data.errors import DataError
-from octavo.data.inputs import Input, check_lengths, cut, joined
+from octavo.data.loaders.token_counts import tokens
 from octavo.models import tiny
 from octavo.models.trained import TRAINED
 from tests.data.test_batched import same

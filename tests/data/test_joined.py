@@ -10,8 +10,10 @@ import pytest
 
 from octavo import data
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, cache, joined, remote, train_loader
-from octavo.data.joined import join, joins
+from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, train_loader
+from octavo.data.storage import cache, remote
+from octavo.data.tasks import concat
+from octavo.data.tasks.concat import join, joins
 
 WORDS = ["one", "two two", "three three three", "fünf 五\n" * 9, "x", "seven " * 30]
 
@@ -61,7 +63,7 @@ def test_tokens_are_made_once(folder, models, kept, monkeypatch):
     monkeypatch.setattr(
         DocumentEncoder, "tokens_of", lambda self, texts: calls.append(len(texts)) or plain(self, texts)
     )
-    monkeypatch.setattr(joined, "AT_ONCE", 30)
+    monkeypatch.setattr(concat, "AT_ONCE", 30)
 
     def made(length=7, family="qwen3", **more):
         encoder = DocumentEncoder(models(family), length)
@@ -210,6 +212,6 @@ def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
         return data._documents(cfg, Dataset(path=f"file://{path}"), encoder, None)
 
     first = tokens()
-    assert isinstance(first, joined.Joined) and tokens().file == first.file
+    assert isinstance(first, concat.Joined) and tokens().file == first.file
     path.write_text(path.read_text().replace("Once", "Twice"))
     assert tokens().file != first.file

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.data import BadSample, cache
-from octavo.data.files import open_rows
+from octavo.data import BadSample
+from octavo.data.storage import cache
+from octavo.data.storage.open_rows import open_rows
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": [1, None]}}}
 TALKS = [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from octavo import data
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.errors import WorkerDied
-from octavo.data.loader import Processed, _Chunks, by_workers, micro_batches
+from octavo.data.loaders.loader import Processed, _Chunks, by_workers, micro_batches
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loader import by_workers, _Chunks
+from octavo.data.loaders.loader import by_workers, _Chunks
 
 class Rows:  # each is more than a pipe holds: the workers wait with full hands
     def __getitem__(self, places):

@@ -7,7 +7,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.data import BadSample
-from octavo.data.files import open_rows
+from octavo.data.storage.open_rows import open_rows
 
 NAN, INF = math.nan, math.inf
 USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -18,7 +18,7 @@ from octavo.data import (
     pair_set,
     read,
 )
-from octavo.data.sources import preferences
+from octavo.data.tasks.sources import preferences
 
 USER = {"role": "user", "content": "Which?"}
 LEFT, RIGHT = {"role": "assistant", "content": "Left."}, {"role": "assistant", "content": "Right."}

@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import fsspec
 import pytest
 
-from octavo.data import DataError, remote
-from octavo.data.fetched import open_fetched
+from octavo.data import DataError
+from octavo.data.storage import remote
+from octavo.data.storage.fetched import open_fetched
 
 ROWS = b'{"n": 1}\n{"n": 2}\n'
 

@@ -11,14 +11,15 @@ import pytest
 from transformers import Qwen2AudioProcessor
 
 from octavo import models
-from octavo.data import AudioRef, BadSample, DataError, LongSample, parse, waves
-from octavo.data.collate import collate
-from octavo.data.documents import parse_document
-from octavo.data.encode import Encoder
-from octavo.data.files import open_rows
-from octavo.data.pairs import parse_pair
-from octavo.data.prompts import parse_answered
-from octavo.data.sources import present
+from octavo.data import AudioRef, BadSample, DataError, LongSample, parse
+from octavo.data.batching.collate import collate
+from octavo.data.encoding import audio as waves
+from octavo.data.encoding.encode import Encoder
+from octavo.data.storage.open_rows import open_rows
+from octavo.data.tasks.documents import parse_document
+from octavo.data.tasks.pairs import parse_pair
+from octavo.data.tasks.prompts import parse_answered
+from octavo.data.tasks.sources import present
 from octavo.models import tiny
 
 soundfile = pytest.importorskip("soundfile", reason="rows with sound need the extra `audio`")

@@ -17,8 +17,8 @@ from octavo.data import (
     rows_of_an_epoch,
     train_loader,
 )
-from octavo.data.conversations import Text, Turn
-from octavo.data.splitting import questions, split
+from octavo.data.rows.conversations import Text, Turn
+from octavo.data.tasks.splitting import questions, split
 from octavo.train import evaluation
 from tests.data.test_thinking import CALL, ENDED, TOOL, TURNS, WITHIN, as_messages, block, learned, row
 

@@ -11,9 +11,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, images, streams
-from octavo.data.files import open_rows
-from octavo.data.sources import preferences
+from octavo.data import BadSample, DataError, Encoder, Loader, Mixture
+from octavo.data.formats import streaming
+from octavo.data.rows import image_refs
+from octavo.data.storage import cache
+from octavo.data.storage.open_rows import open_rows
+from octavo.data.tasks.sources import preferences
 
 TEXT = [{"instruction": f"Say {n}", "input": "é" * (n % 3), "output": f"<{n}>"} for n in range(40)]
 
@@ -71,10 +74,10 @@ def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
     streamed, kept = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
     assert [streamed[n] for n in (2, 0, 1)] == [kept[n] for n in (2, 0, 1)]
     assert kept[0] == {"a": "x\r\ny", "b": '1,"2"'} and len(streamed) == len(kept) == 3
-    monkeypatch.setattr("octavo.data.streams.KEPT", 1)
+    monkeypatch.setattr("octavo.data.formats.streaming.KEPT", 1)
     rows = open_rows(saved(folder, TEXT, "parquet"), stream=True)
     assert [rows[n] for n in (39, 0, 6, 7, 20)] == [TEXT[n] for n in (39, 0, 6, 7, 20)]
-    assert len(streams.TABLES) == 1
+    assert len(streaming.TABLES) == 1
 
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved", "shards of jsonl"))
@@ -93,7 +96,7 @@ def test_the_columns_for_rewards_are_those_of_any_row(folder, kind, monkeypatch)
         again = folder.read(path, kind="prompts", columns={"prompt": "question", "hint": "level"}, stream=True)
         assert sorted(again.columns()) == ["hint", "output"]
     if kind == "jsonl":  # and they are kept
-        monkeypatch.setattr("octavo.data.table.parse_json", None)
+        monkeypatch.setattr("octavo.data.formats.arrow_rows.parse_json", None)
         assert sorted(source.columns()) == ["hint", "output"]
 
 
@@ -208,9 +211,9 @@ def test_images_may_stand_in_the_rows(folder, models):
     broken = folder.read(saved(folder, [{**inside[0], "image": {"bytes": b"no", "path": "x.png"}}], "parquet"))
     with pytest.raises(BadSample, match=r"rows\.parquet, row 0: image x\.png \(\w{12}\) cannot be decoded"):
         encoder.encode(broken[0])
-    bomb = images.Picture((folder.path / names[0]).read_bytes())
-    with pytest.raises(images.ImageProblem, match="decompression bomb"):
-        images.load(bomb, 1e-5)
+    bomb = image_refs.Picture((folder.path / names[0]).read_bytes())
+    with pytest.raises(image_refs.ImageProblem, match="decompression bomb"):
+        image_refs.load(bomb, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ("json", "parquet", "saved"))
@@ -328,14 +331,14 @@ def test_a_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch)
     """Bytes in Arrow's memory are counted; few small files stay as they are."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
-    monkeypatch.setattr("octavo.data.files.FEW", 25)
+    monkeypatch.setattr("octavo.data.storage.open_rows.FEW", 25)
     before = pa.total_allocated_bytes()
     held = open_rows(path)
     assert pa.total_allocated_bytes() - before > 1 << 20 and not (folder.path / "cache").exists()
     truth = [held[n] for n in (399, 0, 17)]
     del held
-    monkeypatch.setattr("octavo.data.files.TOGETHER", 1 << 20)
-    monkeypatch.setattr("octavo.data.files.OPEN", 2)
+    monkeypatch.setattr("octavo.data.storage.open_rows.TOGETHER", 1 << 20)
+    monkeypatch.setattr("octavo.data.storage.open_rows.OPEN", 2)
     before = pa.total_allocated_bytes()
     rows = open_rows(path)
     assert [rows[n] for n in (399, 0, 17)] == truth and len({*rows.keys()}) == 1 and len(rows._rows) == 2

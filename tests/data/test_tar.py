@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, cache, read
-from octavo.data.files import open_rows
-from octavo.data.tar import TarRows, write_index
+from octavo.data import BadSample, DataError, Encoder, Loader, Mixture, read
+from octavo.data.formats.tar import TarRows, write_index
+from octavo.data.storage import cache
+from octavo.data.storage.open_rows import open_rows
 
 
 def packed(path: Path, *files: tuple[str, Any]) -> Path:
@@ -81,7 +82,7 @@ def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
 def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, monkeypatch):
     """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
-    monkeypatch.setattr("octavo.data.files.OPEN", 1)
+    monkeypatch.setattr("octavo.data.storage.open_rows.OPEN", 1)
     names = [folder.image(f"{n}.png", color=(20 * n, 80, 200)) for n in range(9)]
     rows = [{"images": [name], **talk("<image>What?", name)} for name in names]
     (folder.path / "tars").mkdir()
@@ -92,7 +93,7 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         packed(folder.path / "tars" / f"part-{part}.tar", *files)
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
     said: list[str] = []
-    monkeypatch.setattr("octavo.data.tar.MUCH", 0)  # by processes
+    monkeypatch.setattr("octavo.data.formats.tar.MUCH", 0)  # by processes
     assert len(open_rows(folder.path / "tars", say=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []

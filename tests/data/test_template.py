@@ -5,8 +5,8 @@ import random
 import jinja2
 import pytest
 
-from octavo.data.answers import Answers
-from octavo.data.template import TemplateProblem, answer_spans, rendered
+from octavo.data.encoding.answers import Answers
+from octavo.data.encoding.template import TemplateProblem, answer_spans, rendered
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},

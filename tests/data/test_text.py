@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.data import DataError, text
+from octavo.data import DataError
+from octavo.data.builtin import text
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
-from octavo.data.counting import _print_of, tokens
-from octavo.data.report import CONTROL, LEFT_OUT
-from octavo.data.splitting import split
-from octavo.data.thinking import parted
+from octavo.data.encoding.thinking import parted
+from octavo.data.loaders.token_counts import _print_of, tokens
+from octavo.data.skip_report import CONTROL, LEFT_OUT
+from octavo.data.tasks.splitting import split
 from tests.data.chat_templates import TEMPLATES
 
 ENDED = "<|im_end|>"

@@ -18,17 +18,19 @@ from PIL import Image
 
 from octavo import models
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, LongSample, clips, films, parse, read
-from octavo.data.batched import together
-from octavo.data.clips import Clip, Frames, VideoRef
-from octavo.data.collate import collate, collate_pack
-from octavo.data.counting import tokens
-from octavo.data.digits import Digits
-from octavo.data.encode import Encoder
-from octavo.data.expansion import Mismatch
-from octavo.data.films import FileLimits
-from octavo.data.pairs import PairEncoder, parse_labelled, parse_pair
-from octavo.data.prompts import PromptEncoder, parse_prompt
+from octavo.data import BadSample, DataError, LongSample, parse, read
+from octavo.data.batching.collate import collate, collate_pack
+from octavo.data.builtin.digits import Digits
+from octavo.data.encoding import video as films
+from octavo.data.encoding.batched_processor import together
+from octavo.data.encoding.encode import Encoder
+from octavo.data.encoding.expansion import Mismatch
+from octavo.data.encoding.video import FileLimits
+from octavo.data.loaders.token_counts import tokens
+from octavo.data.rows import video_refs
+from octavo.data.rows.video_refs import Clip, Frames, VideoRef
+from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
+from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
 from octavo.models import tiny
 from octavo.models.videos import Videos
 from octavo.parallel import World
@@ -554,22 +556,22 @@ def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
 
 
 def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
-    from octavo.data import clips_of_digits
+    from octavo.data.builtin import digit_clips
 
-    made = [clips_of_digits.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
+    made = [digit_clips.write(tmp_path / name, 3, 2, digits=2, hold=3) for name in ("a", "b")]
     assert isinstance(made[0], Digits)
     files = [{p.relative_to(m.directory): p.read_bytes() for p in m.directory.rglob("*.*")} for m in made]
     assert files[0] == files[1] and len([name for name in files[0] if name.suffix == ".mp4"]) == 5
     held = read(Dataset(path=str(made[0].test)))[0]
-    assert held.turns[0].text == clips_of_digits.QUESTION and len(held.turns[1].text.split()) == 2
+    assert held.turns[0].text == digit_clips.QUESTION and len(held.turns[1].text.split()) == 2
     assert films.look(held.videos[0], Every()).total == 6
-    assert clips_of_digits.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
+    assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
     with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
-        clips_of_digits.write(tmp_path / "a", 3, 2, digits=4, hold=3)
+        digit_clips.write(tmp_path / "a", 3, 2, digits=4, hold=3)
     next((tmp_path / "a" / "videos" / "train").glob("*.mp4")).unlink()
     with pytest.raises(DataError, match="is not complete .2 of 3 train videos"):
-        clips_of_digits.write(tmp_path / "a", 3, 2, digits=2, hold=3)
+        digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3)
 
 
 def test_names_of_the_protocol_are_those_of_the_families():
-    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and clips.PLACEHOLDER == "<video>"
+    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and video_refs.PLACEHOLDER == "<video>"

@@ -17,7 +17,7 @@ import pytest
 
 from octavo import train
 from octavo.config import load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.models import tiny
 from tests.device import mimic
 

@@ -21,11 +21,12 @@ import pyarrow.feather as feather
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.data import cache, columnar
 from octavo.data.errors import BadSample, DataError
-from octavo.data.files import open_rows
-from octavo.data.table import ColumnRows, Text, TextRows, write_texts
-from octavo.data.tables import validate
+from octavo.data.formats import columnar
+from octavo.data.formats.arrow_rows import ColumnRows, Text, TextRows, write_texts
+from octavo.data.storage import cache
+from octavo.data.storage.open_rows import open_rows
+from octavo.data.storage.tables import validate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command
 

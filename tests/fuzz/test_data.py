@@ -30,9 +30,9 @@ from octavo.data import (
     Source,
     read,
 )
-from octavo.data.images import ImageProblem, load
-from octavo.data.loader import Judge
-from octavo.data.sources import KINDS
+from octavo.data.loaders.loader import Judge
+from octavo.data.rows.image_refs import ImageProblem, load
+from octavo.data.tasks.sources import KINDS
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command
 

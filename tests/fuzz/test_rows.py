@@ -21,9 +21,9 @@ import pytest
 
 from octavo.config import Dataset
 from octavo.data import DataError, read
-from octavo.data.documents import Document
-from octavo.data.pairs import LabelledRow, PairRow
-from octavo.data.prompts import PromptRow
+from octavo.data.tasks.documents import Document
+from octavo.data.tasks.pairs import LabelledRow, PairRow
+from octavo.data.tasks.prompts import PromptRow
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import data, fp8, models
-from octavo.data.sample import Sample
+from octavo.data.encoding.sample import Sample
 from octavo.generation import Engine, GenerationError, Sampling
 from tests.generation.conftest import prompts_of
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import generation, models
-from octavo.data.films import Shot
+from octavo.data.encoding.video import Shot
 from octavo.generation import Sampling
 from octavo.models import ModelError, tiny
 

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfig
 
 from octavo import fp8, models
-from octavo.data.inputs import joined as stacked
+from octavo.data.encoding.inputs import joined as stacked
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError, packed, segments, tiny
 from tests.models.conftest import conversation, some_image

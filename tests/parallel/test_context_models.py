@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
-from octavo.data.inputs import Input, joined
+from octavo.data.encoding.inputs import Input, joined
 from octavo.models import anyres, tiny
 from octavo.parallel import Images, World, context_of
 from octavo.parallel.images import deal, dealt

@@ -27,7 +27,7 @@ def interview(image: Image.Image) -> Interview:
 
 
 def test_embedded_configuration_is_whole(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.data.digits.write", lambda directory, **_: None)
+    monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
     monkeypatch.setattr("octavo.models.tiny.write", lambda *_, **__: None)
     monkeypatch.setattr(demo, "_texts", lambda file: [])
     cfg = demo.prepare(tmp_path / "demo", steps=40, console=None)
@@ -104,7 +104,7 @@ def test_answer_is_saved_and_shown_as_it_is(interview: Interview, tmp_path: Path
 def test_the_whole_demo_in_small(tmp_path: Path, monkeypatch) -> None:
     """Real digits, a real model, real runs of a few steps; the second run reads everything and trains nothing."""
     from octavo import train
-    from octavo.data import digits
+    from octavo.data.builtin import digits
 
     write = digits.write
     monkeypatch.setattr(digits, "write", lambda directory, console=None: write(directory, train=64, test=16))

@@ -13,7 +13,7 @@ import pytest
 from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
 
 from octavo.config import Component, load_config, load_config_text, override, to_yaml
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.models import tiny
 from octavo.report import ReportError, compare
 from octavo.report.evidence import claims

@@ -17,7 +17,7 @@ from octavo import adapters, data, models, rl, sealing, train
 from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
-from octavo.data import clips_of_digits, digits
+from octavo.data.builtin import digit_clips, digits
 from octavo.models import tiny
 from tests.sealing.conftest import SECRET
 from tests.sealing.test_adapter import attached
@@ -270,7 +270,7 @@ def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
 
 
 def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
-    clips_of_digits.write(tmp_path / "clips", train=2, test=2)
+    digit_clips.write(tmp_path / "clips", train=2, test=2)
     key = ["--key-file", str(place / "seal.key"), "--model", str(place / "see")]
     assert main(["seal", "data", str(tmp_path / "clips/train.json"), str(tmp_path / "rows"), *key]) == 1
     assert "row 0: holds videos" in capsys.readouterr().err and not (tmp_path / "rows").exists()

@@ -13,7 +13,7 @@ import pytest
 
 from octavo import train
 from octavo.config import Config, load_config_text
-from octavo.data import digits
+from octavo.data.builtin import digits
 from octavo.models import tiny
 from octavo.train.memory import Memory
 

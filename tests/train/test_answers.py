@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from octavo.base import encryption
-from octavo.data.collate import Meta
+from octavo.data.batching.collate import Meta
 from octavo.rl.shown import Shown
 from octavo.train.answers import ANSWERS, LENGTH, Answers
 from octavo.train.evaluation import Answer, Place, _shown

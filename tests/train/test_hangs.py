@@ -24,7 +24,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
-from octavo.data.loader import _Chunks, by_workers
+from octavo.data.loaders.loader import _Chunks, by_workers
 from octavo.train.signals import StopRequest
 from octavo.train.step import Stepper
 from tests import ranks

@@ -16,7 +16,7 @@ from octavo import train
 from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import load_config
-from octavo.data import cache
+from octavo.data.storage import cache
 from octavo.models import tiny
 from tests.train.conftest import Rows
 

@@ -12,8 +12,8 @@ from PIL import Image
 from octavo import data, models, rl, train
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config, load_config_text
-from octavo.data import clips_of_digits, digits
-from octavo.data.pairs import parse_pair
+from octavo.data.builtin import digit_clips, digits
+from octavo.data.tasks.pairs import parse_pair
 from octavo.models import ModelError, tiny
 from octavo.rl import kept
 from octavo.train import base, planning, tokens
@@ -37,7 +37,7 @@ run: {{dir: {here}/run, threads: 1, health_every: 0, tensorboard: false}}
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("videos")
     tiny.write("qwen3_vl", made / "model", size="mini")
-    clips_of_digits.write(made / "clips", 16, 4)
+    digit_clips.write(made / "clips", 16, 4)
     digits.write(made / "digits", 16, 2)
     return made
 

@@ -117,7 +117,7 @@ class Clock:
 
 def prepare(directory: Path, steps: int, console: Any) -> Config:
     """Digits, the untrained checkpoint and ``demo.yaml``; what is there already is accepted only if it is the same."""
-    from octavo.data import digits
+    from octavo.data.builtin import digits
     from octavo.models import tiny
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -141,10 +141,10 @@ def ask(run: Path, file: Path, number: int) -> Interview:
     It is one conversation: each question comes after the model's own earlier answers, right or wrong.
     """
     from octavo import fp8, generation, train
-    from octavo.data import images
+    from octavo.data.rows import image_refs
 
     row = json.loads(file.read_text(encoding="utf-8"))[number]
-    image = images.load(file.parent / row["image"])
+    image = image_refs.load(file.parent / row["image"])
     model, processor, _ = train.load_run(run)
     turns, answers, messages = row["conversations"], [], []
     with fp8.count_gemms() as counts:

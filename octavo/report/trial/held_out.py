@@ -53,7 +53,7 @@ def judged_earlier(run: Run, directory: Path, high: bool = False) -> Judged | No
 
 def rows(cfg: Config) -> int:
     """How many held-out rows a configuration names, without looking into them. Raises DataError."""
-    from octavo.data.sources import opened
+    from octavo.data.tasks.sources import opened
 
     cache = None if cfg.data.cache is None else Path(cfg.data.cache)
     counts = [(len(opened(dataset, cache)), dataset.max_samples) for dataset in cfg.data.eval]

@@ -13,10 +13,10 @@ import torch
 
 from octavo import data, fp8
 from octavo.base import accelerator
-from octavo.data.conversations import PLACEHOLDER
-from octavo.data.images import ImageProblem
-from octavo.data.images import load as opened
-from octavo.data.inputs import of_processor
+from octavo.data.encoding.inputs import of_processor
+from octavo.data.rows.conversations import PLACEHOLDER
+from octavo.data.rows.image_refs import ImageProblem
+from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
 from octavo.models.skeleton import SCORING
 from octavo.models.trained import TRAINED
@@ -69,8 +69,8 @@ class RewardModel:
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
         """A number for each completion, or why there is none. Columns: `messages` (turns) or `prompt` (a text), and
-        `images` (files or :class:`octavo.data.images.Picture`, one for each `<image>` in the turns). A text model
-        refuses rows with images: it would judge what it has not seen."""
+        `images` (files or :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the turns). A text
+        model refuses rows with images: it would judge what it has not seen."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
             rows = range(first, min(first + self.batch, len(completions)))

@@ -41,31 +41,31 @@ area(
         "data/test_sounds.py",
     ),
     (
-        "sounds-beyond-the-window", "data/waves.py",
+        "sounds-beyond-the-window", "data/encoding/audio.py",
         "<= length <= limits.longest", "<= length",
         "a sound that is too long is cut by the stock processor, without a word",
         "data/test_sounds.py",
     ),
     (
-        "sounds-cut-short", "data/waves.py",
+        "sounds-cut-short", "data/encoding/audio.py",
         "return max(0, start + size - file.seek(0, SEEK_END)) if size < UNKNOWN else 0", "return 0",
         "of a WAV that was not copied whole the part that is there is learned",
         "data/test_sounds.py",
     ),
     (
-        "sounds-dropped-in-prompts", "data/prompts.py",
+        "sounds-dropped-in-prompts", "data/tasks/prompts.py",
         "*VIDEO_KEYS, *SOUND_KEYS)", "*VIDEO_KEYS)",
         "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
         "data/test_sounds.py",
     ),
     (
-        "sounds-unnamed", "data/encode.py",
+        "sounds-unnamed", "data/encoding/encode.py",
         "if self.calls.sound_limits is not None and any(SOUND in text", "if any(SOUND in text[:0]",
         "a model that hears learns the word for the place of a sound that nobody named",
         "data/test_sounds.py",
     ),
     (
-        "sounds-by-every-third-sample", "data/waves.py",
+        "sounds-by-every-third-sample", "data/encoding/audio.py",
         'made = soxr.resample(samples, rate, wanted, quality="HQ")',
         "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
         "np.arange(len(samples)), samples)",

@@ -1,0 +1,1 @@
+"""Samples become batches: order of packing, mixtures, collation, prefetch."""

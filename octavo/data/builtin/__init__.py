@@ -1,0 +1,1 @@
+"""Data that ships with Octavo or with Python."""

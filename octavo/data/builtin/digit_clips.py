@@ -1,0 +1,133 @@
+"""The digits set as videos: clips of real handwritten digits, one after the other, and the question which they are.
+
+    README.md        the data set card
+    settings.json    what was asked for
+    train.json       LLaVA rows: id, video, conversations
+    test.json
+    videos/train/00000.mp4 ...   16 x 16 grey pixels at 8 frames a second; a digit stands for so many frames
+
+The digits are those of :mod:`octavo.data.builtin.digits`, in the same two parts: no handwriting of a test clip was ever
+seen in training. Clips are H.264 without loss (4:4:4, within 1 of 255), so that a file is the same for the same
+settings and the same PyAV.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo.base import atomic_write, target_folder
+from octavo.data.builtin.digits import SIDE, Digits, accept, handwriting, listed
+from octavo.data.errors import DataError
+
+QUESTION = "Which digits appear, in order?"
+RATE = 8  # frames a second
+SCALE = 2  # pixels of a clip for one of the handwriting, in each direction
+MOST = 64  # digits of a clip
+LAYOUT = 1  # rises when the same settings give other files
+
+CARD = """# Octavo digits, as videos
+
+{train} training and {test} test clips of 16 x 16 grey pixels, each of {digits} handwritten digits that appear one after
+the other, {hold} frames each at 8 frames a second, and the question which they are. LLaVA format (`train.json`,
+`test.json`).
+
+```json
+{example}
+```
+
+A model that takes {taken:g} frames a second sees each digit {seen:g} time(s).
+
+**Source.** The 1797 samples of `sklearn.datasets.load_digits`, the test part of the UCI ML *Optical Recognition of
+Handwritten Digits* data set (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0; https://doi.org/10.24432/C50P49): 8 x 8 pixels
+with 17 grey levels, here scaled to 0..255, each pixel drawn as 2 x 2.
+
+**Split.** Samples 4, 9, 14 ... (every fifth) appear in test clips only, the others in training clips only. Combinations
+are drawn with seed {seed}.
+
+Written by `octavo digits --video`.
+"""
+
+
+def write(
+    directory: str | Path, train: int = 4000, test: int = 500, seed: int = 0, digits: int = 3, hold: int = 4,
+    console: Any = None,
+) -> Digits:  # fmt: skip
+    """Write the set into a new directory and return its paths, as `octavo.data.builtin.digits.write` does.
+
+    digits   in each clip, in order
+    hold     frames that each stands for
+
+    Raises DataError for what cannot be, for a directory that holds anything else, and where PyAV is not installed.
+    """
+    given = {"train": train, "test": test, "digits": digits, "hold": hold}
+    if wrong := [f"{name}={value}" for name, value in given.items() if value < 1]:
+        raise DataError(f"{wrong[0]}: it must be at least 1")
+    if digits > MOST or hold > RATE * 60:
+        raise DataError(f"digits={digits}, hold={hold}: {MOST} digits of {RATE * 60} frames are the most")
+    if seed < 0:
+        raise DataError(f"seed={seed}: it must not be negative")
+    directory = Path(directory)
+    found = Digits(directory, directory / "train.json", directory / "test.json")
+    settings = {"layout": LAYOUT, "video": True, **given, "seed": seed}
+    if not target_folder.is_free(directory):
+        accept(directory, settings, "videos", "mp4", ("",))
+        return found
+    with atomic_write.folder(directory, DataError, replace=False) as made:
+        _write(made, settings, console)
+        atomic_write.sync_tree(made)
+    return found
+
+
+def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
+    from rich.progress import Progress
+
+    greys, labels, pools = handwriting()
+    digits, hold = settings["digits"], settings["hold"]
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console, transient=True) as progress:
+        for number, (part, pool) in enumerate(pools.items()):
+            (directory / "videos" / part).mkdir(parents=True)
+            draws = np.random.PCG64(np.random.SeedSequence([settings["seed"], number, digits]))
+            words = draws.random_raw(settings[part] * digits)
+            picks = pool[(words % len(pool)).astype(np.int64)].reshape(-1, digits)
+            rows = []
+            for index, several in enumerate(progress.track(picks, description=f"clips, {part}")):
+                name = f"videos/{part}/{index:05d}.mp4"
+                encode(directory / name, np.repeat(greys[several], hold, axis=0))
+                rows.append(_row(f"{part}-{index:05d}", name, labels[several], several))
+            (directory / f"{part}.json").write_text(listed(rows))
+    more = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
+    (directory / "README.md").write_text(CARD.format(**settings, **more))
+    (directory / "settings.json").write_text(json.dumps(settings) + "\n")
+
+
+def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
+    """``samples``: which handwriting the answer is about."""
+    turns = [
+        {"from": "human", "value": f"<video>{QUESTION}"},
+        {"from": "gpt", "value": " ".join(map(str, digits))},
+    ]
+    return {"id": identity, "video": video, "source": " ".join(map(str, samples)), "conversations": turns}
+
+
+def encode(path: Path, frames: np.ndarray, codec: str = "libx264") -> None:
+    """Write grey frames [T, 8, 8] as a video, each pixel twice as large. Raises DataError where PyAV is missing."""
+    try:
+        import av
+    except ImportError as cause:
+        raise DataError(f"PyAV writes videos, and cannot be imported ({cause}); pip install 'octavo[video]'") from cause
+    side = SIDE * SCALE
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream(codec, rate=RATE)
+        stream.width = stream.height = side
+        stream.pix_fmt = "yuv444p"
+        stream.codec_context.thread_count = 1
+        stream.options = {"qp": "0"} if codec == "libx264" else {"lossless": "1"}
+        for frame in frames.repeat(SCALE, axis=1).repeat(SCALE, axis=2):
+            image = av.VideoFrame.from_ndarray(np.repeat(frame[..., None], 3, axis=2), format="rgb24")
+            container.mux(stream.encode(image))
+        container.mux(stream.encode())

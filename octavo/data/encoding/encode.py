@@ -1,0 +1,442 @@
+"""Conversations to numbers: tokens, labels and pixels, by the model's own processor and chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from octavo.data.encoding import truncate, video
+from octavo.data.encoding.answers import Answers
+from octavo.data.encoding.batched_processor import Calls, Encoding, Wanted, refused, together
+from octavo.data.encoding.expansion import Expansion, Mismatch, covering, replaced, stretches
+from octavo.data.encoding.inputs import further, of_row
+from octavo.data.encoding.length_bounds import beginning, with_short_reasoning
+from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.encoding.template import TemplateProblem, check_system, check_tools, messages, rendered
+from octavo.data.encoding.thinking import Thinking
+from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
+from octavo.data.rows.audio_refs import UNNAMED, AudioRef
+from octavo.data.rows.conversations import Conversation, Text
+from octavo.data.rows.image_refs import ImageFile, ImageProblem, size
+from octavo.data.rows.video_refs import VIDEO
+
+COUNTED = 1 << 16  # characters of a text up to which its tokens are counted to say by how much it is too long
+NOTHING_LEFT = "nothing to learn is left after the cut"
+LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
+MARKS = (
+    ("<|vision_start|>", "<|vision_end|>"),  # Qwen
+    ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
+    ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
+)
+"""Tokens that templates write around the place of an image."""
+
+
+_PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
+
+
+class Written(NamedTuple):
+    """A row as a text in which each image is one token, and videos have grown; `special`: whether the tokenizer puts
+    its own tokens around it; `ended`: whether the end token stands behind."""
+
+    text: str
+    images: tuple[ImageFile, ...]
+    special: bool
+    ended: bool
+
+
+class Encoder:
+    """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
+
+    A processor without `.image_processor` and `.sound_limits` is text-only. Loss falls on assistant turns with their
+    end-of-turn token, but for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for
+    all reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
+    left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does
+    not fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
+    (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
+    refused before they are decoded; the limits of the size that the model sees belong to the processor.
+    `file_limits`: of files of video.
+    `reserve` tokens of `seq_length` are kept free for what is generated behind a row.
+    """
+
+    ways = "drop or cut"  # what on_long may be instead of error
+
+    def __init__(
+        self,
+        processor: Any,
+        seq_length: int,
+        *,
+        on_long: str = "drop",
+        train_on_prompt: bool = False,
+        system: str | None = None,
+        max_image_megapixels: float = 100.0,
+        reserve: int = 0,
+        mask_empty_think: bool = True,
+        mask_reasoning: bool = False,
+        file_limits: video.FileLimits | None = None,
+    ) -> None:
+        if on_long not in ("drop", "cut", "error"):
+            raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.seq_length, self.on_long = seq_length - reserve, on_long
+        self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
+        fewer = ", keep fewer (rl.max_new_tokens, of octavo eval --max-new-tokens)" if reserve else ""
+        self.longer = f"raise train.seq_length{fewer}"
+        if self.seq_length < 1:
+            raise DataError(f"{self.limit}: nothing is left for a prompt; {self.longer}")
+        self.train_on_prompt, self.system = train_on_prompt, system
+        self.max_image_megapixels = max_image_megapixels
+        self.calls = Calls(processor, max_image_megapixels, file_limits)
+        self.multimodal = self.calls.multimodal
+        self._check_template()
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
+                            "add a tokenizer.json to the model folder")  # fmt: skip
+        self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
+        self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last: all above
+        self._is_image[list(self.image_ids)] = True
+        vocabulary = self.tokenizer.get_vocab()
+        self.longest = max(map(len, vocabulary))
+        # Templates write these marks themselves, around the placeholder; not every version's processor names them.
+        there = (pair for pair in MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
+        self.around: tuple[str, str] | None = next(there, None)
+        self.opening_id = None if self.around is None else vocabulary[self.around[0]]
+        added = self.tokenizer.added_tokens_decoder.values()
+        control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        self.ends = tuple(sorted(control | {str(token) for token in added}))
+        self.answers = Answers(self.ends)
+        self.thinking = Thinking(self._render, self.multimodal, mask_empty_think, mask_reasoning)
+        self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
+        self.marks = self._marks() if self.multimodal else frozenset()
+
+    def _check_template(self) -> None:
+        """Raises `DataError` where conversations cannot be written."""
+        if all(getattr(one, "chat_template", None) is None for one in (self.processor, self.tokenizer)):
+            raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
+                            "add chat_template.jinja to the model folder")  # fmt: skip
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Tokens that models take for the place of an image: no answer may hold them."""
+        marks = self.tokenizer.convert_tokens_to_ids(sorted(self.marks))
+        return tuple(sorted({*self.image_ids, *(mark for mark in marks if mark is not None)}))
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills short rows; it is masked, so any will do."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((found for found in ids if found is not None), 0)
+
+    def encode(self, row: Any) -> Any:
+        """One row as what `encoding` returns. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
+        `DataError` for a row that is too long."""
+        [made] = self.encode_all([row])
+        if isinstance(made, DataError):
+            raise made
+        return made
+
+    def encode_all(self, rows: Sequence[Any]) -> list[Any]:
+        """Several rows, each as `encode` makes it or as the error that it raises; the processor is called for all at
+        once."""
+        return together([self.encoding(row) for row in rows], self.calls)
+
+    def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
+        """Makes one conversation a `Sample`, whose first `given` answers (or `conversation.given`, where these are
+        more) belong to the prompt and have no labels. None: all of it is a prompt, and what opens the answer (the
+        generation prompt) is appended. Raises as `encode`."""
+        try:
+            sample = yield from self._encoding(conversation, given)
+        except (TemplateProblem, ImageProblem, Mismatch) as cause:
+            raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
+        self._check_ids(sample)
+        if len(sample.input_ids) <= self.seq_length:
+            return sample
+        return self._shorten(sample)
+
+    def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
+        conversation, control, turns, render, text, shown = self._rendered(conversation, given)
+        files = (conversation.images, conversation.sounds, shown)
+        outputs = None if any(files) else (yield Wanted(text))
+        reach = self._reach(conversation, text, outputs)
+        before = max(given or 0, conversation.given)
+        wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
+        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
+        if outputs is None:
+            outputs = yield Wanted(text, *files)
+        ids = _array(outputs["input_ids"], np.int64)
+        starts, stops = _offsets(outputs)
+        image_mask = self._image_mask(ids)
+        told = outputs.get("text_replacement_offsets")
+        if told is None and shown:
+            raise Mismatch(
+                "this version of transformers does not tell where videos stand in a text; install a newer one"
+            )
+        if told is None:
+            shift = Expansion.of_runs(text, self._image_token(), starts, stops, stretches(image_mask))
+        else:
+            shift = Expansion([image.growth for image in replaced(told)], starts, stops)
+        for start, end in image_places(outputs):
+            image_mask[start:end] = True
+        answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
+        labels = np.full_like(ids, IGNORE)
+        if self.train_on_prompt:
+            labels[:] = ids
+        for start, end in answers:
+            labels[start:end] = ids[start:end]
+        labels[image_mask] = IGNORE
+        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, shown)
+        if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
+            raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
+        return sample
+
+    def _learned(
+        self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`); `wanted`: whether
+        each of the last ones is to be, the others are given."""
+        self.thinking.check(text, turns)
+        given = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
+        spans = self.answers.spans(text, turns, render, reach, given)
+        return self.thinking.learned(text, spans, turns, wanted)
+
+    def written(self, row: Any) -> Written:
+        """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
+        a processor says against it."""
+        conversation, *_, text, shown = self._rendered(row, 0)
+        left = iter(shown)
+        if shown:
+            place = re.escape(self.processor.video_token)
+            text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
+        return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
+
+    def _rendered(
+        self, conversation: Conversation, given: int | None
+    ) -> tuple[Conversation, tuple[str, ...], Any, Any, str, tuple[video.Film, ...]]:
+        """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
+        the text that they are; its videos)."""
+        if conversation.images and not self.calls.sees:
+            what = "hears and sees nothing" if self.multimodal else "is text-only"
+            raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
+        if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
+            if self.calls.sound_limits is None:
+                raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
+            if not conversation.sounds:
+                raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
+        shown = self._films(conversation)
+        conversation = self._bounded(self.thinking.taken(conversation), shown)
+        control = self._control(conversation)
+        turns = messages(conversation, parts=self.multimodal, system=self.system)
+        render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
+        text = rendered(turns, render, given is None)
+        if len(text) > max(self.seq_length * self.longest, COUNTED) and self.on_long != "cut":
+            # Too long whatever its tokens are, and to count them would take seconds or more.
+            long = f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit}"
+            self._refuse_long(conversation, long)
+        check_system(text, turns, render, given is None)
+        if conversation.tools or any(turn.calls for turn in conversation.turns):
+            check_tools(conversation, text, rendered(turns, self._render, given is None))
+        return conversation, control, turns, render, text, shown[: len(conversation.videos)]
+
+    def _films(self, conversation: Conversation) -> tuple[video.Film, ...]:
+        """What is taken of the videos of a row. Raises `Mismatch` where the model takes none."""
+        if not conversation.videos:
+            return ()
+        if self.calls.videos is None:
+            raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
+                           "InternVL, or other data")  # fmt: skip
+        found = []
+        for file in conversation.videos:
+            film = video.look(file, self.calls.videos, self.calls.file_limits)
+            if film.tokens > self.seq_length:
+                frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
+                self._refuse_long(conversation, f"has a video of {film.tokens} tokens ({frames}), {self.limit}; lower "
+                                  "data.video.fps, max_frames or max_pixels")  # fmt: skip
+            found.append(film)
+            if sum(film.tokens for film in found) > self.seq_length and self.on_long == "cut":
+                break  # those behind it are never reached
+        return tuple(found)
+
+    def _sample(
+        self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
+        control: tuple[str, ...], lost: int = 0, shown: Sequence[video.Film] = (),
+    ) -> Sample:  # fmt: skip
+        """A row as the processor made it numbers."""
+        ids = _array(outputs["input_ids"], np.int64)
+        labels[:1] = IGNORE  # nothing predicts the first token
+        frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
+        kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
+        return Sample(
+            ids,
+            labels,
+            None if kinds is None else _array(kinds, np.int64),
+            None if pixels is None else _array(pixels, np.float32),
+            None if grid is None else _array(grid, np.int64),
+            images=len(row.images) + frames,
+            answers=answers,
+            length=len(ids),
+            control=control,
+            lost=lost,
+            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds or shown else {},
+            places=image_places(outputs) if frames else image_places(outputs, "image"),
+            films=() if frames else image_places(outputs, "video"),
+            file=row.source,
+            row=row.row,
+            id=row.id,
+            sounds=len(row.sounds),
+            videos=len(shown),
+        )
+
+    def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+        more = {"tools": list(tools)} if tools else {}
+        return self.processor.apply_chat_template(
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **more
+        )
+
+    def _image_token(self) -> str | None:
+        return self.calls.image_token
+
+    def _marks(self) -> frozenset[str]:
+        """Words that models take for the place of an image: where they stand there must be one."""
+        ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
+        named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
+        return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
+
+    def _control(self, conversation: Conversation) -> tuple[str, ...]:
+        """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
+        texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
+        texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
+        called = [turn.calls for turn in conversation.turns if turn.calls]
+        texts += [json.dumps(found, ensure_ascii=False) for found in (*called, conversation.tools) if found]
+        for mark in sorted(self.marks):
+            if any(mark in text for text in texts):
+                raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
+        if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
+            raise Mismatch(UNNAMED)
+        if self.calls.sees and any(VIDEO.placeholder in text for text in texts):
+            raise Mismatch(VIDEO.unnamed)
+        return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
+
+    def _bounded(self, conversation: Conversation, shown: Sequence[video.Film] = ()) -> Conversation:
+        """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
+        conversation = with_short_reasoning(conversation, self.seq_length * self.longest)
+        videos = [film.tokens for film in shown]
+        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens, videos)
+        if kept is conversation:
+            return conversation
+        characters = sum(len(turn.text) for turn in conversation.turns)
+        holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
+        where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
+        if self.on_long != "cut" or conversation.sounds:
+            self._refuse_long(conversation, where)
+        if len(kept.images) == 1 < len(conversation.images) and "row" in further(self.processor).values():
+            why = truncate.lone(len(conversation.images))
+            raise LongSample(conversation.source, conversation.row, f"{where}; {why}", conversation.id)
+        if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
+            raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
+        return kept
+
+    def image_tokens(self, path: Any, alone: bool = True) -> int:
+        """How many tokens an image takes, by its header; `alone`: the only one of its row."""
+        width, height = size(path, self.max_image_megapixels)
+        told = getattr(self.processor, "image_tokens", None)
+        try:
+            if told is not None:
+                return told((height, width), alone)
+            return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
+        except Exception as cause:
+            raise refused(cause) from cause
+
+    def _reach(self, conversation: Conversation, text: str, outputs: dict[str, Any] | None) -> int | None:
+        """How many characters of a rendered text lie within seq_length, where that is not all of it.
+
+        Images are counted as one token each, before they are opened. Raises as `_refuse_long` does.
+        """
+        if outputs is None and len(text) <= self.seq_length:
+            return None  # a short text; the images will tell
+        offsets = outputs["offset_mapping"] if outputs else self.calls.tokens([text])["offset_mapping"][0]
+        if len(offsets) <= self.seq_length:
+            return None
+        if self.on_long != "cut" or conversation.sounds:
+            images = " without its images and sounds" if outputs is None else ""
+            self._refuse_long(conversation, self._is_long(len(offsets), images))
+        return max(end for _, end in offsets[: self.seq_length])
+
+    def _is_long(self, tokens: int, but: str = "") -> str:
+        return f"is {tokens} tokens long{but}, {self.limit}"
+
+    def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
+        file = row.file if isinstance(row, Sample) else row.source
+        if row.sounds and self.on_long == "cut":
+            where += "; a row with sound is not cut"
+        if self.on_long == "error":
+            raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
+                            f"or set data.on_long to {self.ways}")  # fmt: skip
+        raise LongSample(file, row.row, where, row.id)
+
+    def _check_ids(self, sample: Sample) -> None:
+        """Raises `BadSample` for a token that the model has no row of embeddings for; places of media are no rows."""
+        rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
+        if rows is None or not len(ids) or ids.max() < rows:
+            return
+        beyond = ids[(ids >= rows) & ~self._image_mask(ids)]
+        if len(beyond):
+            text = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+            raise BadSample(
+                sample.file, sample.row,
+                f"holds the token {beyond[0]} ({text!r:.80}), and the model's embedding has {rows} rows; take the "
+                "tokenizer that belongs to the model", sample.id,
+            )  # fmt: skip
+
+    def _shorten(self, sample: Sample) -> Sample:
+        where = self._is_long(len(sample.input_ids))
+        if self.on_long != "cut" or sample.sounds:
+            self._refuse_long(sample, where)
+        images = truncate.runs(
+            sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
+            getattr(self.processor, "start_image_token_id", None),
+        )  # fmt: skip
+        try:
+            short = truncate.cut(sample, self.seq_length, images, self.opening_id)
+        except Mismatch as cause:
+            raise LongSample(sample.file, sample.row, f"{where}; {cause}", sample.id) from cause
+        if not (short.labels != IGNORE).any():
+            why = f"{truncate.into(images, self.seq_length)}{NOTHING_LEFT}"
+            raise LongSample(sample.file, sample.row, f"{where}; {why}", sample.id)
+        return short
+
+    def _image_mask(self, ids: np.ndarray) -> np.ndarray:
+        """Where tokens stand for an image: a look into a table, which np.isin is ten times slower than."""
+        return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
+
+
+def _image_ids(processor: Any) -> frozenset[int]:
+    """Every token that a placeholder can grow into, the marks around it included where they grow with it."""
+    ids = set(getattr(processor, "image_token_ids", None) or [])
+    ids |= {getattr(processor, name, None) for name in _PLACES}
+    return frozenset(int(i) for i in ids if i is not None)
+
+
+def _offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token starts and ends, in characters of the text that was processed."""
+    starts, stops = _array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+    return starts, stops
+
+
+def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
+    characters are its."""
+    if not (told := outputs.get("text_replacement_offsets")):
+        return ()
+    starts, stops = _offsets(outputs)
+    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
+
+
+def _array(values: Any, dtype: Any) -> np.ndarray:
+    if isinstance(values, list) and values and hasattr(values[0], "shape"):
+        values = np.stack([np.asarray(value) for value in values])
+    return np.ascontiguousarray(values, dtype=dtype)

@@ -1,0 +1,1 @@
+"""How the bytes of a file become rows: one entry a format; knows no cache and no network."""

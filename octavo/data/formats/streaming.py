@@ -1,0 +1,192 @@
+"""Rows read where they lie (`stream: true`), without a copy in the cache, by number: the order of a run and its resume
+are what they are without.
+
+Lines of JSONL and CSV are found once, which reads the file through, and then read one by one; what is kept of a row is
+where it begins and ends, 24 bytes. Of parquet the row group is read that holds the row, and the last ones stay in
+memory: a shuffled order costs a group for nearly every row, so groups should be small (`datasets` writes some 100 to
+1,000 rows).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import accumulate, count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from octavo.base.encryption import Reader, begins
+from octavo.data.content import stat_of
+from octavo.data.errors import BadSample, DataError
+from octavo.data.formats.arrow_rows import Text, keys_of, parsed, row_of
+from octavo.data.formats.columnar import too_large
+from octavo.data.formats.parquet import Parquet, parquet_file, read_group
+
+KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
+
+
+class Place(NamedTuple):
+    """Where a row lies: its first line (from 1), its first byte and the byte behind it; why it cannot be read."""
+
+    line: int
+    start: int
+    end: int
+    problem: str | None = None
+
+
+class Pieces:
+    """Bytes of a file by where they lie: `pieces.read(start, size)`. The file is opened when it is first asked.
+    `used`: the time of its use is kept with it."""
+
+    def __init__(self, path: Path, used: bool = False) -> None:
+        self.path, self._used = path, used
+        self._file: int | None = None
+        self._plain: Reader | None = None  # of an encrypted file
+        self._at = self._identity(os.stat(path))
+
+    def _identity(self, stat: os.stat_result) -> tuple[int, ...]:
+        """What other bytes would change, whatever time is set. Of a file in a store the ctime says when it was used
+        (`fetched.Store`). Not the inode, which some network file systems give anew while a file is open."""
+        return (stat.st_size, stat.st_mtime_ns) if self._used else stat_of(stat)[:3]
+
+    def open(self) -> int:
+        """Its number, from now on whatever becomes of its name."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            if begins(os.pread(self._file, 8, 0)):
+                self._plain = Reader(os.dup(self._file), self.path)
+        return self._file
+
+    def read(self, start: int, size: int) -> bytes:
+        """Raises `DataError` where the file changed since this was made, and VaultError where an encrypted one is
+        damaged."""
+        file = self.open()
+        if self._identity(os.fstat(file)) != self._at:
+            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        return os.pread(file, size, start) if self._plain is None else self._plain.read_at(start, size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None, "_plain": None}
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+class Lines:
+    """Rows of a file of lines. `read` makes the text of a row of the bytes that it has, where those are no JSON."""
+
+    def __init__(self, path: Path, places: Iterable[Place], read: Callable[[bytes, int], Text] = Text) -> None:
+        self.path, self._read = path, read
+        self._pieces = Pieces(path)
+        self._lines, self._starts, self._ends = array("q"), array("q"), array("q")
+        self._problems: dict[int, str] = {}
+        for row, place in enumerate(places):
+            self._lines.append(place.line)
+            self._starts.append(place.start)
+            self._ends.append(place.end)
+            if place.problem is not None:
+                self._problems[row] = place.problem
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def line(self, row: int) -> int:
+        """The line number (from 1) that a row begins in."""
+        return self._lines[row]
+
+    def keys(self) -> set[str]:
+        """Every key that some row has: the file is read through once more."""
+        return keys_of(self)
+
+    def __getitem__(self, row: int) -> Any:
+        line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
+        raw = self._pieces.read(start, 0 if problem else self._ends[row] - start)
+        return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
+
+
+class _Group(NamedTuple):
+    """A row group, its texts in dictionaries, and the rows of it that are too large to decode: row -> why."""
+
+    table: pa.Table
+    problems: dict[int, str]
+
+
+class _Tables:
+    """Row groups in memory, of all files that this process reads: up to `KEPT` bytes, the least recently used first to
+    go."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[int, int], _Group] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: tuple[int, int], read: Callable[[], _Group]) -> _Group:
+        """The row group of a key, read now where it is not there."""
+        if (found := self._kept.get(key)) is None:
+            found = self._kept[key] = read()
+            self._bytes += found.table.nbytes
+            while len(self._kept) > 1 and self._bytes > KEPT:
+                self._bytes -= self._kept.popitem(last=False)[1].table.nbytes
+        self._kept.move_to_end(key)
+        return found
+
+
+TABLES = _Tables()
+_NUMBERS = count()  # of files whose row groups are kept
+
+
+class Groups:
+    """Rows of a parquet file, by its row groups. `open_file`: what is read, a path or an open file."""
+
+    def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
+        self.path, self._open, self._number = path, open_file, next(_NUMBERS)
+        self._parquet: Parquet | None = None
+        self._stat = stat_of(os.stat(path))[:3] if open_file is None else None
+        self._ends = list(accumulate(group.rows for group in self._file().groups))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_number"} | {"_parquet": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _number=next(_NUMBERS))
+
+    @property
+    def shards(self) -> list[int]:
+        """How many rows each row group has."""
+        return [end - start for start, end in pairwise([0, *self._ends])]
+
+    def keys(self) -> set[str]:
+        return {*self._file().schema.names}
+
+    def __getitem__(self, row: int) -> Any:
+        number = bisect_right(self._ends, row)
+        first = self._ends[number - 1] if number else 0
+        group = self._group(number)
+        if (problem := group.problems.get(row - first)) is not None:
+            raise BadSample(self.path, row, problem)
+        return row_of(self.path, row, group.table.slice(row - first, 1))
+
+    def _file(self) -> Parquet:
+        if self._parquet is None:
+            self._parquet = parquet_file(self.path, self._open)
+        return self._parquet
+
+    def _group(self, number: int) -> _Group:
+        return TABLES.get((self._number, number), lambda: self._read(number))
+
+    def _read(self, number: int) -> _Group:
+        if self._stat is not None and stat_of(os.stat(self.path))[:3] != self._stat:
+            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+        table = read_group(self.path, self._file(), number)
+        return _Group(table, too_large(table))

@@ -1,0 +1,1 @@
+"""What a training loop iterates over, put together as a configuration says."""

@@ -1,0 +1,82 @@
+"""Held-out data: every row once, in file order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.data.batching.collate import collate
+from octavo.data.loaders.loader import CACHE_BYTES, Encodes, Judge, Processed
+from octavo.data.skip_report import SkipReport
+from octavo.data.tasks.concat import Joined
+from octavo.data.tasks.sealed import Sealed
+from octavo.data.tasks.sources import Source
+from octavo.data.tasks.splitting import Split
+
+
+class EvalSet:
+    """Batches over all rows of the sources, in order, the same at each iteration.
+
+    Batch k holds the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
+    yields `len(evalset)` batches; where the last ones do not go round, an empty one (fully masked, no rows in its
+    meta) stands in. Together the ranks see each row once. Samples stay in memory between evaluations. `most`: only so
+    many rows, the first ones; None: all.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source | Split | Joined | Sealed],
+        encoder: Encodes,
+        micro_batch: int,
+        rank: int = 0,
+        world: int = 1,
+        on_bad: str = "error",
+        report_path: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        collate: Callable[..., Any] = collate,
+        most: int | None = None,
+    ) -> None:
+        self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
+            tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
+        self.collate, self.most = collate, most
+        self._judge = Judge(self.sources, on_bad, report_path)
+        self._processed = Processed(self.sources, encoder, cache_bytes)
+
+    @property
+    def report(self) -> SkipReport:
+        return self._judge.report
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sources, over all ranks."""
+        every = sum(len(source) for source in self.sources)
+        return every if self.most is None else min(every, self.most)
+
+    def origin(self, file: str, row: int, answer: int | None) -> str:
+        """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
+        `source` (a name, or one for each answer), else the names of its images, sounds and videos, else the row
+        itself."""
+        sources = (source.source if isinstance(source, Split) else source for source in self.sources)
+        rows = next(source for source in sources if source.name == file and row < len(source))
+        if isinstance(rows, Joined | Sealed):  # a sample of several documents, or one that names nothing
+            return f"{file}:{row}"
+        raw = rows.rows[row]
+        named = raw.get("source") if isinstance(raw, dict) else None
+        if isinstance(named, list) and answer is not None and answer < len(named):
+            named = named[answer]
+        if isinstance(named, str | int):
+            return str(named)
+        about = [file for kind in ("images", "sounds", "videos") for file in getattr(rows[row], kind, ())]
+        return "|".join(map(str, about)) if about else f"{file}:{row}"
+
+    def __len__(self) -> int:
+        return -(-self.rows // (self.micro_batch * self.world))
+
+    def __iter__(self) -> Iterator[Any]:
+        places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))][: self.rows]
+        for turn in range(len(self)):
+            first = (turn * self.world + self.rank) * self.micro_batch
+            own = places[first : first + self.micro_batch]
+            admitted = list(map(self._judge.admit, own, self._processed[own]))
+            yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

@@ -1,0 +1,1 @@
+"""Rows become conversations with references to their images, sounds and videos."""

@@ -1,0 +1,47 @@
+"""Sound in rows: where they name it, or hold it (:mod:`octavo.data.rows.media`), under `audio` or `audios`.
+
+What is in a file is read elsewhere (:mod:`octavo.data.encoding.audio`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from octavo.data.rows.image_refs import locate
+from octavo.data.rows.inline import Inline
+from octavo.data.rows.media import Medium, Ref
+
+PLACEHOLDER = "<audio>"
+SOUND_KEYS = ("audio", "audios")
+
+
+class Recording(Inline):
+    """A file of sound whose bytes stand in the row itself."""
+
+    what: ClassVar[str] = "sound"
+
+
+Name = str | Recording  # of a sound in a row: a file's name, or the file itself
+SoundFile = Path | Recording
+
+
+@dataclass(frozen=True)
+class AudioRef(Ref):
+    """The place of a sound."""
+
+
+SOUND = Medium(
+    "sound", PLACEHOLDER, SOUND_KEYS, ("audio", "audio_url"), ("audio", "path", "url", "audio_url"), AudioRef,
+    Recording, "a wav or flac file",
+)  # fmt: skip
+UNNAMED = SOUND.unnamed
+
+
+def find_sounds(turns: Sequence[Any], folder: Path) -> tuple[SoundFile, ...]:
+    """The files of the sounds in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
+    `ImageProblem`."""
+    names = SOUND.names(turns)
+    return tuple(name if isinstance(name, Recording) else locate(folder, name, "sound") for name in names)

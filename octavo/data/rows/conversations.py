@@ -1,0 +1,410 @@
+"""Conversations, and the three ways in which people write them down.
+
+- `llava`: `{"id", "image"?, "conversations": [{"from": "human"|"gpt", "value"}]}`; each `<image>` in a value stands
+  for the next image.
+- `sharegpt`: the same with more roles and an `images` list (`conversations` or `messages` as the key).
+- `messages`: `{"messages": [{"role", "content"}]}` or the bare list; content is text or a list of parts
+  (`{"type": "text", "text"}`, `{"type": "image", "image"|"path"|"url"}`).
+- `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?: [[question, answer], ...], "images"?}`.
+
+The first three may hold `system`, a text, where no turn has that role, and what an assistant thinks beside what it
+says, as `reasoning_content` of its turn (or `reasoning`, `thinking`). An image is named by its file, or is there itself
+as {"bytes", "path"}; sounds are named likewise, under `audio` (:mod:`octavo.data.rows.audio_refs`), and videos under
+`video` (:mod:`octavo.data.rows.video_refs`). All become a `Conversation`. Nothing here opens an image or knows a
+tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.data.errors import BadSample, RowProblem, shown
+from octavo.data.rows import foreign
+from octavo.data.rows.audio_refs import SOUND, AudioRef, SoundFile, find_sounds
+from octavo.data.rows.image_refs import ImageFile, ImageProblem, Picture, locate
+from octavo.data.rows.inline import file_named, no_file
+from octavo.data.rows.tools import Call, calls_of, tools_of
+from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, find_videos, video_part
+
+Name = str | Picture  # of an image in a row: a file's name, or the file itself
+PLACEHOLDER = "<image>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thinks, in a turn
+FORMATS = ("llava", "sharegpt", "messages", "alpaca")
+ROLES = {
+    "llava": {"human": "user", "gpt": "assistant", "system": "system"},
+    "sharegpt": {
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "assistant": "assistant",
+        "system": "system",
+        "function_call": "assistant",
+        "observation": "tool",
+        "tool": "tool",
+    },
+    "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
+}
+_FILES = ("image", "images", "audio", "audios", "video", "videos")
+LEARNED = ("weight", "loss", "train")  # names of whether a turn is learned, in a turn
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """The place of an image: the n-th of the conversation's images, in reading order."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images, sounds and videos in
+    reading order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it
+    answers, where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it
+    apart; not `learned`: context, as the row says."""
+
+    role: str
+    parts: tuple[Text | ImageRef | AudioRef | VideoRef, ...]
+    calls: tuple[Call, ...] = ()
+    name: str | None = None
+    reasoning: str | None = None
+    call: str | None = None
+    learned: bool = True
+
+    @property
+    def text(self) -> str:
+        """The turn's words, without its images."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row of a data set: its turns, the files of its images, sounds and videos in reading order, where it came
+    from, and the `tools` that it offers. The `given` first answers are context, and not learned."""
+
+    turns: tuple[Turn, ...]
+    images: tuple[ImageFile, ...] = ()
+    source: str = ""
+    row: int = 0
+    id: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    sounds: tuple[SoundFile, ...] = ()
+    given: int = 0
+    videos: tuple[VideoFile, ...] = ()
+
+
+def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
+    """One decoded row as a `Conversation`.
+
+    `format` is one of `FORMATS`; `images` is the folder that image names are relative to and may not leave.
+    Raises `BadSample`.
+    """
+    with naming(raw, file, row) as identity:
+        foreign.check_row(raw)
+        turns, names = read_turns(raw, format)
+        check_turns(turns)
+        sounds = find_sounds(turns, images)
+        videos, files = find_videos(turns, images, raw), find_images(names, images)
+        return Conversation(tuple(turns), files, str(file), row, identity, tools_of(raw), sounds, videos=videos)
+
+
+@contextmanager
+def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
+    """Gives the row's id, and makes what is wrong with its turns or images a `BadSample` of that row."""
+    given = raw.get("id") if isinstance(raw, dict) else None
+    identity = str(given) if isinstance(given, str | int) else None
+    try:
+        yield identity
+    except (RowProblem, ImageProblem) as cause:
+        raise BadSample(file, row, str(cause), identity) from cause
+
+
+def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
+    """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
+    if format == "alpaca":
+        raw = object_of(raw)
+        if "output" not in raw:
+            raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
+        files = ("image", "images", "video", "videos", "audio", "audios")
+        images = {key: raw[key] for key in files if key in raw}
+        answer = {"role": "assistant", "content": _worded(raw, "output")}
+        turns, names = _from_messages({**images, "messages": [*instructed(raw), answer]})
+        return _placed(raw, turns), names
+    turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
+    turns = _placed(raw, turns)
+    return [*_system(raw, turns), *turns], names
+
+
+def _placed(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns in which each sound and video of the row has its place. Raises `RowProblem`."""
+    return VIDEO.placed(raw, SOUND.placed(raw, turns, Text), Text)
+
+
+def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
+    """The turn that a row's `system` is, where no turn says it. Raises `RowProblem`."""
+    words = _worded(raw, "system") if isinstance(raw, dict) else ""
+    said = [turn.text for turn in turns if turn.role == "system"]
+    if words and said and said != [words]:
+        raise RowProblem(f"has the system {shown(words)}, and a turn of the system says {shown(said[0])}; keep one")
+    return [Turn("system", (Text(words),))] if words and not said else []
+
+
+def instructed(raw: dict[str, Any]) -> list[dict[str, str]]:
+    """What an alpaca row asks, as messages: its system, its history, and its instruction with the input below it.
+    Raises `RowProblem`."""
+    system, *pieces = (_worded(raw, key) for key in ("system", "instruction", "input"))
+    asked = "\n".join(filter(None, pieces))
+    if not asked.strip() and not raw.get("image") and not raw.get("images"):  # of a pair, an image may be all
+        raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
+    history = raw.get("history") or []
+    if not isinstance(history, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair)
+        for pair in history
+    ):
+        raise RowProblem(f"has the history {shown(history)}; expected a list of [question, answer]")
+    said = [("user" if n == 0 else "assistant", words) for pair in history for n, words in enumerate(pair)]
+    turns = [("system", system)] if system else []
+    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", asked))]
+
+
+def _worded(raw: dict[str, Any], key: str) -> str:
+    words = "" if raw.get(key) is None else raw[key]
+    if not isinstance(words, str):
+        raise RowProblem(f"{key!r} is {shown(words)}; expected text")
+    return words
+
+
+def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
+    """The files that names mean, each looked up once. Raises `ImageProblem`."""
+    places = {name: name if isinstance(name, Picture) else locate(folder, name) for name in dict.fromkeys(names)}
+    return tuple(places[name] for name in names)
+
+
+def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
+    raw = object_of(raw)
+    key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
+    names = image_names(raw, format)
+    left = iter(range(len(names)))
+    turns, seen = [], 0
+    for number, turn in enumerate(_list(raw[key], key), 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
+            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'from': ..., 'value': text}}")
+        _check_keys(turn, number, ("tool_calls", "function_call"), "a turn of function_call of their own")
+        role = _role(turn["from"], format, number)
+        foreign.check_turn(turn, number, role)
+        foreign.check_part_text(turn["value"], f"the value of turn {number}")
+        reasoning = reasoning_of(turn, role, number)
+        if turn["from"] == "function_call" and format == "sharegpt":
+            calls = calls_of(turn["value"], f"turn {number}")
+            turns.append(Turn(role, (), calls, reasoning=reasoning, learned=is_learned(turn, number)))
+            continue
+        seen += turn["value"].count(PLACEHOLDER)
+        learned = is_learned(turn, number)
+        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning, learned=learned))
+    match_count(seen, len(names))
+    return turns, names
+
+
+def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
+    if isinstance(raw, list):
+        raw = {"messages": raw}
+    raw = object_of(raw)
+    key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
+    listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
+    names: list[Name] = [] if listed is None else listed
+    left = iter(range(len(names)))
+    turns, seen = [], 0
+    for number, turn in enumerate(_list(raw[key], key), 1):
+        calls = calls_of(turn.get("tool_calls"), f"turn {number}") if isinstance(turn, dict) else ()
+        if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
+            raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
+        _check_keys(turn, number, ("function_call",), "tool_calls")
+        role, content = _role(turn["role"], "messages", number), turn.get("content")
+        foreign.check_turn(turn, number, role)
+        name, call = turn.get("name"), turn.get("tool_call_id")
+        if (calls and role != "assistant") or not isinstance(name, str | None) or not isinstance(call, str | None):
+            raise RowProblem(f"turn {number} is {shown(turn)}; an assistant calls tools, and names and ids are text")
+        if content is None and calls:
+            content = []
+        if isinstance(content, str):
+            foreign.check_part_text(content, f"the content of turn {number}")
+            content = [{"type": "text", "text": content}]
+        parts: list[Any] = []
+        for part in _list(content, f"content of turn {number}", "text or a list of parts"):
+            if (found := SOUND.part(part, number) or video_part(part, number)) is not None:
+                parts.append(found)
+                continue
+            text, image = _part(part, number)
+            foreign.check_part(part, number, role)
+            if text is not None and listed is not None:
+                seen += text.count(PLACEHOLDER)
+                parts.extend(split(text, left))
+            elif text is not None:
+                parts.append(Text(text))
+            elif image is None:  # {"type": "image"}: the next of the row's own list
+                seen += 1
+                parts.append(ImageRef(next(left, -1)))
+            elif listed is not None:
+                raise RowProblem(f"turn {number} names an image and the row has an image list too; keep one of them")
+            else:
+                parts.append(ImageRef(len(names)))
+                names.append(image)
+        reasoning = reasoning_of(turn, role, number)
+        name, call = (name, call) if role == "tool" else (None, None)
+        turns.append(Turn(role, tuple(parts), calls, name, reasoning, call, is_learned(turn, number)))
+    if listed is not None or seen:
+        match_count(seen, len(listed or ()))
+    if not names and any(PLACEHOLDER in turn.text for turn in turns):
+        raise RowProblem(
+            f"writes {PLACEHOLDER} in its text, but names no image; list it under 'images', or write the content as "
+            'parts: {"type": "image", "image": FILE}'
+        )
+    return turns, names
+
+
+def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead: str) -> None:
+    """That a turn has nothing that would be passed over: calls of tools as rows of another kind write them, or files
+    of its own. Raises `RowProblem`."""
+    if found := next((key for key in calls if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {found}, which rows of this kind do not read; write calls as {instead}")
+    if found := next((key for key in _FILES if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {found}; list files in the row, or write the content as parts")
+
+
+def is_learned(turn: dict[str, Any], number: int) -> bool:
+    """Whether an assistant's turn is learned: 1 or true, 0 or false, which makes it context. Raises `RowProblem`."""
+    given = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected 1 or 0, true or false")
+    return all(given.values())
+
+
+def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
+    """What a turn has as its reasoning; blank is none. Raises `RowProblem`."""
+    given = {key: turn[key] for key in REASONING if turn.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected text")
+    found = {value for value in given.values() if value.strip()}
+    if len(found) > 1:
+        raise RowProblem(f"turn {number} has reasoning of its own in {' and '.join(given)}; keep one of them")
+    if found and role != "assistant":
+        raise RowProblem(
+            f"turn {number}, of the {role}, has {next(iter(given))}; only an assistant's turn has reasoning"
+        )
+    return next(iter(found), None)
+
+
+def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
+    """(text, None) of a text part, (None, name or None) of an image part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"], None
+    if kind == "image":
+        given = [part[key] for key in ("image", "path", "url") if not no_file(part.get(key))]
+    elif kind == "image_url":
+        inner = part.get("image_url")
+        given = [inner.get("url") if isinstance(inner, dict) else inner]
+    else:
+        raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image, audio or video")
+    if not given:
+        return None, None
+    name = file_named(given[0], Picture) if len(given) == 1 else None
+    if name is None:
+        raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
+    return None, name
+
+
+def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
+    """Cut a text at its placeholders; each takes the next image number (-1 when none is left: counted later)."""
+    parts: list[Text | ImageRef] = []
+    for number, piece in enumerate(text.split(PLACEHOLDER)):
+        if number:
+            parts.append(ImageRef(next(left, -1)))
+        if piece:
+            parts.append(Text(piece))
+    return tuple(parts)
+
+
+def image_names(raw: dict[str, Any], format: str) -> list[Name]:
+    """The row's image list. `image` and `images` may each hold one name or a list; not both may be there."""
+    given = {key: raw[key] for key in ("image", "images") if raw.get(key) not in (None, [], "")}
+    if len(given) > 1:
+        raise RowProblem("has both 'image' and 'images'; keep one of them")
+    if format == "llava" and "images" in given:
+        raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
+    for key, value in given.items():
+        names = [file_named(one, Picture) for one in (value if isinstance(value, list) else [value])]
+        if (found := [name for name in names if name is not None]) != names:
+            raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
+        return found
+    return []
+
+
+def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
+    present = [key for key in keys if key in raw]
+    if len(present) != 1:
+        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
+        raise RowProblem(f"has {found}; a {format} row has one of {', '.join(map(repr, keys))}")
+    return present[0]
+
+
+def _role(name: Any, format: str, number: int) -> str:
+    known = ROLES[format]
+    if not isinstance(name, str) or name not in known:
+        raise RowProblem(f"turn {number} has the unknown role {shown(name)}; {format} knows {', '.join(known)}")
+    return known[name]
+
+
+def match_count(placeholders: int, images: int) -> None:
+    if placeholders != images:
+        raise RowProblem(
+            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); they must be as many"
+        )
+
+
+def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
+    """What any conversation must be, and with `answered` one to learn from. Raises `RowProblem`."""
+    if not turns:
+        raise RowProblem("the conversation is empty")
+    spoken = [turn for turn in turns if turn.role != "system"]
+    answers = [turn for turn in spoken if turn.role == "assistant"]
+    if answered and not any(turn.learned for turn in answers):
+        none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
+        raise RowProblem(f"has {none}, so there is nothing to learn from it")
+    if spoken and spoken[0].role == "assistant":
+        raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
+    for number, turn in enumerate(turns, 1):
+        if half_character(turn.text + (turn.reasoning or "")):
+            raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
+        if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
+            raise RowProblem(f"turn {number} is an assistant turn without text")
+    foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
+
+
+def half_character(text: str) -> bool:
+    """Whether a text holds a lone surrogate, which no tokenizer takes."""
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def object_of(raw: Any) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
+    return raw
+
+
+def _list(value: Any, name: str, expected: str = "a list") -> list[Any]:
+    if not isinstance(value, list):
+        raise RowProblem(f"{name} is {shown(value)}; expected {expected}")
+    return value

@@ -1,0 +1,214 @@
+"""Images: where they may lie, and how they are opened without trusting them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT
+
+from octavo.base.encryption import check_plain, is_encrypted
+from octavo.base.safe_read import read_bytes
+from octavo.data.errors import DataError
+from octavo.data.rows.inline import Inline
+
+ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
+
+
+class Picture(Inline):
+    """An image file whose bytes stand in the row itself."""
+
+    what: ClassVar[str] = "image"
+
+
+ImageFile = Path | Picture
+
+
+class ImageProblem(ValueError):
+    """An image that cannot be used; the message is the reason of a `BadSample`."""
+
+
+def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
+    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else. `folders`: or folder.
+
+    `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
+    accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
+    """
+    if name.startswith("file://"):
+        name = name[len("file://") :]
+    scheme = name.split(":", 1)[0].lower()
+    if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
+        raise ImageProblem(
+            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+        )
+    if not name or "\0" in name:
+        raise ImageProblem(f"{what} name {name!r} is not a file name")
+    try:
+        os.fsencode(name)
+        root = _resolved(root)
+        path = root / name
+        path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
+        if path.is_symlink():
+            path = path.resolve()
+        there = path.is_file() or (folders and path.is_dir())
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
+        raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
+    if not path.is_relative_to(root):
+        raise ImageProblem(
+            f"{what} {name!r} lies outside the image folder {root} (at {path}); "
+            f"name the folder that holds it in `images`, or copy it there"
+        )
+    if not there:
+        raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
+    return path
+
+
+@lru_cache(maxsize=4096)
+def _resolved(folder: Path) -> Path:
+    """A folder of images, whose links are followed once."""
+    return folder.resolve()
+
+
+@cache
+def _known() -> list[str]:
+    """Of `FORMATS` those that this Pillow has."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
+    """Open an image file, or one in a row, as RGB, upright (EXIF orientation applied): of an animation or a file of
+    pages the first.
+
+    The format is one of `FORMATS`, whatever the file is called: of all others, those that start a program (EPS) among
+    them, no byte is looked at. The size is read from the header and checked before a pixel is decoded, so that a
+    decompression bomb costs nothing. Colours are sRGB as stored, profiles are not applied; what is transparent shows
+    white; greys of more than 8 bits are scaled (`_grey`). Raises `ImageProblem` for a bomb, for what is broken,
+    truncated or no image, and for pixels that do not say what they mean.
+    """
+    with _opened(path, max_megapixels) as image:
+        facts = _Facts(image)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return _rgb(image, facts)
+
+
+def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
+    """(width, height) by the header alone, upright. Raises `ImageProblem` as `load` does."""
+    with _opened(path, max_megapixels) as image:
+        exif = Image.Exif()
+        exif.load(image.info.get("exif"))  # getexif() would decode a PNG to look behind its pixels
+        width, height = image.size
+        return (height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
+
+
+def _file(path: str | ImageFile) -> str | Path | BytesIO:
+    """What Pillow opens. Raises DataError for an encrypted file that is damaged or whose key is not given, and for a
+    plain one in its place."""
+    if isinstance(path, Picture):
+        return BytesIO(path.data)
+    if is_encrypted(path):
+        return BytesIO(read_bytes(path, DataError))
+    check_plain(path, DataError)
+    return path
+
+
+@contextmanager
+def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Image]:
+    known = _known()
+    with _own_bomb_limit():
+        try:
+            with Image.open(_file(path), formats=known) as image:
+                width, height = image.size
+                if width * height > max_megapixels * 1e6:
+                    raise ImageProblem(
+                        f"holds {width} x {height} = {width * height / 1e6:.0f} megapixels, over the "
+                        f"limit of {max_megapixels:g} (a decompression bomb?); if it is meant, raise "
+                        f"data.max_image_megapixels"
+                    )
+                yield image
+        except ImageProblem as cause:
+            raise ImageProblem(f"image {path} {cause}") from cause
+        except DataError:
+            raise
+        except UnidentifiedImageError as cause:
+            raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header is that of none of "
+                               f"{', '.join(known)}); convert it to one of them") from cause  # fmt: skip
+        # Decoders raise whatever their parsing runs into (struct.error, SyntaxError, IndexError ...); each of
+        # these means the same here, and the cause stays in the message and in the chain.
+        except Exception as cause:
+            raise ImageProblem(f"image {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
+
+
+@contextmanager
+def _own_bomb_limit() -> Iterator[None]:
+    """Pillow's own limit is a global of 89 megapixels; ours is configured and checked above."""
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # e.g. corrupt EXIF: the pixels decide
+            yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
+class _Facts:
+    """What only the file knows of its pixels: Pillow drops it when it decodes or turns them.
+
+    `black`, `white`: the values of a grey of more than 8 bits. `key`: the value that is transparent, or None.
+    """
+
+    def __init__(self, image: Image.Image) -> None:
+        raw = image.tile[0][3] if image.tile else None  # how samples lie in the file; for some formats no string
+        self.key = image.info.get("transparency")
+        if image.format == "PNG" and self.key is not None:
+            if raw == "RGB;16B":
+                raise ImageProblem("names a transparent colour in 16 bits, of which 8 are read; save it with alpha")
+            self.key *= {"L;2": 85, "L;4": 17}.get(raw, 1)  # a sample of 2 or 4 bits was scaled to 8, its key was not
+        tags = getattr(image, "tag_v2", {})  # of a TIFF
+        if 2 in tags.get(SAMPLEFORMAT, ()):
+            raise ImageProblem("is a TIFF of signed integers, which names no black and no white; save it unsigned")
+        bits = tags.get(BITSPERSAMPLE, (16,))[0]  # PNG and JPEG 2000 have 16 here, and PGM is scaled to them
+        self.black, self.white = 0, 1 if image.mode == "F" else 2**bits - 1
+        if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # the least value is white
+            self.black, self.white = self.white, self.black
+
+
+def _rgb(image: Image.Image, facts: _Facts) -> Image.Image:
+    if image.mode == "F" or image.mode.startswith("I"):
+        return _grey(image, facts)
+    if facts.key is not None and image.mode in ("1", "L", "RGB"):
+        image.info["transparency"] = facts.key
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    if image.mode == "La":  # Pillow knows this way alone
+        image = image.convert("LA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+
+
+def _grey(image: Image.Image, facts: _Facts) -> Image.Image:
+    """Greys of more than 8 bits, from black to white: as many bits as the file says, unsigned. Floats are 0 to 1, or
+    whole numbers up to 255 (an image of 8 bits, turned into floats); others mean what nobody wrote down."""
+    values = np.asarray(image)
+    if image.mode == "I" and facts.white + facts.black == 2**32 - 1:
+        values = values.view(np.uint32)  # Pillow has no such mode, and calls the bits signed
+    black, white = facts.black, facts.white
+    low, high = values.min(), values.max()
+    if image.mode == "F" and high > 1 and black < white and (values == np.rint(values)).all():
+        white = 255
+    if not (min(black, white) <= low and high <= max(black, white)):  # nor where one is NaN
+        raise ImageProblem(f"holds {image.mode} values from {low:g} to {high:g}, where {black} would be black and "
+                           f"{white} white; save it with 8 or 16 bits")  # fmt: skip
+    grey = np.rint((values.astype(np.float64) - black) * (255 / (white - black))).astype(np.uint8)
+    if facts.key is not None:
+        grey[values == facts.key] = 255
+    return Image.fromarray(grey).convert("RGB")

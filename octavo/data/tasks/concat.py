@@ -1,0 +1,188 @@
+"""Documents joined: one stream of tokens, each document with its end token behind it, cut into samples of one length.
+
+Sample i is the tokens [i T, (i + 1) T) of the documents in an order of the seed's (held-out data: in file order), so
+that any sample is found at once, and an order over samples (`Mixture`) resumes with one number. A document may begin in
+one sample and end in the next; no token is padding or lost, but that the last sample is what is left. Attention is
+plainly causal: what stands before a document in its sample is seen, as in most pretraining.
+
+Documents become tokens once, in a file of the cache that all ranks and workers map into memory:
+
+    token ids of all documents (uint16 or uint32) · int64 [documents + 1], where each begins and the last ends ·
+    JSON: dtype, records of rows left out · the numbers of the two parts before, uint64 each
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.errors import BadSample, DataError, QuotingError
+from octavo.data.order import shuffled
+from octavo.data.storage import cache
+from octavo.data.tasks.documents import Document, DocumentEncoder
+from octavo.data.tasks.sources import LOOKED_AT, Source
+
+FORM = 1  # of the file; rises when the same documents give another
+AT_ONCE = 1 << 20  # characters that the tokenizer is given in one call
+_TRAILER = struct.Struct("<QQ")
+
+
+class Joined:
+    """The documents of a data set as samples of up to `length` tokens: `len(joined)`, `joined[i]` (a `Sample`),
+    `joined.records` (of rows that are left out, or worth a word)."""
+
+    def __init__(self, name: str, file: Path, length: int, seed: int | None, vocabulary: int) -> None:
+        self.name, self.file, self.length, self.vocabulary = name, file, length, vocabulary
+        self._map()
+        sizes = np.diff(self._edges)
+        self._order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 3)
+        self._starts = np.concatenate([[0], np.cumsum(sizes[self._order])])  # of documents, in that order
+
+    def __len__(self) -> int:
+        return int(self._starts[-1] + self.length - 2) // self.length  # one token alone teaches nothing
+
+    def __getitem__(self, number: int) -> Sample:
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.name} makes {len(self)} samples of {self.length} tokens, asked for {number}")
+        at, stop = number * self.length, min((number + 1) * self.length, int(self._starts[-1]))
+        nth = int(np.searchsorted(self._starts, at, "right")) - 1
+        pieces = []
+        while at < stop:
+            end = min(stop, int(self._starts[nth + 1]))
+            begin = int(self._edges[self._order[nth]]) - int(self._starts[nth])
+            pieces.append(self._ids[begin + at : begin + end])
+            at, nth = end, nth + 1
+        ids = np.concatenate(pieces).astype(np.int64)
+        if (top := int(ids.max())) >= self.vocabulary:
+            raise self._damaged(f"sample {number} has the token {top}, and the tokenizer has {self.vocabulary}")
+        labels = ids.copy()
+        labels[0] = IGNORE  # nothing predicts the first token
+        return Sample(ids, labels, length=len(ids), file=self.name, row=number)
+
+    def _map(self) -> None:
+        try:
+            with open(self.file, "rb") as file:
+                size = file.seek(-_TRAILER.size, 2) + _TRAILER.size
+                edges, told = _TRAILER.unpack(file.read())
+                at = file.seek(size - _TRAILER.size - told - 8 * edges)
+                self._edges: Any = np.memmap(self.file, np.int64, "r", at, (edges,))
+                file.seek(8 * edges, 1)
+                about = json.loads(file.read(told))
+            self.records: list[dict[str, Any]] = about["records"]
+            self._ids = np.memmap(self.file, np.dtype(about["dtype"]), "r", 0, (int(self._edges[-1]),))
+            if at - self._ids.nbytes not in range(8):
+                raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, {at} are there")
+        except (OSError, ValueError, KeyError, struct.error) as cause:
+            raise self._damaged(cause) from cause
+
+    def _damaged(self, cause: object) -> DataError:
+        return DataError(f"{self.file}, a file of the data cache, is damaged ({cause}); remove it")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_ids", "_edges")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+
+def joins(source: Source) -> bool:
+    """Whether the first rows of a data set are plain text, without an image."""
+    if source.format != "text":
+        return False
+    for row in range(min(len(source), LOOKED_AT)):
+        try:
+            if source[row].images:
+                return False
+        except BadSample:  # it is named when it is read
+            continue
+    return True
+
+
+def join(
+    source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
+    say: cache.Say = cache.quiet, more: str = "",
+) -> Joined:  # fmt: skip
+    """The documents of a source joined, their tokens out of the cache or made now. `seed`: of their order (None: the
+    file's); `more`: what else of the data set decides what its rows are.
+
+    Raises `DataError`, with on_bad="error" as the `BadSample` that a row is, and where every row is one.
+    """
+    if encoder.seq_length < 2:
+        raise DataError(
+            f"train.seq_length is {encoder.seq_length}, and joined documents need 2: a token predicts the next"
+        )
+
+    def write(file: Path, progress: Callable[[float], None]) -> None:
+        _write(source, encoder, on_bad, file, progress)
+
+    key = json.dumps([FORM, source.format, len(source), more, _print_of(encoder)])
+    file = cache.kept(folder, source.rows.path, write, say, key, "tokens")
+    vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, which no count tells
+    made = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
+    bad = [record for record in made.records if record["action"] == BadSample.action]
+    if bad and on_bad == "error":
+        raise BadSample(*(bad[0][key] for key in ("file", "row", "reason", "id")))
+    return made
+
+
+def _print_of(encoder: DocumentEncoder) -> str:
+    """All of a tokenizer that decides what a text becomes."""
+    tokenizer = encoder.tokenizer
+    own = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
+    return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), own])
+
+
+def _write(
+    source: Source, encoder: DocumentEncoder, on_bad: str, file: Path, progress: Callable[[float], None]
+) -> None:
+    dtype = np.dtype("<u2" if len(encoder.tokenizer) <= 1 << 16 else "<u4")
+    edges, records = array("q", [0]), []
+    with open(file, "wb") as out:
+        for row, texts in _batches(source, encoder, on_bad, records):
+            for ids in encoder.tokens_of(texts):
+                out.write(np.array(ids, dtype).tobytes())
+                edges.append(edges[-1] + len(ids))
+            progress(row / len(source))
+        if len(edges) == 1:
+            last = records[-1]
+            raise QuotingError(
+                f"{source.name}: every one of its {len(source)} rows was left out; the last one (row {last['row']}) "
+                f"because it {last['reason']}"
+            )
+        out.write(b"\0" * (-out.tell() % 8))
+        about = json.dumps({"dtype": dtype.str, "records": records}).encode()
+        out.write(edges.tobytes() + about + _TRAILER.pack(len(edges), len(about)))
+
+
+def _batches(
+    source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
+) -> Iterator[tuple[int, list[str]]]:
+    """(rows read so far, texts) of about `AT_ONCE` characters; what is wrong with rows goes into `records`."""
+    texts: list[str] = []
+    size = 0
+    for row in range(len(source)):
+        try:
+            document: Document = source[row]
+            records += [{"file": source.name, "row": row, "id": document.id, "action": action, "reason": reason}
+                        for action, reason in encoder.noted(document)]  # fmt: skip
+        except BadSample as bad:
+            if on_bad == "error":
+                raise
+            records.append(bad.record())
+            continue
+        texts.append(document.text)
+        size += len(document.text)
+        if size >= AT_ONCE:
+            yield row + 1, texts
+            texts, size = [], 0
+    if texts:
+        yield len(source), texts

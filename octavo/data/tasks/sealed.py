@@ -1,0 +1,255 @@
+"""Sealed rows: samples made where the plain tokenizer and the key are at hand, and read as they are.
+
+    FOLDER/sealed.json      whose key they are of, and what for (`octavo.base.seal_note`)
+    FOLDER/rows.arrow       a row of `SCHEMA` each, in the order of the data set that was sealed; of a pair of phase
+                            preference two, the chosen answer and the rejected one
+
+No row holds text, a name or an id of the plain data. A row that had to be left out stands there as a row without
+tokens, so that the order of an epoch is the plain data set's. :mod:`octavo.sealing.rows` writes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from octavo.base import safe_read
+from octavo.base.encryption import check_plain, is_encrypted
+from octavo.base.seal_note import NOTE, Note, check_adapter, read_note
+from octavo.data.encoding.inputs import COUNTED, Input
+from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.formats.arrow_rows import Mapped
+from octavo.data.formats.columnar import sentence
+from octavo.data.storage.cache import default_folder, kept
+from octavo.data.tasks.pairs import Pair
+
+if TYPE_CHECKING:
+    from octavo.config import Config, Dataset
+
+ROWS = "rows.arrow"
+TENSOR = pa.struct(
+    [("name", pa.string()), ("per", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64())),
+     ("data", pa.large_binary())]
+)  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("left", pa.string()),  # "dropped" or "skipped" of a row that was left out; null of the others
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("answers", pa.list_(pa.int32())),  # start, end, start, end, ...
+        ("places", pa.list_(pa.int32())),
+        *((name, pa.int32()) for name in ("length", "images", "sounds", "lost")),
+        ("tensors", pa.list_(TENSOR)),
+    ]
+)
+OWN = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
+"""Tensors that are fields of a `Sample`; the others are its further inputs."""
+_DTYPES = {"int64": np.int64, "float32": np.float32}
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """A sample as a row; its file, number, id and what of its text was noted stay behind."""
+    own = ((name, "", getattr(sample, name)) for name in OWN)
+    more = ((name, one.per, one.values) for name, one in sample.more.items())
+    return {
+        "left": None,
+        "input_ids": sample.input_ids.astype(np.int32),
+        "labels": sample.labels.astype(np.int32),
+        "answers": [end for answer in sample.answers for end in answer],
+        "places": [end for place in sample.places for end in place],
+        **{name: getattr(sample, name) for name in ("length", "images", "sounds", "lost")},
+        "tensors": [
+            {"name": name, "per": per, "dtype": str(x.dtype), "shape": list(x.shape), "data": x.tobytes()}
+            for name, per, x in (*own, *more)
+            if x is not None
+        ],
+    }
+
+
+def left_row(action: str) -> dict[str, Any]:
+    """The row of one that was left out."""
+    return dict.fromkeys(SCHEMA.names) | {"left": action}
+
+
+class Sealed(Mapped):
+    """The rows of a sealed folder: `len(rows)`, `rows[i]` (a `Sample`; raises `BadSample`), `rows.name`."""
+
+    each = 1
+    """Rows of the file that make one."""
+    window: int | None = None
+    shards: Sequence[int] | None = None
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        super().__init__(folder, _mapped(folder / ROWS))
+        if (found := self._table.schema) != SCHEMA:
+            raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(found.names)[:200]})")
+        self.name, self._limit = str(folder), limit
+
+    def _damaged(self, cause: Exception) -> DataError:
+        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({sentence(cause)}); seal the data again")
+
+    def _notes_in(self, file: Path) -> Path:
+        return default_folder()  # nothing is written into a folder of data
+
+    def __len__(self) -> int:
+        rows = len(self._table) // self.each
+        return rows if self._limit is None else min(self._limit, rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._read(row, 0)
+
+    def _read(self, row: int, part: int) -> Sample:
+        """One of the rows of the file that make a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.name} has {len(self)} rows, asked for row {row}")
+        columns = self._row(row * self.each + part).columns
+        found = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
+        if found["left"] is not None:
+            kind = LongSample if found["left"] == LongSample.action else BadSample
+            raise kind(self.name, row, f"was left out ({found['left']}) when it was sealed")
+        try:
+            return self._sample(row, found)
+        except (KeyError, TypeError, ValueError) as cause:
+            raise DataError(f"{self.kept}, row {row}: {cause}; the file is damaged, seal the data again") from cause
+
+    def _sample(self, row: int, found: dict[str, Any]) -> Sample:
+        ids, labels = (np.asarray(found[name], np.int64) for name in ("input_ids", "labels"))
+        if len(ids) != len(labels) or ((labels != ids) & (labels != IGNORE)).any():
+            raise ValueError("its labels are not its tokens")
+        own: dict[str, np.ndarray] = {}
+        more: dict[str, Input] = {}
+        for one in found["tensors"]:
+            values = np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]).copy()
+            if one["name"] in OWN:
+                own[one["name"]] = values
+            elif one["per"] in COUNTED:
+                more[one["name"]] = Input(one["per"], values)
+            else:
+                raise ValueError(f"{one['name']!r} counts {one['per']!r}")
+        return Sample(
+            ids, labels, images=found["images"], answers=_pairs(found["answers"]), length=found["length"],
+            lost=found["lost"], more=more, places=_pairs(found["places"]), file=self.name, row=row,
+            sounds=found["sounds"], **own,
+        )  # fmt: skip
+
+
+class SealedPairs(Sealed):
+    """The pairs of a sealed folder of phase preference: `rows[i]` is a `Pair`."""
+
+    each = 2
+
+    def __getitem__(self, row: int) -> Pair:
+        return Pair(self._read(row, 0), self._read(row, 1))
+
+
+def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(zip(ends[::2], ends[1::2], strict=True))
+
+
+def _mapped(file: Path) -> Path:
+    """The file itself, or of an encrypted one its plain text in memory. Raises `DataError`."""
+
+    def decrypt(made: Path, progress: Callable[[float], None]) -> None:
+        with safe_read.open_file(file, DataError) as stored, made.open("wb") as out:
+            shutil.copyfileobj(stored, out, 1 << 22)
+
+    if is_encrypted(file):
+        return kept(None, file, decrypt)
+    check_plain(file, DataError)
+    return file
+
+
+class SealedEncoder:
+    """What stands where rows become numbers, of rows that are numbers already. A row of more than `seq_length` tokens
+    is left out, as one that was sealed for longer ones."""
+
+    on_long = "drop"
+
+    def __init__(self, processor: Any, seq_length: int) -> None:
+        self.processor, self.tokenizer, self.seq_length = processor, processor.tokenizer, seq_length
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills short rows."""
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((found for found in ids if found is not None), 0)
+
+    def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Any]:
+        """The rows, or the `LongSample` of one that is too long."""
+        return [self._fitting(row) for row in rows]
+
+    def _fitting(self, row: Sample | Pair) -> Any:
+        longest = max(len(one.input_ids) for one in samples_of(row))
+        if longest <= self.seq_length:
+            return row
+        why = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
+        return LongSample(row.file, row.row, f"{why}; sealed rows are not cut: seal them with that seq_length")
+
+
+class SealedHeldOut(SealedEncoder):
+    """The same, of held-out rows of phase preference: of a pair the chosen answer."""
+
+    def _fitting(self, row: Sample | Pair) -> Any:
+        return super()._fitting(samples_of(row)[0])
+
+
+def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
+    """A sample alone; of a pair the chosen one and the rejected one."""
+    return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+
+
+def of_pairs(note: Note | None) -> bool:
+    """Whether a sealed data set holds pairs."""
+    return note is not None and note.more.get("phase") == "preference"
+
+
+def read_sealed(dataset: Dataset) -> Sealed:
+    """The rows of a sealed data set of the configuration. Raises `DataError`."""
+    folder = Path(dataset.path)
+    if not (folder / ROWS).is_file():
+        raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
+    kind = SealedPairs if of_pairs(read_note(folder, DataError)) else Sealed
+    return kind(folder, dataset.max_samples)
+
+
+def check(cfg: Config) -> None:
+    """That model and data are of one world: both plain, or both sealed with one key. Raises `DataError`."""
+    model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
+    notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
+    if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
+        check_adapter(cfg.lora.adapter, cfg.model.path, DataError, "lora.adapter: ")
+    if not cfg.data.sealed:
+        if model is not None:
+            raise DataError(f"{cfg.model.path} is sealed, and to it plain rows are noise: set data.sealed: true, and "
+                            "name rows that `octavo seal data` wrote")  # fmt: skip
+        if found := next((path for path, note in notes if note is not None), None):
+            raise DataError(f"{found} holds sealed rows; set data.sealed: true, and name the sealed model")
+        return
+    if model is None:
+        raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}): to it sealed "
+                        "rows are noise. Name the folder that `octavo seal model` wrote")  # fmt: skip
+    for path, note in notes:
+        if note is None:
+            raise DataError(f"data.sealed is true, and {path} is not sealed: it has no {NOTE}. `octavo seal data`")
+        if note.of != "data":
+            raise DataError(f"{path} is a sealed {note.of}, and no data set")
+        if note.key != model.key:
+            raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}: to "
+                            "each other they are noise. Seal one of them again")  # fmt: skip
+    preference = cfg.train.phase == "preference"
+    for number, (path, note) in enumerate(notes):
+        if of_pairs(note) != preference and (of_pairs(note) or number < len(cfg.data.train)):
+            found = "pairs" if of_pairs(note) else "no pairs"
+            raise DataError(f"{path} holds {found}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
+                            f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
+
+
+def _notes(datasets: Sequence[Dataset]) -> Iterator[tuple[str, Note | None]]:
+    for dataset in datasets:
+        yield dataset.path, read_note(dataset.path, DataError) if Path(dataset.path).is_dir() else None

@@ -1,0 +1,270 @@
+"""A data set as the configuration names it: a file, a folder of images, a format, a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.base.hub import is_name
+from octavo.config.sections.text_types import is_url
+from octavo.data.errors import BadSample, DataError, QuotingError, shown
+from octavo.data.formats import json_columns
+from octavo.data.formats.arrow_rows import Rows
+from octavo.data.rows.conversations import ROLES, naming
+from octavo.data.rows.foreign import with_turns
+from octavo.data.rows.inline import no_file
+from octavo.data.rows.missing_values import of_cells, of_table
+from octavo.data.storage.cache import Say, default_folder, quiet
+from octavo.data.storage.fetched import open_fetched
+from octavo.data.storage.hub_datasets import open_named, stream_named
+from octavo.data.storage.open_rows import open_rows
+from octavo.data.tasks.documents import is_document, parse_document
+from octavo.data.tasks.pairs import parse_labelled, parse_pair, told_by
+from octavo.data.tasks.prompts import MEDIA_KEYS, further, parse_answered, parse_prompt
+
+if TYPE_CHECKING:
+    from octavo.config import Dataset
+
+# Rows looked at to recognise a format. A text-only row says nothing about where images are listed.
+LOOKED_AT = 200
+SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # whose roles say what a row is
+# What a row is taken for; each reads it as its file says.
+KINDS: dict[str, Callable[..., Any]] = {
+    "conversations": parse_answered, "prompts": parse_prompt, "pairs": parse_pair, "labelled": parse_labelled,
+    "documents": parse_document,
+}  # fmt: skip
+
+
+class Source:
+    """The rows of one data set, read as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
+    `BadSample`), `source.name`; and what its order asks (`octavo.data.order`): `source.window`, rows that are shuffled
+    together, and `source.shards`, how many rows each of its files has."""
+
+    def __init__(
+        self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations",
+        window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
+        self.name = str(rows.path)
+        self._cells = of_cells(rows)
+        self._length = len(rows) if limit is None else min(limit, len(rows))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: int) -> Any:
+        if not 0 <= row < self._length:
+            raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
+        raw = self.raw(row)
+        if self._cells:
+            with naming(raw, self.rows.path, row):
+                raw = of_table(raw, self.format)
+        return KINDS[self.kind](raw, self.format, file=self.rows.path, row=row, images=self.images)
+
+    def raw(self, row: int) -> Any:
+        """A row as its file has it, without keys that are null."""
+        return present(self.rows[row])
+
+    @property
+    def shards(self) -> Sequence[int] | None:
+        """How many rows each file has, of those that are taken; None: there are no several files."""
+        sizes = getattr(self.rows, "shards", None)
+        if sizes is None:
+            return None
+        ends = np.minimum(np.cumsum(sizes), self._length)
+        return np.diff(ends, prepend=0)  # type: ignore[no-any-return]
+
+    def columns(self) -> list[str]:
+        """What any row of the file has for rewards, beside what every prompt has."""
+        return further(self.rows.keys(), self.format)
+
+
+def present(raw: Any) -> Any:
+    """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. A file
+    with neither bytes nor path is null too, and turns that are JSON text are those turns."""
+    if not isinstance(raw, dict):
+        return raw
+    return with_turns({key: value for key, value in raw.items()
+                       if value is not None and not (key in MEDIA_KEYS and no_file(value))})  # fmt: skip
+
+
+class Renamed:
+    """Rows in which what `columns` names (our key -> theirs) has our names; a key that gives way is gone."""
+
+    def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
+        self.path, self.rows, self._columns = rows.path, rows, columns
+        self._theirs = {theirs: ours for ours, theirs in columns.items()}
+        self.shards: Sequence[int] | None = getattr(rows, "shards", None)
+        self.window: int | None = getattr(rows, "window", None)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        with json_columns.renamed(self._theirs):
+            raw = self.rows[row]
+        return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
+
+    def keys(self) -> set[str]:
+        return {*self._ours(self.rows.keys())}
+
+    def _ours(self, keys: Iterable[str]) -> dict[str, str]:
+        """Our name of each key that stays -> the key."""
+        gone = {*self._columns, *self._columns.values()}
+        there = [*keys]
+        renamed = {ours: key for ours, key in self._columns.items() if key in there}
+        return {key: key for key in there if key not in gone} | renamed
+
+
+def opened(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+    """The rows of a data set of the configuration, by our names; `cache` as `open_rows` has it. Raises `DataError`,
+    also where none of the first rows has a column that the data set names."""
+    rows: Rows
+    if is_name(dataset.path):
+        opens = stream_named if dataset.stream else open_named
+        rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
+    elif is_url(dataset.path):
+        limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
+        rows = open_fetched(dataset.path, cache, say, limit)
+    else:
+        rows = open_rows(dataset.path, cache, say, dataset.stream)
+    if not dataset.columns:
+        return rows
+    first = list(_first(rows))
+    keys = {key for raw in first if isinstance(raw, dict) for key in raw}
+    if missing := [f"{ours}: {theirs}" for ours, theirs in dataset.columns.items() if first and theirs not in keys]:
+        raise DataError(
+            f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
+            f"have {shown(sorted(map(str, keys)))}"
+        )
+    return Renamed(rows, dataset.columns)
+
+
+def _first(rows: Rows) -> Iterator[Any]:
+    """The first rows that can be read."""
+    for row in range(min(len(rows), LOOKED_AT)):
+        try:
+            yield present(rows[row])
+        except BadSample:  # it is reported when its turn comes
+            continue
+
+
+def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = None) -> Source:
+    """Open a data set of the configuration, its rows as one of `KINDS`. `max_samples` takes the first rows in file
+    order; image names are relative to `images`, or to the data file's folder (the data folder) where that is not given.
+    Raises `DataError`."""
+    rows = opened(dataset, cache)
+    if dataset.images is not None:
+        images = Path(dataset.images)
+    elif is_name(dataset.path) or is_url(dataset.path):
+        images = default_folder() if cache is None else cache  # names of files mean nothing: images stand in the rows
+        try:
+            images.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise DataError(
+                f"{images} cannot be made ({cause.strerror}); name a folder that can be in data.cache"
+            ) from cause
+    else:
+        images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
+    if not images.is_dir():
+        raise DataError(f"{images}: no such folder; check `images` of {rows.path} in the configuration")
+    format: str = dataset.format
+    if kind in ("pairs", "labelled"):
+        if format != "auto":
+            raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
+    elif format == "auto":
+        format = recognise(rows, kind == "prompts", kind == "documents")
+    window = dataset.shuffle_buffer or getattr(rows, "window", None)
+    return Source(rows, format, images, dataset.max_samples, kind, window)
+
+
+def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
+    """`pairs` or `labelled`, which the first rows of a data set are that can be read; None: neither. Raises
+    `DataError`."""
+    return next(map(told_by, _first(opened(dataset, cache))), None)
+
+
+def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
+    """Tell the format from the structure of the first rows; with `prompts` rows may be prompts alone, with `documents`
+    plain text. Raises `DataError` where they disagree or say nothing."""
+    evidence: dict[str, int] = {}
+    plain: int | None = None
+    for row in range(min(len(rows), LOOKED_AT)):
+        try:
+            style = _style_of(present(rows[row]), prompts, documents)
+        except BadSample:
+            continue  # a broken line; it is reported when its turn comes
+        if style == "both":
+            raise DataError(
+                f"{rows.path}: the format is ambiguous (row {row} has turns with from/value and turns with "
+                f"role/content); set `format` for this data set"
+            )
+        if style == "from/value":
+            plain = row if plain is None else plain
+        elif style is not None:
+            evidence.setdefault(style, row)
+    if plain is not None and evidence.keys() & {"messages", "text"}:
+        evidence.setdefault("llava", plain)
+    if len(evidence) > 1:
+        rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
+        raise DataError(f"{rows.path}: the format is ambiguous ({rows_named}); set `format` for this data set")
+    if evidence:
+        return next(iter(evidence))
+    if plain is not None:
+        return "llava"  # text only so far: llava and sharegpt read such rows alike
+    raise QuotingError(
+        f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
+        "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
+        f"prompt with answer or completion{_plain(rows, documents)}"
+    )
+
+
+def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
+    """A format where a row proves it; "from/value" where it could be llava or sharegpt, "both" where its turns are
+    mixed, "prompt" and "text" where they may be and are there, None where it is no conversation."""
+    if prompts and isinstance(raw, dict) and "prompt" in raw:
+        return "prompt"
+    if isinstance(raw, list):
+        return "messages" if raw and isinstance(raw[0], dict) and "role" in raw[0] else None
+    if not isinstance(raw, dict):
+        return None
+    keys = [key for key in ("conversations", "messages", "conversation") if isinstance(raw.get(key), list)]
+    if not keys and "prompt" in raw and {"answer", "completion"} & raw.keys():
+        return "prompt"
+    if not keys and "instruction" in raw and "output" in raw:
+        return "alpaca"
+    turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
+    spoken = any("from" in turn and "value" in turn for turn in turns)
+    chatted = any("role" in turn and "content" in turn for turn in turns)
+    if spoken and chatted:
+        return "both"
+    if chatted:
+        return "messages"
+    if not spoken:
+        return "text" if documents and is_document(raw) else None
+    if raw.get("images") or "messages" in keys or any(turn.get("from") in SHAREGPT for turn in turns):
+        return "sharegpt"
+    if raw.get("image"):
+        return "llava"
+    return "from/value"
+
+
+def _plain(rows: Rows, documents: bool) -> str:
+    """What is to be said of plain text where rows are no conversations."""
+    if documents:
+        return ", or plain text ('text', or 'texts' with 'images')"
+    try:
+        return "; plain text is for `train.phase: pretrain`" if is_document(present(rows[0])) else ""
+    except BadSample:
+        return ""
+
+
+def _keys(rows: Rows) -> str:
+    try:
+        first = rows[0]
+    except BadSample as broken:
+        return broken.reason
+    return f"an object with the keys {shown(sorted(first))}" if isinstance(first, dict) else shown(first)
