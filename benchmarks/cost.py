@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from octavo.config import load_config
-from octavo.models import shapes
+from octavo.models.structure import shapes
 from octavo.parallel import Layout
 from octavo.train import planning
 from octavo.train.cost import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of

@@ -29,7 +29,7 @@ from octavo import train
 from octavo.bench import record
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 SETTINGS = {"default": "null", "700,10,1000": "700,10,1000", "freeze": "freeze", "50": "50"}
 WARM, DRAWS = 10, 2000

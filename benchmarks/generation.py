@@ -32,7 +32,7 @@ from transformers import GenerationConfig
 from octavo import models
 from octavo.bench import record
 from octavo.generation import Engine, Sampling, prompt_of
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 SIZES = (4, 8, 16, 32, 64)
 ONE = 8  # answers that are made one at a time, in a turn

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from benchmarks.turns import take
 from octavo import fp8, models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 FAMILIES = ("qwen3", "qwen3_moe")
 RECIPES = ("off", "blockwise", "rowwise")

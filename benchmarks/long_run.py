@@ -21,7 +21,7 @@ from rich.console import Console
 from octavo.bench import record
 from octavo.config import Config, load_config_text
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.report.evidence.run_reader import RunRecord, read
 from octavo.report.run import plots
 from octavo.report.trial.judge import Run

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import run
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

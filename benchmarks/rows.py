@@ -51,7 +51,7 @@ from transformers import (
 from octavo import data, models, train
 from octavo.bench import record
 from octavo.config import Config
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 BATCH, FIRST = 8, 3  # rows of a step; steps before the clock
 STEPS = {"text": 32, "digits": 24, "photographs": 5}  # of a turn, behind the first ones

@@ -30,7 +30,7 @@ from octavo.checkpoint.export.files import Shards
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
 from octavo.fp8.weights.shards import local_of
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import cost, planning
 from octavo.train.memory_plan import Footprints
 from octavo.train.tokens import Tokens

@@ -17,7 +17,7 @@ from rich.console import Console
 from octavo.bench import record
 from octavo.config import load_config
 from octavo.data.builtin import digit_clips
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.report.evidence.run_reader import read
 from octavo.report.trial.judge import Run
 from octavo.report.trial.parallel_runs import train_together

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from octavo import models
 from octavo.config import Dataset
 from octavo.data import Encoder, collate, read
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 _OF_CLASS = (
     "later versions take the family's tokenizer class whatever tokenizer_config.json names; that class splits words "

@@ -12,7 +12,8 @@ import torch
 from octavo import models, rl
 from octavo.cli.main import main
 from octavo.config import load_config
-from octavo.models import shapes, tiny
+from octavo.models.structure import shapes
+from octavo.models.tiny import tiny
 from octavo.train import base, planning
 from octavo.train.memory_plan import Card, Footprints
 from octavo.train.tokens import assumed

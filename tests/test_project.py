@@ -68,9 +68,9 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
 @pytest.mark.parametrize(
     ("rule", "planted"),
     [
-        (imports_down, {"octavo.models.freeze": "def f():\n    from octavo.train import build"}),
+        (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train import build"}),
         (imports_down, {"octavo.data.builtin.digits": "import transformers.models\nimport triton"}),
-        (imports_down, {"octavo.models.freeze": "from octavo.fp8 import planning"}),
+        (imports_down, {"octavo.models.structure.freeze": "from octavo.fp8 import planning"}),
         (fp8_imports_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
         (fp8_imports_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),
         (
@@ -80,7 +80,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         (fp8_imports_down, {"octavo.fp8.stray": ""}),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
-        (imports_down, {"octavo.models.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
+        (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
         (imports_down, {"octavo.data.builtin.digits": "importlib.import_module('triton')\nimport importlib"}),
         (fp8_imports_down, {"octavo.fp8.dense.swap": "from importlib import import_module as i\ni('octavo.fp8.moe')"}),
         (circles, {"octavo.cli.train": "from octavo.cli.main import COMMANDS"}),

@@ -92,7 +92,7 @@ def test_planted_outliers_change_no_function(kind: str, monkeypatch: pytest.Monk
     import torch
     from transformers import AutoModelForCausalLM
 
-    from octavo.models.tiny_configs import tiny_config
+    from octavo.models.tiny.configs import tiny_config
 
     planting = _module("long_tail")
     monkeypatch.setattr(planting, "CHANNELS", (5, 17))  # of 64

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.base import atomic_write, target_folder
 from octavo.cli.main import main
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 
 class Refused(ValueError):

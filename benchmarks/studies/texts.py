@@ -14,7 +14,7 @@ from typing import Any
 from octavo.base import atomic_write
 from octavo.config import Config, load_config_text
 from octavo.data.builtin import text
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 LAYERS = {"qwen3": 6, "qwen3_moe": 2, "mpt": 2}
 LENGTH = 128  # tokens of a sample

@@ -38,7 +38,7 @@ optimizer: {{betas: [0.9, 0.98], weight_decay: 0.5}}
 
 def prepare(home: Path) -> Config:
     from octavo.data.builtin import digits
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     home.mkdir(parents=True, exist_ok=True)
     digits.write(home / "digits")

@@ -8,10 +8,10 @@ from pathlib import Path
 import transformers
 
 from octavo import fp8, models
-from octavo.models.folder import quiet
-from octavo.models.own import is_own
-from octavo.models.packed import why_not_packed
-from octavo.models.survey import COLUMNS, TRAINS, Surveyed, config_classes, summary, survey, whole
+from octavo.models.custom.register import is_own
+from octavo.models.folder.folder import quiet
+from octavo.models.forward.packed import why_not_packed
+from octavo.models.forward.survey import COLUMNS, TRAINS, Surveyed, config_classes, summary, survey, whole
 from octavo.parallel import Images, WorldError
 
 PAGE = Path(__file__).resolve().parents[1] / "families.md"

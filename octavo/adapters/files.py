@@ -34,8 +34,8 @@ from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
 from octavo.fp8.weights import distributed, full, is_whole
-from octavo.models import headers
-from octavo.models.folder import pickles
+from octavo.models.folder import headers
+from octavo.models.folder.folder import pickles
 
 if TYPE_CHECKING:
     from octavo.config.sections.train import LoraSection

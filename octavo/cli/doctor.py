@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def families(args: argparse.Namespace) -> int:
     """Which models of images, sound and text train here, are planned alone, or are refused, and why."""
     with arguments.importing():
-        from octavo.models import survey
+        from octavo.models.forward import survey
     found = list(survey.survey())
     if args.json:
         terminal.show_json([one.to_json() for one in found])

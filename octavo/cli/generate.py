@@ -194,7 +194,7 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import data, fp8, generation, models
     from octavo.data.rows import audio_refs, image_refs
-    from octavo.models import chat
+    from octavo.models.folder import chat
     from octavo.train.forward import autocast_dtype
 
     model, processor, notes = found.open(

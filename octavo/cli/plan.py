@@ -262,7 +262,7 @@ def _config(args: argparse.Namespace) -> Any:
     return load_config(None, [*settings, *arguments.overrides(args)])
 
 
-#: the names of octavo.models.shapes, which imports transformers
+#: the names of octavo.models.structure.shapes, which imports transformers
 SHAPES = (
     "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
     "internvl3_5_8b", "llava_onevision_1_5_4b", "llava_onevision_1_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b",
@@ -296,7 +296,7 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
-    from octavo.models import shapes
+    from octavo.models.structure import shapes
     from octavo.train import base, planning, tokens
 
     if args.shape is not None:
@@ -325,7 +325,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
     """What the files of the model's folder mean for a run (`train.model_folder`); nothing of a published shape, or
     without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
     from octavo import models
-    from octavo.models.folder import at
+    from octavo.models.folder.folder import at
     from octavo.train import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")

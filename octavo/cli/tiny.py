@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     path = tiny.write(args.family, args.directory, seed=args.seed)
     print(f"wrote a tiny {args.family} to {path}")

@@ -1,36 +1,51 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
-from octavo.models.assembly import frozen_names
-from octavo.models.attention import attend, kernels_here, use_attention, use_kernel, without_masks
-from octavo.models.deferred import Deferred, defer
-from octavo.models.dropout import switch_off_dropout, switched_off
-from octavo.models.dummy import attach_dummy_image, attach_dummy_sound, attach_idle_experts, dummy_image_inputs
-from octavo.models.endings import EndToken, answer_end, ends_with, state_end, stated_ends, stop_ids, unstated_end
+from octavo.models.attention.attention import attend, kernels_here, use_attention, use_kernel, without_masks
+from octavo.models.custom.mpt import why_too_long
 from octavo.models.errors import ModelError
-from octavo.models.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
-from octavo.models.frames import OF_VIDEOS, as_images, positions_of_rows
-from octavo.models.freeze import freeze, freeze_all
-from octavo.models.fresh import Drawn, draw, fresh
-from octavo.models.generate import generate, ignored_settings, question
-from octavo.models.hearing import hearing_of
-from octavo.models.loading import check_kinds, load, load_split, parameter_count, split
-from octavo.models.mpt import why_too_long
-from octavo.models.packed import Packed, why_not_packed
-from octavo.models.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
-from octavo.models.processors import TextProcessor, load_for_chat, load_processor, load_tokenizer, pixels_by
-from octavo.models.quantization import Quantization, read_quantization, to_config
-from octavo.models.random import random_model
-from octavo.models.shapes import SHAPES, shape_model
-from octavo.models.skeleton import empty, read_config
-from octavo.models.tiny_configs import tiny_config
-from octavo.models.trained import why_not_trained
-from octavo.models.values import stream
-from octavo.models.videos import ASKED as VIDEO_SETTINGS
-from octavo.models.videos import described as videos_described
-from octavo.models.vision import Vision, vision_of
-from octavo.models.vocabulary import largest_id, missing_letters
+from octavo.models.folder.quantization import Quantization, read_quantization, to_config
+from octavo.models.forward.packed import Packed, why_not_packed
+from octavo.models.forward.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
+from octavo.models.forward.unused_towers import (
+    attach_dummy_image,
+    attach_dummy_sound,
+    attach_idle_experts,
+    dummy_image_inputs,
+)
+from octavo.models.processors import frames
+from octavo.models.processors.frames import OF_VIDEOS, as_images, positions_of_rows
+from octavo.models.processors.generate import generate, ignored_settings, question
+from octavo.models.processors.processors import TextProcessor, load_for_chat, load_processor, load_tokenizer, pixels_by
+from octavo.models.processors.stop_tokens import (
+    EndToken,
+    answer_end,
+    ends_with,
+    state_end,
+    stated_ends,
+    stop_ids,
+    unstated_end,
+)
+from octavo.models.processors.video import ASKED as VIDEO_SETTINGS
+from octavo.models.processors.video import described as videos_described
+from octavo.models.processors.vocabulary import largest_id, missing_letters
+from octavo.models.structure.audio_shapes import hearing_of
+from octavo.models.structure.dropout import switch_off_dropout, switched_off
+from octavo.models.structure.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
+from octavo.models.structure.freeze import freeze, freeze_all
+from octavo.models.structure.shapes import SHAPES, shape_model
+from octavo.models.structure.skeleton import empty, read_config
+from octavo.models.structure.support import why_not_trained
+from octavo.models.structure.vision_shapes import Vision, vision_of
+from octavo.models.tiny.configs import tiny_config
+from octavo.models.weights.assembly import frozen_names
+from octavo.models.weights.deferred import Deferred, defer
+from octavo.models.weights.init import Drawn, draw, fresh
+from octavo.models.weights.iterate import stream
+from octavo.models.weights.loading import check_kinds, load, load_split, parameter_count, split
+from octavo.models.weights.random import random_model
 
 __all__ = [
+    "frames",
     "Attend",
     "COMPONENTS",
     "CacheShape",

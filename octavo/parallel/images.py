@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.models import anyres
+from octavo.models.structure import anyres
 from octavo.parallel.context import Context
 from octavo.parallel.errors import WorldError
 

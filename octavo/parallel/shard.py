@@ -65,7 +65,8 @@ def shard(
     if not blocks:
         raise WorldError(
             f"{world.size} ranks were asked to share {type(model).__name__}, but its description names no repeating "
-            "block to shard. Run it in one process, or add its blocks to layer_globs in octavo/models/families.py"
+            "block to shard. Run it in one process, or add its blocks to layer_globs in "
+            "octavo/models/structure/families.py"
         )
     _check_unshared(model, blocks)
     # Inputs of blocks are left alone: positions that a model computes in fp32 on purpose are among them.

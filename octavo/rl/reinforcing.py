@@ -13,7 +13,7 @@ from octavo import data, fp8, generation
 from octavo.base import accelerator, safe_read
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
-from octavo.models.folder import at
+from octavo.models.folder.folder import at
 from octavo.rl.faults import Faults
 from octavo.rl.figures import TRL_NAMES
 from octavo.rl.proving import PROVEN

@@ -16,8 +16,8 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.checkpoint.export.names import Matrices, Matrix
 from octavo.checkpoint.export.values import part, regrid
-from octavo.models.quantization import Quantization, read_quantization
-from octavo.models.shards import open_weights
+from octavo.models.folder.quantization import Quantization, read_quantization
+from octavo.models.weights.shards import open_weights
 from octavo.sealing.axes import Layout, Orders
 from octavo.sealing.errors import SealError
 from octavo.sealing.structure import FREE, Structure

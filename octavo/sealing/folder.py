@@ -24,9 +24,9 @@ from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
 from octavo.checkpoint.live.write import LARGEST, planned
-from octavo.models.folder import companions, copy_companions, one_folder, read_companion, read_json
-from octavo.models.shards import open_weights
-from octavo.models.values import stored_dtypes
+from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
+from octavo.models.weights.iterate import stored_dtypes
+from octavo.models.weights.shards import open_weights
 from octavo.sealing import permute
 from octavo.sealing.axes import Orders
 from octavo.sealing.check import check

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from octavo import models
-from octavo.models.folder import read_json
+from octavo.models.folder.folder import read_json
 from octavo.models.numbered import numbered_tokenizer
 from octavo.sealing.ids import named_ids
 from octavo.sealing.inputs import tokens

@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.models.quantization import read_quantization
+from octavo.models.folder.quantization import read_quantization
 from octavo.train import base, critic
 from octavo.train.forward import model_dtype
 

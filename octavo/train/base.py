@@ -27,7 +27,7 @@ from octavo.config import Config, override
 from octavo.config.sections.model import FITTING
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import full, master_of, plain
-from octavo.models.quantization import read_quantization
+from octavo.models.folder.quantization import read_quantization
 from octavo.parallel import World
 from octavo.train import critic
 from octavo.train.errors import TrainError

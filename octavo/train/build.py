@@ -26,7 +26,7 @@ from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import document
-from octavo.models.folder import check_companions
+from octavo.models.folder.folder import check_companions
 from octavo.train import attention, base, compiled, graphs, model_folder, planning, routing, rundir, starting, tokens
 from octavo.train.assembling import assemble_model
 from octavo.train.course import Course

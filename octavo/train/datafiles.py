@@ -12,7 +12,7 @@ from typing import Any
 from octavo import data
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
-from octavo.models.folder import COMPANIONS, parts_of
+from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
 #: What of a model folder decides a run's numbers, weights aside: those of a checkpoint, and the fingerprint of a frozen

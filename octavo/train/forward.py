@@ -64,10 +64,10 @@ class Forward:
     others.
 
     `images` says whether the batch at hand has an image or a video, `sounds` whether a sound; the dummy hooks read it.
-    Videos go through the tower as images (:mod:`octavo.models.frames`). Without autocast, pixels come in ``dtype``
-    (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is). ``context``:
-    the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this rank's tokens,
-    and ``dealt`` deals the images of a pack.
+    Videos go through the tower as images (:mod:`octavo.models.processors.frames`). Without autocast, pixels come in
+    ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
+    ``context``: the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this
+    rank's tokens, and ``dealt`` deals the images of a pack.
     """
 
     def __init__(

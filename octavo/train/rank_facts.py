@@ -25,7 +25,7 @@ import octavo
 from octavo import data
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
-from octavo.models.folder import parts_of
+from octavo.models.folder.folder import parts_of
 from octavo.train import datafiles
 
 #: Keys in which ranks may differ: places on a host, what only rank 0 writes, and what moves no number. Of a place its

@@ -16,7 +16,7 @@ from octavo.base import encryption
 from octavo.base.seal_note import ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
-from octavo.models.headers import is_weights
+from octavo.models.folder.headers import is_weights
 from octavo.train.errors import TrainError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import adapters, fp8, models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
 from tests.adapters.conftest import inputs, lora, quantized

@@ -431,7 +431,7 @@ from importlib import import_module
 for suite in bench.SUITES:
     import_module(f"octavo.bench.suite_{suite}")
 # transformers imports Pillow where it is installed; Octavo must not need it
-print(report.main(sys.argv[1:]), "octavo.models.image_processors" in sys.modules)
+print(report.main(sys.argv[1:]), "octavo.models.processors.image" in sys.modules)
 """
 
 

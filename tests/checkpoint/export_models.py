@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from octavo.models import tiny
-from octavo.models.folder import quiet
+from octavo.models.folder.folder import quiet
+from octavo.models.tiny import tiny
 
 TEXT = {
     "hidden_size": 256,

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from octavo.models import tiny
-from octavo.models.tiny_configs import tiny_config
+from octavo.models.tiny import tiny
+from octavo.models.tiny.configs import tiny_config
 
 FORMS = ("plain", "fp8-block", "ct-row", "ct-tensor", "ct-block")
 Good = Callable[..., Path]  # (form, model) -> a good folder; read only

@@ -23,7 +23,7 @@ from octavo import fp8
 from octavo.checkpoint import CheckpointError, convert
 from octavo.checkpoint.convert import folder as convert_folder
 from octavo.models import ModelError
-from octavo.models.headers import DTYPES
+from octavo.models.folder.headers import DTYPES
 from tests.checkpoint.convert_folders import (
     NAME,
     adapter,

@@ -12,7 +12,7 @@ import torch
 
 from octavo import checkpoint, fp8, models
 from octavo.base import encryption
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
 from tests.checkpoint.models import One, fresh, load, same, snapshot, train, trained

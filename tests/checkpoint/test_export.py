@@ -17,7 +17,7 @@ from octavo.checkpoint.export import MARKER, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.names import fused_group
 from octavo.checkpoint.export.values import values_of
-from octavo.models.quantization import by_pattern, by_target, exact
+from octavo.models.folder.quantization import by_pattern, by_target, exact
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 

@@ -13,7 +13,7 @@ from octavo import checkpoint, fp8, models
 from octavo.checkpoint.export.files import Shards
 from octavo.checkpoint.live.write import planned
 from octavo.checkpoint.model.stock_model import Stock
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
 

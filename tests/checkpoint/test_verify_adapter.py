@@ -12,7 +12,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from octavo.checkpoint import verify
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{LAYER}.lora_A.weight", f"{LAYER}.lora_B.weight"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.checkpoint import verify
 from octavo.checkpoint.verify import Verified
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from octavo import models
 from octavo.checkpoint import verify
 from octavo.cli.main import main
-from octavo.models import chat
 from octavo.models.errors import ModelError
+from octavo.models.folder import chat
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
 from tests.fuzz import mutate

@@ -20,7 +20,7 @@ from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
 from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
-from octavo.models.quantization import by_parts
+from octavo.models.folder.quantization import by_parts
 from tests.checkpoint import folders, planted
 from tests.checkpoint.folders import Good
 

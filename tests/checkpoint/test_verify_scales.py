@@ -15,7 +15,7 @@ from octavo import models
 from octavo.checkpoint import verify
 from octavo.checkpoint.export import MARKER
 from octavo.models import ModelError
-from octavo.models.quantization import is_cache_scale
+from octavo.models.folder.quantization import is_cache_scale
 from octavo.train.finished import export_model
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good

@@ -16,7 +16,7 @@ from octavo.cli.main import main
 def home(tmp_path_factory):
     """A folder with a mini checkpoint, a few digits, and a configuration; the run in it is trained once."""
     from octavo.data.builtin import digits
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     home = tmp_path_factory.mktemp("cli")
     tiny.write("qwen3_vl", home / "model", size="mini")
@@ -455,7 +455,7 @@ def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatc
 
 
 def test_doctor_lists_families(monkeypatch, capsys):
-    from octavo.models import survey
+    from octavo.models.forward import survey
 
     two = [
         survey.Surveyed(

@@ -14,7 +14,7 @@ import pytest
 from octavo.base import atomic_write, encryption
 from octavo.cli import interrupts
 from octavo.cli.main import main
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
 def test_a_run_on_two_processes_is_stopped_and_goes_on(tmp_path, monkeypatch):
     """The words of the command line reach every rank; SIGTERM saves; the same command continues."""
     from octavo.data.builtin import digits
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     tiny.write("qwen3", tmp_path / "model", size="mini")
     digits.write(tmp_path / "digits", train=16, test=4)

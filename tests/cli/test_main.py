@@ -251,7 +251,7 @@ def test_help_of_each_other_command_answers_in_a_second_without_torch(name, tmp_
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with tiny/, a mini Qwen3-VL, its run.yaml and a row to learn from."""
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     home = tmp_path_factory.mktemp("slow")
     tiny.write("qwen3_vl", home / "tiny", size="mini")
@@ -336,7 +336,7 @@ def test_a_tracker_that_is_not_installed_is_told_at_once(run_yaml, monkeypatch, 
 
 def test_the_shape_that_a_folder_is_named_after():
     from octavo.cli.plan import SHAPES, shape_of
-    from octavo.models import shapes
+    from octavo.models.structure import shapes
 
     assert set(SHAPES) == set(shapes.SHAPES)
     names = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from octavo.cli.main import main
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 PLAN = ["plan", "--shape", "llama2_7b"]
 ROWS = ["data.packing=true", "train.micro_batch=1", "train.seq_length=1024", "train.global_batch=64"]

@@ -19,7 +19,8 @@ from octavo.cli.main import COMMANDS, main
 from octavo.config import Config, load_config_text, override
 from octavo.config.sections.rl import PreferenceSection, RlSection
 from octavo.config.sections.train import LoraSection
-from octavo.models import shapes, tiny
+from octavo.models.structure import shapes
+from octavo.models.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from octavo.cli.main import main
 def home(tmp_path_factory):
     """model/ (mini Qwen3-VL), fp8/ (its export), lora/ (a run over row codes, its adapter/ inside), run.yaml."""
     from octavo.data.builtin import digits
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     home = tmp_path_factory.mktemp("use")
     tiny.write("qwen3_vl", home / "model", size="mini")

@@ -20,7 +20,8 @@ from tests.data.chat_templates import TEMPLATES
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """`models(family)`: the processor of a tiny model of it."""
-    from octavo.models import load_processor, tiny
+    from octavo.models import load_processor
+    from octavo.models.tiny import tiny
 
     made: dict[str, Any] = {}
 

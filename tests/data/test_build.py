@@ -20,7 +20,8 @@ run: {{seed: 3}}
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl"])
 def test_a_configuration_becomes_batches_that_a_model_takes(folder, models, tmp_path, family):
-    from octavo.models import load, tiny
+    from octavo.models import load
+    from octavo.models.tiny import tiny
 
     model = load(tiny.write(family, tmp_path / "model", size="mini"))
     digits.write(folder.path / "set", train=6, test=3)
@@ -45,7 +46,8 @@ def test_a_configuration_becomes_batches_that_a_model_takes(folder, models, tmp_
 def test_padding_does_not_move_a_row(folder, models, tmp_path):
     """A row's logits are the same alone and beside a longer one, text or image."""
     from octavo.data import Encoder
-    from octavo.models import load, tiny
+    from octavo.models import load
+    from octavo.models.tiny import tiny
 
     model = load(tiny.write("qwen3_vl", tmp_path / "model", size="mini")).eval()
     encoder = Encoder(models("qwen3_vl"), 64)

@@ -17,8 +17,8 @@ from octavo.data.encoding.batched_processor import Calls, Wanted, parted
 from octavo.data.encoding.inputs import Input, check_lengths, cut, joined
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
-from octavo.models import tiny
-from octavo.models.trained import TRAINED
+from octavo.models.structure.support import TRAINED
+from octavo.models.tiny import tiny
 from tests.data.test_batched import same
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")

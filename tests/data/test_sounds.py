@@ -20,7 +20,7 @@ from octavo.data.tasks.documents import parse_document
 from octavo.data.tasks.pairs import parse_pair
 from octavo.data.tasks.prompts import parse_answered
 from octavo.data.tasks.sources import present
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 soundfile = pytest.importorskip("soundfile", reason="rows with sound need the extra `audio`")
 RATE = 16000

@@ -31,8 +31,8 @@ from octavo.data.rows import video_refs
 from octavo.data.rows.video_refs import Clip, Frames, VideoRef
 from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
-from octavo.models import tiny
-from octavo.models.videos import Videos
+from octavo.models.processors.video import Videos
+from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train.forward import Forward
 

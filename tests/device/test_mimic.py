@@ -18,7 +18,7 @@ import pytest
 from octavo import train
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.device import mimic
 
 pytestmark = [

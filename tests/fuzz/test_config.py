@@ -24,7 +24,7 @@ from octavo import fp8, models
 from octavo.config import Config, ConfigError, load_config, load_config_text, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.measuring.machine import Machine
-from octavo.models import chat
+from octavo.models.folder import chat
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 

@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _write(entry: dict[str, Any], folder: Path, checkpoints: dict[str, Path]) -> None:
     if family := entry.get("tiny"):
-        from octavo.models import tiny
+        from octavo.models.tiny import tiny
 
         if family not in checkpoints:
             checkpoints[family] = tiny.write(family, checkpoints[""] / family, size="mini")

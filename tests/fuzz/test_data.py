@@ -64,7 +64,8 @@ def run(seed: int, cases: int, only: int | None = None) -> list[Finding]:
 
 def _encoders(folder: Path) -> list[dict[str, Encoder]]:
     """By what rows are taken for; prompts are never cut."""
-    from octavo.models import load_processor, tiny
+    from octavo.models import load_processor
+    from octavo.models.tiny import tiny
 
     made = []
     for family, on_long in (("qwen3_vl", "drop"), ("internvl", "cut"), ("llama", "cut")):

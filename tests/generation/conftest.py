@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from octavo import generation, models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 
 @pytest.fixture(scope="session")

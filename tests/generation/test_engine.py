@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from octavo import fp8, generation, models
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.generation.conftest import prompts_of, questions
 
 FEW = ("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "mistral3", "llava_onevision", "smolvlm", "glm4v")

@@ -15,8 +15,8 @@ from transformers import MptConfig, MptForCausalLM
 from octavo import adapters, fp8, models
 from octavo.config import LoraSection
 from octavo.fp8.measuring import invariant
-from octavo.models import tiny
-from octavo.models.tiny_parts import PATCH
+from octavo.models.tiny import tiny
+from octavo.models.tiny.parts import PATCH
 
 TEMPERATURE = 0.7
 

@@ -7,7 +7,7 @@ import torch
 
 from octavo import fp8, models, parallel
 from octavo.generation import Context, Engine, Sampling
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests import ranks
 from tests.generation.conftest import prompts_of
 

@@ -9,7 +9,8 @@ import torch
 from octavo import generation, models
 from octavo.data.encoding.video import Shot
 from octavo.generation import Sampling
-from octavo.models import ModelError, tiny
+from octavo.models import ModelError
+from octavo.models.tiny import tiny
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "internvl"])

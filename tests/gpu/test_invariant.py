@@ -23,7 +23,7 @@ from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import rows
 from octavo.generation import Engine, Prompt, Sampling
-from octavo.models.tiny_parts import PATCH
+from octavo.models.tiny.parts import PATCH
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -11,7 +11,7 @@ import pytest
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.importers import FRAMEWORKS, translate
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 IMPORT = Path(__file__).resolve().parents[2] / "examples" / "import"
 #: the file that is named to octavo import; loongforge.sh comes with its YAML

@@ -13,7 +13,7 @@ import pytest
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text
 from octavo.importers import FRAMEWORKS, TranslateError, Translation, markdown, translate
-from octavo.models.mpt.configuration import MPTConfig
+from octavo.models.custom.mpt.configuration import MPTConfig
 
 HERE = Path(__file__).parent
 THEIRS = HERE / "theirs"

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedConfig
 
 from octavo import models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 MANY = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "llama", "mpt")
 """Families for what costs much and hangs on how weights lie: the others bring other towers."""

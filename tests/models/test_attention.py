@@ -13,7 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from octavo import models
 from octavo.checkpoint import save_hf
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.models import ModelError, attention, segments, tiny
+from octavo.models import ModelError
+from octavo.models.attention import attention, segments
+from octavo.models.tiny import tiny
 from octavo.parallel import World
 from tests.models.conftest import MANY, batch, labels, some_image
 

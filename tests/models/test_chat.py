@@ -12,7 +12,7 @@ from transformers import ProcessorMixin
 
 from octavo import models
 from octavo.cli.main import main
-from octavo.models import chat
+from octavo.models.folder import chat
 
 LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"

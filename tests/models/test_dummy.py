@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models.trained import TRAINED
+from octavo.models.structure.support import TRAINED
 from tests.models.conftest import batch
 
 VISION = TRAINED

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTraine
 
 from octavo import fp8, models
 from octavo.fp8.policy.topology import component_namer, topology
-from octavo.models import skeleton, structure, tiny
-from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.structure import skeleton, structure
+from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.tiny import tiny
 
 FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
 

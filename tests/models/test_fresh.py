@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.models import ModelError, tiny
+from octavo.models import ModelError
+from octavo.models.tiny import tiny
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from PIL import Image
 
 from octavo import models
 from octavo.checkpoint import verify
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.models.conftest import conversation, labels, some_image
 
 

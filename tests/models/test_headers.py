@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from octavo.models import headers
+from octavo.models.folder import headers
 
 
 @pytest.mark.parametrize("name", ["n" * length for length in range(1, 9)] + ["\u00e9"])

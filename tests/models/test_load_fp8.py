@@ -14,7 +14,7 @@ from torch import nn
 import octavo
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
-from octavo.models.shards import open_weights
+from octavo.models.weights.shards import open_weights
 from octavo.parallel import World
 from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, CONFIGS, edit_config, edit_weights, quantized, refused, same, unfused

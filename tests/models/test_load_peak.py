@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.models.fp8_folders import BLOCK, LINEAR
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 20, 2048, 6144, 32000

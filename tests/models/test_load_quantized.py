@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import fp8, models
-from octavo.models import streaming, tiny
-from octavo.models.assembly import assemble, prepare
-from octavo.models.shards import open_weights
-from octavo.models.skeleton import read_config, skeleton
-from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.structure.skeleton import read_config, skeleton
+from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
+from octavo.models.tiny import tiny
+from octavo.models.weights import streaming
+from octavo.models.weights.assembly import assemble, prepare
+from octavo.models.weights.shards import open_weights
 from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
@@ -151,7 +152,7 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
     """q, k and v fused on disk: a rule that cuts whole tensors apart. Values go through it, codes do not."""
     from transformers.core_model_loading import Chunk, WeightConverter
 
-    from octavo.models import sources
+    from octavo.models.weights import name_mapping
 
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "m"))
     stock = models.load(folder, load_in_fp8="row")
@@ -163,7 +164,7 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
 
     edit_weights(folder, fuse)
     rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
-    monkeypatch.setattr(sources, "get_model_conversion_mapping", lambda model: [rule])
+    monkeypatch.setattr(name_mapping, "get_model_conversion_mapping", lambda model: [rule])
     found = models.load(folder, load_in_fp8="row")
     for (name, a), (other, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
         assert name == other and same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
-from octavo.models import headers, loading
+from octavo.models.folder import headers
+from octavo.models.weights import loading
 from octavo.parallel import World
 
 

@@ -19,8 +19,11 @@ from transformers import MptConfig, MptForCausalLM
 from octavo import fp8, models
 from octavo.checkpoint import verify
 from octavo.config import load_config_text
-from octavo.models import ModelError, mpt, packed, tiny
-from octavo.models.processors import load_tokenizer
+from octavo.models import ModelError
+from octavo.models.custom import mpt
+from octavo.models.forward import packed
+from octavo.models.processors.processors import load_tokenizer
+from octavo.models.tiny import tiny
 from octavo.train import planning
 
 SIZES = {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16, "vocab_size": 40}

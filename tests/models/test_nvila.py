@@ -14,10 +14,10 @@ from transformers import SiglipVisionModel
 from transformers.models.internvl.modeling_internvl import InternVLModel
 
 from octavo import data, models
-from octavo.models import nvila
-from octavo.models.nvila.images import NvilaImages
-from octavo.models.nvila.projector import Downsample, Projector
-from octavo.models.nvila.tower import Tower
+from octavo.models.custom import nvila
+from octavo.models.custom.nvila.images import NvilaImages
+from octavo.models.custom.nvila.projector import Downsample, Projector
+from octavo.models.custom.nvila.tower import Tower
 from tests.models.conftest import batch, conversation, some_image
 from tests.models.three_folders import edit
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from octavo import models
-from octavo.models import nvila
-from octavo.models.nvila.images import NvilaImages
-from octavo.models.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitched
+from octavo.models.custom import nvila
+from octavo.models.custom.nvila.images import NvilaImages
+from octavo.models.custom.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitched
 from tests.models.conftest import some_image
 from tests.models.three_folders import edit, split
 

@@ -21,10 +21,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from octavo import models
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import LOADERS
-from octavo.models import ModelError, onevision, own
-from octavo.models.fresh import draw
-from octavo.models.onevision import segments
-from octavo.models.onevision.tower import rotate
+from octavo.models import ModelError
+from octavo.models.custom import onevision, register
+from octavo.models.custom.onevision import segments
+from octavo.models.custom.onevision.tower import rotate
+from octavo.models.weights.init import draw
 from tests.models.conftest import batch
 from tests.models.published import as_published
 
@@ -151,8 +152,8 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
         model_type = KIND
 
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, KIND, Other)
-    assert not own.is_own(KIND)
-    own._register(own.FAMILIES[KIND])
+    assert not register.is_own(KIND)
+    register._register(register.FAMILIES[KIND])
     assert CONFIG_MAPPING[KIND] is Other
     with pytest.raises(ModelError, match="asks to run Python code"):
         models.read_config(published)

@@ -14,7 +14,10 @@ from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfi
 from octavo import fp8, models
 from octavo.data.encoding.inputs import joined as stacked
 from octavo.fp8.blocks.attention import grouped_attention
-from octavo.models import ModelError, packed, segments, tiny
+from octavo.models import ModelError
+from octavo.models.attention import segments
+from octavo.models.forward import packed
+from octavo.models.tiny import tiny
 from tests.models.conftest import conversation, some_image
 
 APART = (

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models import tiny
-from octavo.models.trained import TRAINED
+from octavo.models.structure.support import TRAINED
+from octavo.models.tiny import tiny
 from tests.models.conftest import batch, conversation, some_image
 
 FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.models.quantization import by_parts, by_pattern, by_target, exact, parse
+from octavo.models.folder.quantization import by_parts, by_pattern, by_target, exact, parse
 from tests.models.fp8_folders import BLOCK, CHANNEL, CT_BLOCK, TENSOR, compressed
 
 Q = models.Quantization

@@ -14,8 +14,8 @@ from octavo import models
 from octavo.base import atomic_write
 from octavo.checkpoint import save_hf
 from octavo.checkpoint.live import write
-from octavo.models import tiny
-from octavo.models.skeleton import auto_class
+from octavo.models.structure.skeleton import auto_class
+from octavo.models.tiny import tiny
 from octavo.parallel import World
 from tests.models.conftest import auto_config, batch
 

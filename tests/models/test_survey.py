@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from octavo import models
-from octavo.models import folder, survey
+from octavo.models.folder import folder
+from octavo.models.forward import survey
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 LEAST = {"5.17.0": {"described": 53, "not built": 15}, "5.24.0": {"described": 67, "not built": 12}}

@@ -13,9 +13,9 @@ from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
 from octavo.cli import tiny as command
-from octavo.models import tiny
-from octavo.models.skeleton import auto_class
-from octavo.models.tiny_configs import CONFIGS
+from octavo.models.structure.skeleton import auto_class
+from octavo.models.tiny import tiny
+from octavo.models.tiny.configs import CONFIGS
 from tests.models.conftest import auto_config, batch, some_image
 
 

@@ -9,14 +9,15 @@ from transformers import Gemma3Config, Lfm2VlConfig, PaliGemmaConfig, Qwen3Confi
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
 from octavo import models
-from octavo.models import image_processors, trained
+from octavo.models.processors import image
+from octavo.models.structure import support
 from octavo.train.build import check_family
 from octavo.train.errors import TrainError
 
 
 def test_what_trains_has_a_processor():
-    assert set(trained.TRAINED) == set(image_processors.PROCESSORS)
-    assert not set(trained.TRAINED) & set(trained.WAITS)
+    assert set(support.TRAINED) == set(image.PROCESSORS)
+    assert not set(support.TRAINED) & set(support.WAITS)
 
 
 def test_text_models_and_the_families_of_the_table_train(checkpoint):
@@ -35,13 +36,13 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
 )
 def test_others_wait_for_a_reason(config, reason, monkeypatch):
     kind = config.model_type
-    monkeypatch.setattr(trained, "TRAINED", tuple(name for name in trained.TRAINED if name != kind))
+    monkeypatch.setattr(support, "TRAINED", tuple(name for name in support.TRAINED if name != kind))
     assert reason in models.why_not_trained(config())
 
 
 def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(models, "read_config", lambda path: Gemma3Config())
-    monkeypatch.setitem(trained.WAITS, "gemma3", "of this reason")
-    monkeypatch.setattr(trained, "TRAINED", ())
+    monkeypatch.setitem(support.WAITS, "gemma3", "of this reason")
+    monkeypatch.setattr(support, "TRAINED", ())
     with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
         check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))

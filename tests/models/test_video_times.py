@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models import frames, paged, tiny
+from octavo.models.forward import paged
+from octavo.models.processors import frames
+from octavo.models.tiny import tiny
 
 SECONDS = [1.0, 0.5, 0.3, 2.0, 1 / 3, 0.04, 7.25]  # a time step, of videos from 1/4 to 50 frames a second
 MERGE = 2

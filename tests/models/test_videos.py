@@ -17,8 +17,9 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from octavo import models
-from octavo.models import ModelError, tiny
-from octavo.models.videos import STOCK, Videos, metadata
+from octavo.models import ModelError
+from octavo.models.processors.video import STOCK, Videos, metadata
+from octavo.models.tiny import tiny
 
 KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")
 FILES = {

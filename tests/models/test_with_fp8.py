@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
-from octavo.models.skeleton import auto_class
+from octavo.models.structure.skeleton import auto_class
 from octavo.parallel import World
 from tests.models.conftest import MANY, auto_config, batch, conversation, some_image
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from octavo.models import segments
+from octavo.models.attention import segments
 from octavo.parallel import World, WorldError, context, context_of, ulysses_of
 from tests import ranks
 

@@ -13,7 +13,8 @@ import torch
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
 from octavo.data.encoding.inputs import Input, joined
-from octavo.models import anyres, tiny
+from octavo.models.structure import anyres
+from octavo.models.tiny import tiny
 from octavo.parallel import Images, World, context_of
 from octavo.parallel.images import deal, dealt
 from octavo.train.forward import Forward

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.fp8.weights import plain, span
-from octavo.models import streaming, tiny
+from octavo.models.tiny import tiny
+from octavo.models.weights import streaming
 from octavo.parallel import World, WorldError, fill, shard
 from tests import ranks
 from tests.models.fp8_folders import edit_weights, quantized

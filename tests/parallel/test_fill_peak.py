@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.fp8.weights.shards import local_of
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World, fill, shard
 from tests import ranks
 from tests.models.test_load_peak import written

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo import models
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference

@@ -229,7 +229,7 @@ def test_data_that_changed_between_two_calls_are_refused(cfg, tmp_path: Path, tr
 
 def test_nothing_to_run_in_fp8_is_told_before_anything_trains(cfg, tmp_path: Path, trained) -> None:
     from octavo import fp8
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     tiny.write("qwen3", tmp_path / "model")
     nothing = override(cfg, [f"model.path={tmp_path / 'model'}", 'fp8.rules=[{match: "**", recipe: off}]'])

@@ -28,7 +28,7 @@ def interview(image: Image.Image) -> Interview:
 
 def test_embedded_configuration_is_whole(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.data.builtin.digits.write", lambda directory, **_: None)
-    monkeypatch.setattr("octavo.models.tiny.write", lambda *_, **__: None)
+    monkeypatch.setattr("octavo.models.tiny.tiny.write", lambda *_, **__: None)
     monkeypatch.setattr(demo, "_texts", lambda file: [])
     cfg = demo.prepare(tmp_path / "demo", steps=40, console=None)
     assert cfg.train.steps == 40 and cfg.fp8.recipe == demo.RECIPE

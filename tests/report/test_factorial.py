@@ -14,7 +14,7 @@ from synthetic_runs import GOOD_PROOF, health, judged, losses, plan, write_run
 
 from octavo.config import Component, load_config, load_config_text, override, to_yaml
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.report import ReportError, compare
 from octavo.report.evidence import claims
 from octavo.report.evidence.factorial import NONE, Cell, contrast, effects, spread_of_effect, subsets

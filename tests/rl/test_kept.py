@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from octavo import rl
 from octavo.config import Config, ConfigError, override
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.rl import kept
 from octavo.train import TrainError
 from tests.rl.test_preferring import LORA, rows_of

@@ -15,7 +15,7 @@ from torch import nn
 from octavo import fp8, rl
 from octavo.config import Config, override
 from octavo.fp8.weights import CachesWeights
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.rl import step
 from octavo.rl.differing import first_difference, rounding
 from octavo.rl.reinforcing import Reinforcing

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from octavo import fp8, rl
-from octavo.models import ModelError, tiny
+from octavo.models import ModelError
+from octavo.models.tiny import tiny
 from octavo.rl.rewards import RewardError, Rewards, changed
 from tests.rl.test_reinforcing import rows_of
 

@@ -15,7 +15,7 @@ from octavo.base.seal_note import read_note
 from octavo.cli.main import main
 from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.models.tiny import FAMILIES
+from octavo.models.tiny.tiny import FAMILIES
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model
 from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried

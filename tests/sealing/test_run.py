@@ -18,7 +18,7 @@ from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data.builtin import digit_clips, digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.sealing.conftest import SECRET
 from tests.sealing.test_adapter import attached
 

@@ -14,7 +14,7 @@ import pytest
 from octavo import train
 from octavo.config import Config, load_config_text
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train.memory import Memory
 
 STEPS = 6

@@ -18,7 +18,7 @@ from octavo.cli.main import main
 from octavo.config import Config, ConfigError, load_config_text, override, to_yaml
 from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Limits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.report.evidence import trust_table
 from octavo.report.run import run_page
 from octavo.train import finished, loop, planning, rundir

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from octavo import fp8, models, train
 from octavo.checkpoint.run_state.files import read_state
-from octavo.models import attention as registry
+from octavo.models.attention import attention as registry
 from octavo.parallel import World
 from octavo.train import attention
 from octavo.train.attention import Heads, choose, decide

@@ -13,7 +13,7 @@ from octavo import train
 from octavo.cli.main import main
 from octavo.config import ConfigError, to_yaml
 from octavo.fp8.kernels import registry
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import checking
 from octavo.train.rundir import read_rows
 from tests.fp8.proof.test_checking import Faulty, faulty, flip  # noqa: F401 (a fixture)

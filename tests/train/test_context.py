@@ -10,7 +10,7 @@ import pytest
 
 from octavo import parallel, train
 from octavo.config import Config, ConfigError, load_config_text
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train import planning
 from octavo.train.rundir import read_rows

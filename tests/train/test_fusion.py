@@ -10,7 +10,7 @@ import pytest
 from octavo import fp8, train
 from octavo.config import load_config_text, override
 from octavo.fp8.blocks.gated_mlp import GatedMlp
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import planning, rundir
 
 from .test_ranks import losses, on_ranks

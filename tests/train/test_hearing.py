@@ -13,7 +13,7 @@ from transformers import AutoModelForMultimodalLM
 from octavo import fp8, models, train
 from octavo.cli.main import main
 from octavo.data import BadSample
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import build, graphs, planning, tokens
 from octavo.train.memory_plan import states
 from octavo.train.memory_plan.footprint import Footprints, changed

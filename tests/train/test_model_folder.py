@@ -14,7 +14,7 @@ from octavo import data, models, rl, train
 from octavo.checkpoint import verify
 from octavo.cli.main import main
 from octavo.config import Config, to_yaml
-from octavo.models import loading
+from octavo.models.weights import loading
 from octavo.train import model_folder
 from octavo.train.finished import merge_model
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from octavo import train
 from octavo.cli.main import main
 from octavo.data.builtin import digits
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.models.conftest import batch
 from tests.models.published import as_published
 

@@ -100,7 +100,7 @@ def test_a_sample_weighs_as_much_in_a_pack_as_alone():
 
 
 def test_routers_and_experts_see_no_padding(place, make, tmp_path):
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     moe = tiny.write("qwen3_moe", tmp_path / "moe", size="mini")
     cfg = make(f"model.path={moe}", f"data.train=[{{path: {talk(tmp_path)}}}]", "data.eval=[]")

@@ -13,7 +13,7 @@ import torch
 
 from octavo import fp8, models, train
 from octavo.fp8 import recompute
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train import losses, planning, routing
 from octavo.train.rundir import read_rows

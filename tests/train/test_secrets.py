@@ -17,7 +17,7 @@ from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.data.storage import cache
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.train.conftest import Rows
 
 SENTENCE = "the owl flies at midnight"

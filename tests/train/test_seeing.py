@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from octavo import fp8, models, train
-from octavo.models import tiny
-from octavo.models.trained import TRAINED
+from octavo.models.structure.support import TRAINED
+from octavo.models.tiny import tiny
 from tests.models.conftest import batch
 
 from .conftest import Make

@@ -166,7 +166,7 @@ def test_what_cannot_be_begun_with(make, place, sources, over, message):
 def sources(place, tmp_path_factory):
     """A full and a LoRA run of one step, and another model of the same shape."""
     from octavo.config import load_config_text
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     folder = tmp_path_factory.mktemp("sources")
     tiny.write("qwen3_vl", folder / "other", size="mini", seed=5)

@@ -14,7 +14,8 @@ from octavo.cli.main import main
 from octavo.config import ConfigError, load_config, load_config_text
 from octavo.data.builtin import digit_clips, digits
 from octavo.data.tasks.pairs import parse_pair
-from octavo.models import ModelError, tiny
+from octavo.models import ModelError
+from octavo.models.tiny import tiny
 from octavo.rl import kept
 from octavo.train import base, planning, tokens
 from octavo.train.memory_plan import Footprints

@@ -11,7 +11,7 @@ import torch
 from octavo import models
 from octavo.base import encryption
 from octavo.cli.main import main
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from tests.vault import version_1
 from tests.vault.conftest import SECRET
 

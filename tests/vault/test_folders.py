@@ -13,7 +13,7 @@ from octavo.base import encryption, safe_read
 from octavo.base.encryption import folders
 from octavo.cli.main import main
 from octavo.data.storage.open_rows import open_rows
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 
 PLAIN = {"a.json": b'{"a": 1}', "b.json": b'{"b": 2}', "inner/a.json": b"{}", "inner/deep/c.bin": bytes(5000)}
 

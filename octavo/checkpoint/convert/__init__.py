@@ -38,9 +38,9 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, all_parts, begin
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.files import fingerprint
-from octavo.models.folder import INDEX, one_folder, refuse_outside, write_config
-from octavo.models.headers import Header, index_of
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.folder.folder import INDEX, one_folder, refuse_outside, write_config
+from octavo.models.folder.headers import Header, index_of
+from octavo.models.folder.quantization import Quantization, read_quantization
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

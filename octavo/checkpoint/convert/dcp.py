@@ -39,7 +39,7 @@ from octavo.checkpoint.convert.folder import Place, bytes_of
 from octavo.checkpoint.convert.values import Opens
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item
-from octavo.models.headers import DTYPES, WORDS, Entry, Header
+from octavo.models.folder.headers import DTYPES, WORDS, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
 MODEL = "model"  # the weights lie under state_dict["model"], and DCP writes the path with dots

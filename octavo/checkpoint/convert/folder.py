@@ -20,9 +20,9 @@ from torch import Tensor
 
 from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models import headers
-from octavo.models.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
-from octavo.models.headers import Entry, Header
+from octavo.models.folder import headers
+from octavo.models.folder.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
+from octavo.models.folder.headers import Entry, Header
 
 ADAPTER = "adapter_model.safetensors"
 _PIECE = 1 << 20

@@ -19,8 +19,8 @@ from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.convert.folder import Folder, Place, bytes_of, mapped
 from octavo.checkpoint.convert.manifest import CARRIED, MANIFEST
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models.folder import SINGLE
-from octavo.models.headers import DTYPES, Entry, Header, compose
+from octavo.models.folder.folder import SINGLE
+from octavo.models.folder.headers import DTYPES, Entry, Header, compose
 
 Say = Callable[[str], None]
 

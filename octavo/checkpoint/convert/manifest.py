@@ -9,7 +9,7 @@ from typing import Any
 from octavo.checkpoint.convert import dcp
 from octavo.checkpoint.convert import folder as folders
 from octavo.checkpoint.run_state.files import fingerprint, read_sealed, write_sealed
-from octavo.models.headers import Header
+from octavo.models.folder.headers import Header
 
 MANIFEST, CARRIED, FORMAT = "conversion.json", "hf", "octavo-conversion-1"
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from octavo import fp8
 from octavo.checkpoint.convert.folder import Folder, mapped
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models.codes import check_codes, check_ones, grid_of, pair, scale_values
-from octavo.models.headers import DTYPES, Entry, Header, compose
-from octavo.models.quantization import Quantization
-from octavo.models.shards import Stored
+from octavo.models.folder.headers import DTYPES, Entry, Header, compose
+from octavo.models.folder.quantization import Quantization
+from octavo.models.weights.fp8_codes import check_codes, check_ones, grid_of, pair, scale_values
+from octavo.models.weights.shards import Stored
 
 Opens = Callable[[Entry], AbstractContextManager[Tensor]]
 

@@ -42,11 +42,11 @@ from octavo.checkpoint.export.values import Trained, Value, decoded, part, regri
 from octavo.checkpoint.model.export_checksums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
-from octavo.models.chat import check_template
-from octavo.models.endings import EndToken
-from octavo.models.folder import INDEX, at, check_companions, companions
-from octavo.models.one import write_beside
-from octavo.models.quantization import to_config
+from octavo.models.folder.chat import check_template
+from octavo.models.folder.folder import INDEX, at, check_companions, companions
+from octavo.models.folder.quantization import to_config
+from octavo.models.processors.companions import write_beside
+from octavo.models.processors.stop_tokens import EndToken
 
 LARGEST = 5 * 10**9
 _TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)

@@ -17,8 +17,8 @@ from torch import Tensor
 from octavo.base import encryption
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, names_of, nbytes
-from octavo.models.folder import INDEX
-from octavo.models.headers import WORDS, Header, compose, index_of
+from octavo.models.folder.folder import INDEX
+from octavo.models.folder.headers import WORDS, Header, compose, index_of
 
 
 class EncryptedShards:

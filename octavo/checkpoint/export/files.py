@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models.folder import INDEX, SINGLE
-from octavo.models.headers import WORDS, Header, compose, index_of
+from octavo.models.folder.folder import INDEX, SINGLE
+from octavo.models.folder.headers import WORDS, Header, compose, index_of
 
 Planned = tuple[str, torch.dtype, tuple[int, ...]]
 

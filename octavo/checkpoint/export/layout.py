@@ -21,7 +21,7 @@ import torch
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.names import BLOCK, Matrices, Matrix
-from octavo.models.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
+from octavo.models.folder.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
 
 #: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}

@@ -27,7 +27,15 @@ from octavo.checkpoint.live.homes import Homes
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.fp8.weights import full, master_of
-from octavo.models.folder import INDEX, PARTS, check_companions, companions, copy_companions, parts_of, write_config
+from octavo.models.folder.folder import (
+    INDEX,
+    PARTS,
+    check_companions,
+    companions,
+    copy_companions,
+    parts_of,
+    write_config,
+)
 
 LARGEST = 5 * 10**9
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)

@@ -27,8 +27,8 @@ from transformers.core_model_loading import (
 )
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.models.quantization import FUSED
-from octavo.models.sources import is_transposed
+from octavo.models.folder.quantization import FUSED
+from octavo.models.weights.name_mapping import is_transposed
 
 #: the parameter of stacked experts -> the projections in it, one below the other, as they are named one by one
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

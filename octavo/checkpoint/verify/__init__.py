@@ -34,9 +34,9 @@ from octavo.checkpoint.verify.scales import Pair, check_blocks, check_places, ch
 from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, unnamed
 from octavo.models import ModelError, empty
-from octavo.models.folder import check_generation_config, one_folder, read_json
-from octavo.models.quantization import Quantization, parse, parse_autofp8, quantization_block
-from octavo.models.skeleton import stock_config
+from octavo.models.folder.folder import check_generation_config, one_folder, read_json
+from octavo.models.folder.quantization import Quantization, parse, parse_autofp8, quantization_block
+from octavo.models.structure.skeleton import stock_config
 
 
 def verify(

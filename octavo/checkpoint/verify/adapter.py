@@ -17,8 +17,8 @@ from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.models import ModelError, empty
-from octavo.models.folder import read_json
-from octavo.models.skeleton import stock_config
+from octavo.models.folder.folder import read_json
+from octavo.models.structure.skeleton import stock_config
 
 STEM = "adapter_model"
 _PART = re.compile(r"base_model\.model\.(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight$")

@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
-from octavo.models.quantization import is_cache_scale
+from octavo.models.folder.quantization import is_cache_scale
 
 _DTYPES = ("F32", "BF16", "F16")
 _LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")

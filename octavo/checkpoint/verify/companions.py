@@ -17,11 +17,11 @@ from octavo.base import encryption, safe_read
 from octavo.checkpoint.model.export_checksums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models import chat
 from octavo.models.errors import ModelError
-from octavo.models.folder import companions, read_companion
-from octavo.models.trained import TRAINED, TRAINED_WITH_SOUND
-from octavo.models.vocabulary import check_vocabulary
+from octavo.models.folder import chat
+from octavo.models.folder.folder import companions, read_companion
+from octavo.models.processors.vocabulary import check_vocabulary
+from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")

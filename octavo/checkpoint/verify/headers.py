@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.folder import pickles, weight_map
-from octavo.models.headers import DTYPES, HeaderError, is_pickle, read
+from octavo.models.folder.folder import pickles, weight_map
+from octavo.models.folder.headers import DTYPES, HeaderError, is_pickle, read
 
 PIECE = 1 << 25
 """Bytes of a tensor that are read at once, at most (a single row may be longer)."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from octavo.checkpoint.verify.findings import LOADERS, VERDICTS, WARN, Finding, Verdict
-from octavo.models.quantization import Quantization
+from octavo.models.folder.quantization import Quantization
 
 RUN = "run: transformers 5.23 on a CPU"
 _HF = "transformers"

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
-from octavo.models.mpt import MPTConfig, not_in_stock
-from octavo.models.own import is_own
-from octavo.models.quantization import is_cache_scale
+from octavo.models.custom.mpt import MPTConfig, not_in_stock
+from octavo.models.custom.register import is_own
+from octavo.models.folder.quantization import is_cache_scale
 
 #: what follows a weight's name where quantizers keep its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")

@@ -1,6 +1,6 @@
 """The layout of FP8 weights, from headers: each with its scales, under the right name, of the right grid and dtype.
 
-`octavo.models.quantization` has the table of methods, names and grids.
+`octavo.models.folder.quantization` has the table of methods, names and grids.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
 from octavo.models import describe
-from octavo.models.quantization import Quantization
-from octavo.models.trained import TRAINED_WITH_SOUND
+from octavo.models.folder.quantization import Quantization
+from octavo.models.structure.support import TRAINED_WITH_SOUND
 
 _OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}
 _METHOD = {"_scale_inv": "fp8", "_scale": "compressed-tensors"}

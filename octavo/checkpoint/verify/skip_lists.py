@@ -1,10 +1,10 @@
 """Whether every loader takes the skip list as it is meant: FP8 layers quantized, all others not.
 
 `modules_to_not_convert` (method fp8) and `ignore` (compressed-tensors) are read in different ways, which are in
-`octavo.models.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk, since
-loaders map one to the other. Sources: transformers 5.23 `should_convert_module`;
-vLLM `is_layer_skipped` (exact names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request
-23467 (whole parts between dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
+`octavo.models.folder.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk,
+since loaders map one to the other. Sources: transformers 5.23 `should_convert_module`; vLLM `is_layer_skipped` (exact
+names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request 23467 (whole parts between
+dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from octavo.checkpoint.model.stock_model import Linear, Stock
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
-from octavo.models.quantization import Quantization, by_parts, by_pattern, by_target, exact
+from octavo.models.folder.quantization import Quantization, by_parts, by_pattern, by_target, exact
 
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 

@@ -40,7 +40,7 @@ DIGITS = re.compile(r"(\d+)")
 
 
 class Takes(Protocol):
-    """How a family takes videos (`octavo.models.videos.Videos`)."""
+    """How a family takes videos (`octavo.models.processors.video.Videos`)."""
 
     def indices(self, total: int, fps: float) -> list[int]: ...
 

@@ -30,7 +30,7 @@ FFN: dict[str, Any] = {"ffn_type": "mptmlp", "ffn_hidden_size": None, "ffn_act_f
 _WHOLE = ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size", "alibi_bias_max", "sliding_window_size")
 _FLAGS = ("learned_pos_emb", "no_bias", "tie_word_embeddings", "qk_ln", "qk_gn", "alibi", "rope")
 _WORDS = ("norm_type", "attn_type")
-#: fields that change what is computed, and that octavo/models/mpt refuses: key -> (values that mean off, why)
+#: fields that change what is computed, and that octavo/models/custom/mpt refuses: key -> (values that mean off, why)
 _LACKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope": ((False,), "Octavo's MPT has learned positions, ALiBi or none, no rotary ones"),
     "attn_type": (("multihead_attention",), "Octavo's MPT has as many heads of keys as of queries"),

@@ -118,7 +118,7 @@ class Clock:
 def prepare(directory: Path, steps: int, console: Any) -> Config:
     """Digits, the untrained checkpoint and ``demo.yaml``; what is there already is accepted only if it is the same."""
     from octavo.data.builtin import digits
-    from octavo.models import tiny
+    from octavo.models.tiny import tiny
 
     directory.mkdir(parents=True, exist_ok=True)
     digits.write(directory / "digits", console=console)

@@ -74,7 +74,7 @@ def _on_disk(cfg: Config) -> str:
     """How the checkpoint itself is quantized; "" where it is not."""
     if not (Path(cfg.model.path) / "config.json").is_file():  # its absence is for the first run to say
         return ""
-    from octavo.models.quantization import read_quantization
+    from octavo.models.folder.quantization import read_quantization
 
     found = read_quantization(cfg.model.path)
     return "" if found is None else str(one_word(found.kind))

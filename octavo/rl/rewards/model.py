@@ -18,8 +18,8 @@ from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import ImageProblem
 from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
-from octavo.models.skeleton import SCORING
-from octavo.models.trained import TRAINED
+from octavo.models.structure.skeleton import SCORING
+from octavo.models.structure.support import TRAINED
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.finished.target import fitting
 

@@ -30,8 +30,8 @@ from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.config.sections.model import FITTING
-from octavo.models.folder import pickles, read_json
-from octavo.models.quantization import Quantization, read_quantization
+from octavo.models.folder.folder import pickles, read_json
+from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train import base as bases
 from octavo.train import critic, datafiles, planning, rundir
 from octavo.train.build import scaling_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import models
-from octavo.models import anyres
+from octavo.models.structure import anyres
 from octavo.train.errors import TrainError
 from octavo.train.tokens import Tokens
 

@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from octavo import fp8, models
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.fp8.blocks.rmsnorm import RmsNorm
-from octavo.models.tiny_configs import tiny_config
+from octavo.models.structure.skeleton import is_vision_config
+from octavo.models.tiny.configs import tiny_config
 
 
 def made(family):
     """(model, family, inputs): text, and an image where the family takes one."""
     config = tiny_config(family)
-    vision = models.skeleton.is_vision_config(config)
+    vision = is_vision_config(config)
     torch.manual_seed(0)
     model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
     described = models.describe(model)

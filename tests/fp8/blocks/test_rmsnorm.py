@@ -22,7 +22,7 @@ from octavo.fp8.blocks import gated_mlp, rmsnorm
 from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
-from octavo.models.tiny_configs import tiny_config
+from octavo.models.tiny.configs import tiny_config
 from tests.fp8.remembered import held_bytes
 
 QKV = ("q_proj", "k_proj", "v_proj")

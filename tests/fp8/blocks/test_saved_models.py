@@ -13,13 +13,14 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
 from octavo.fp8.memory.accounting import count_saved
-from octavo.models.tiny_configs import tiny_config
+from octavo.models.structure.skeleton import is_vision_config
+from octavo.models.tiny.configs import tiny_config
 
 
 def made(family, dtype=torch.float32):
     """(model, family, inputs): text, and an image where the family takes one."""
     config = tiny_config(family)
-    vision = models.skeleton.is_vision_config(config)
+    vision = is_vision_config(config)
     torch.manual_seed(0)
     model = (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config, dtype=dtype)
     described = models.describe(model)

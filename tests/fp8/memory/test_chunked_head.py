@@ -26,7 +26,7 @@ from transformers import (
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
-from octavo.models.tiny_configs import CONFIGS, tiny_config
+from octavo.models.tiny.configs import CONFIGS, tiny_config
 
 IGNORE = -100
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from octavo import fp8, models
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
-from octavo.models.trained import TRAINED
+from octavo.models.structure.support import TRAINED
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
 from tests.fp8.memory import test_accounting as test_kept

@@ -5,19 +5,19 @@ from faults.fault import area
 area(
     "packing",
     (
-        "packs-are-one-sample", "models/segments.py",
+        "packs-are-one-sample", "models/attention/segments.py",
         "for a, b in pairwise(edges) if a", "for a, b in [(0, edges[-1])] if a",
         "samples of a pack see each other",
         "models/test_packed.py",
     ),
     (
-        "packs-first-grid", "models/packed.py",
+        "packs-first-grid", "models/forward/packed.py",
         "grid[seen : seen + count]", "grid[:count]",
         "every sample of a pack has the positions of the first image",
         "models/test_packed.py",
     ),
     (
-        "packs-layers-uncounted", "models/packed.py",
+        "packs-layers-uncounted", "models/forward/packed.py",
         "if len(now.seen) != self.layers:", "if False:",
         "a model whose layers are not told where samples begin trains on",
         "models/test_packed.py",
@@ -95,7 +95,7 @@ area(
         "parallel/test_context_models.py",
     ),
     (
-        "context-sees-from-the-left", "models/attention.py",
+        "context-sees-from-the-left", "models/attention/attention.py",
         "seen.tril(k.shape[2] - q.shape[2])", "seen.tril()",
         "queries whose sample began on another rank see its beginning alone",
         "parallel/test_context_models.py",

@@ -325,7 +325,7 @@ area(
         'checkpoint/test_export_whole.py', 'checkpoint/test_export.py',
     ),
     (
-        'export-header-alignment', 'models/headers.py',
+        'export-header-alignment', 'models/folder/headers.py',
         '(-len(text.encode()) % 8)',
         '(-len(text.encode()) % 1)',
         'tensors begin at odd bytes of a file',
@@ -358,7 +358,7 @@ area(
         "checkpoint/test_verify_parts.py", "checkpoint/test_verify.py",
     ),
     (
-        'load-zero-scales', 'models/codes.py',
+        'load-zero-scales', 'models/weights/fp8_codes.py',
         'torch.isfinite(values) & (values > 0)',
         'torch.isfinite(values)',
         'a folder with scales of zero or below is loaded',

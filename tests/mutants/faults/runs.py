@@ -103,7 +103,7 @@ area(
         "data/test_thinking.py",
     ),
     (
-        "template-args-of-few-words-alone", "models/chat.py",
+        "template-args-of-few-words-alone", "models/folder/chat.py",
         "{**more, **kwargs}", "kwargs",
         "renderings by transformers itself lack the variables",
         "data/test_thinking.py",
@@ -527,7 +527,7 @@ area(
     "several ranks",
     (
         "fill-block-cut",
-        "models/streaming.py",
+        "models/weights/streaming.py",
         "return begin // height * height, min(rows, -(-end // height) * height)",
         "return begin, end",
         "a rank casts the blocks of its own rows, not those of the whole weight",

@@ -11,7 +11,7 @@ import torch
 
 from octavo import parallel
 from octavo.fp8 import moe
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import cost, planning
 from octavo.train.memory_plan import Footprints
 from octavo.train.step import Stepper

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.config import load_config
-from octavo.models import shapes
+from octavo.models.structure import shapes
 from octavo.parallel import Layout
 from octavo.train import cost, planning
 from octavo.train.cost import wire

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from octavo import models
-from octavo.models import shapes
+from octavo.models.structure import shapes
 from octavo.train import planning
 from octavo.train.errors import TrainError
 from octavo.train.memory_plan import states

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import data, models, train
-from octavo.models import tiny
+from octavo.models.tiny import tiny
 from octavo.train import losses, planning
 from octavo.train.memory_plan.footprint import Footprint, Footprints
 from octavo.train.rundir import read_rows

@@ -1,0 +1,299 @@
+"""An attention of one's own in a Hugging Face model, through the registry that transformers has for that.
+
+    models.use_attention(model, fp8.grouped_attention)
+    models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
+    models.use_kernel(model, "varlen", "image_encoder")  all images of a batch in one call
+
+The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows are in them), in the text
+and the vision part alike, and once for each sample of a packed row (:mod:`octavo.models.forward.packed`). Vision towers
+of the Qwen-VL families call their attention once for each image, without a mask. What the function is not for stays
+stock: forwards without gradient, paged caches, position biases, and queries of another length than their keys
+(decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) come with packed rows alone, and
+count in each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from octavo.models.attention import segments
+from octavo.models.errors import ModelError
+
+STOCK = "sdpa"
+Attention = Callable[..., Tensor]
+"""``(q, k, v, mask, *, scale, is_causal, dropout)`` -> [B, H, T, D]: q [B, H, T, D], k and v with fewer heads."""
+
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""torch's kernels under ``sdpa``, in the order in which one stands in for another; math takes everything."""
+
+PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
+"""transformers' names for what other packages compute, and whether they are here; rows of unequal length run without
+padding there."""
+
+VARLEN = "varlen"
+FLEX = "flex"  # torch's flex attention for all samples of a pack, as transformers calls it
+IMAGES = "octavo_flash_images"  # towers make one call for all images where the name says flash
+_kernels: dict[str, str | None] = {}  # of what was registered here, by its name
+
+
+def by(kernel: str | None) -> AbstractContextManager[Any]:
+    """Inside, torch computes attention by this kernel, and what that cannot by the next in :data:`KERNELS`."""
+    if kernel not in KERNELS:
+        return nullcontext()
+    others = [] if kernel == "math" else [backend for name, backend in KERNELS.items() if name != kernel]
+    return sdpa_kernel([KERNELS[kernel], *others], set_priority=True)
+
+
+def use_attention(
+    model: PreTrainedModel, attention: Attention | None = None, kernel: str | None = None, component: str | None = None
+) -> str:
+    """Let every part of a model, or those of a component (``foundation``, ``image_encoder``), compute attention by
+    ``attention`` (None: torch's), and torch by ``kernel`` (None: by that which an earlier call named, else torch's
+    choice); returns the name that it is registered under.
+
+    A tower that takes all images in one call stays. Nothing of it goes into a saved ``config.json``.
+    ``model.set_attn_implementation("sdpa")`` takes it back.
+
+    Raises:
+        ModelError: a part of the model computes attention otherwise than by sdpa (its own kernels, or eager).
+    """
+    names: dict[int, str] = {}
+    parts = [(path, part) for path, part in _parts(model, component) if part.config._attn_implementation != IMAGES]
+    for path, part in parts:
+        found = part.config._attn_implementation
+        if id(part.config) in names:
+            continue
+        if found != STOCK and found not in _kernels:
+            raise ModelError(
+                f"{path or type(model).__name__} computes attention by {found!r}, and only {STOCK!r} can be replaced "
+                f"by {kernel or (STOCK if attention is None else attention.__name__)}. Load the model with "
+                f"attn_implementation={STOCK!r}, or leave its attention as it is"
+            )
+        names[id(part.config)] = _registered(attention, kernel or _kernels.get(found))
+    _set(model, names)
+    if left := [
+        path or type(model).__name__ for path, p in parts if p.config._attn_implementation != names[id(p.config)]
+    ]:
+        raise ModelError(
+            f"{', '.join(left)} of {type(model).__name__} would not take another attention function in this version of "
+            "transformers. Leave its attention as it is"
+        )
+    return names.get(id(model.config)) or next(iter(names.values()))
+
+
+def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, PreTrainedModel]]:
+    """The parts of a model, or those of a component: its tower has a configuration of its own. That of sound stays with
+    torch's attention, which takes the mask of what is no sound."""
+    sound = getattr(model.config, "audio_config", None)
+    found = [
+        (path, m)
+        for path, m in model.named_modules()
+        if isinstance(m, PreTrainedModel) and (sound is None or m.config is not sound)
+    ]
+    tower = getattr(model.config, "vision_config", None)
+    return [
+        (path, m) for path, m in found if component is None or (m.config is tower) == (component == "image_encoder")
+    ]
+
+
+def _registered(attention: Attention | None, kernel: str | None) -> str:
+    number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]  # names with "flash" are transformers' own
+    name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
+    _kernels[name] = kernel
+    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
+    return name
+
+
+def _set(model: PreTrainedModel, names: Mapping[int, str]) -> None:
+    """Give configurations, by their identity, the attention of this name; others keep theirs."""
+    subs = {key: sub for key in model.config.sub_configs if (sub := getattr(model.config, key, None)) is not None}
+    wanted = {key: names.get(id(sub), sub._attn_implementation) for key, sub in subs.items()}
+    model.set_attn_implementation({"": names.get(id(model.config), model.config._attn_implementation), **wanted})
+
+
+def is_ours(model: nn.Module) -> bool:
+    """Whether a model, or the decoder of one, computes attention by what :func:`use_attention` registered."""
+    config: Any = model.config
+    return config._attn_implementation in _kernels
+
+
+@contextmanager
+def without_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no part of a model makes a mask, nor looks at positions to see whether it needs one: rows are of one
+    length, and causality is the attention's own. Raises ModelError for layers with a window, which is a mask."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
+    kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or ()}
+    if windows := sorted(kinds - {"full_attention"}):
+        raise ModelError(f"{type(model).__name__} has layers of {', '.join(windows)}, which want masks of their own")
+    before = [(config, config._attn_implementation) for config in configs]
+    if other := [name for _, name in before if name not in ALL_ATTENTION_FUNCTIONS]:
+        raise ModelError(f"{type(model).__name__} computes attention by {other[0]!r}, which takes no is_causal")
+    for config, name in before:
+        unmasked = f"octavo_unmasked_{name}"  # transformers makes masks for names in its registry of masks alone
+        ALL_ATTENTION_FUNCTIONS.register(unmasked, ALL_ATTENTION_FUNCTIONS[name])
+        config._attn_implementation = unmasked
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def kernels_here() -> tuple[str, ...]:
+    """The kernels that may be tried: torch's, and those of packages that are installed."""
+    return (*KERNELS, *(name for name, there in PACKAGES.items() if there()))
+
+
+def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None) -> None:
+    """Let every part of a model, or those of a component, compute attention by a kernel of torch, by a package, or
+    ``eager``; ``varlen`` is for the vision tower, and for packs, which take it by themselves, ``flex`` for packs alone.
+
+    Raises ModelError as :func:`use_attention`, for what the component cannot take, and what transformers raises where a
+    package is not there."""
+    if not _parts(model, component):
+        raise ModelError(f"{type(model).__name__} has no {component}")
+    if kernel in KERNELS:
+        use_attention(model, kernel=kernel, component=component)
+    elif kernel == FLEX:
+        use_attention(model, kernel=FLEX, component="foundation")
+    elif kernel == STOCK:
+        _set(model, {id(part.config): STOCK for _, part in _parts(model, component)})
+    elif kernel == VARLEN:
+        if component != "foundation":
+            _use_images(model)
+    elif component is None:
+        model.set_attn_implementation(kernel)
+    else:
+        _set(model, {id(part.config): kernel for _, part in _parts(model, component)})
+
+
+def _use_images(model: PreTrainedModel) -> None:
+    """Let the vision tower compute attention for all images in one call."""
+    tower = getattr(model.config, "vision_config", None)
+    if not hasattr(tower, "spatial_merge_size"):
+        raise ModelError(f"{type(model).__name__} has no tower whose images differ in size, and varlen is for those")
+    ALL_ATTENTION_FUNCTIONS.register(IMAGES, _of_images)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.masks)
+    tower._attn_implementation = IMAGES  # set_attn_implementation looks for names with "flash" on the hub
+
+
+def _of_images(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: Any = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+        raise ModelError(
+            f"{type(module).__name__} does not say where images end in this version of transformers. Use "
+            "model.attention: sdpa"
+        )
+    return segments.attend_images(query, key, value, cu_seq_lens_q, int(max_length_q), scaling, dropout), None
+
+
+def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel and no other. Raises RuntimeError, and
+    what a package raises, where it cannot."""
+    if kernel == VARLEN:
+        if not segments.takes_varlen(q, v):
+            raise RuntimeError(
+                "flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
+                f"{segments.LARGEST_HEAD} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
+            )
+        edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
+        return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
+    if kernel == FLEX:
+        row = segments.Segments.of((0, q.shape[2]), q.device)
+        return _flex(SimpleNamespace(training=True), row, q, k, v, None).transpose(1, 2)
+    if kernel in PACKAGES:
+        if not PACKAGES[kernel]():
+            raise RuntimeError(f"the package of {kernel} is not installed, or not for this machine")
+        module = SimpleNamespace(is_causal=causal, config=SimpleNamespace(_attn_implementation=kernel))
+        out: Tensor = ALL_ATTENTION_FUNCTIONS[kernel](module, q, k, v, None)[0]
+        return out.transpose(1, 2)
+    with sdpa_kernel(KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _flex(module: Any, row: segments.Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """[1, T, H, D] of the queries and keys that a packed row's spans have here, by one call of flex attention."""
+    out: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](module, q, k, v, row.blocks, scaling=scale)[0]
+    return out
+
+
+def _called_as_transformers_does(
+    attention: Attention | None, kernel: str | None = None
+) -> Callable[..., tuple[Tensor, None]]:
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | segments.Segments | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        slopes: Tensor | None = kwargs.pop("alibi_slopes", None)
+        special = [name for name in ("softcap", "position_bias", "cache", "s_aux") if kwargs.get(name) is not None]
+        stock = attention is None or special or not is_grad_enabled()
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None) -> tuple[Tensor, None]:
+            found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
+                module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+            )
+            return found
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            assert attention is not None
+            return attention(q, k, v, mask, scale=scaling, is_causal=causal, dropout=dropout)
+
+        def sample(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if slopes is not None:
+                assert isinstance(attention_mask, segments.Segments)
+                bias = attention_mask.bias(slopes, q.shape[2], k.shape[2], q.dtype)
+                return plain(q, k, v, bias, False)[0].transpose(1, 2) if stock else ours(q, k, v, bias, False)
+            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each sees those before it, and itself
+                seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+                return plain(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
+            alone = stock or q.shape[2] == 1
+            return plain(q, k, v, None, True)[0].transpose(1, 2) if alone else ours(q, k, v, None, True)
+
+        with by(kernel):
+            if isinstance(attention_mask, segments.Segments):
+                if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
+                    raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
+                                     "is not computed sample by sample. Set data.packing: false")  # fmt: skip
+                if slopes is not None and kernel == FLEX:
+                    raise ModelError(f"{type(module).__name__} adds ALiBi's bias to scores, which flex attention is "
+                                     "not told of. Use another kernel (model.attention)")  # fmt: skip
+                row = attention_mask
+                flex = partial(_flex, module, row, scale=scaling) if kernel == FLEX else None
+                at_once = kernel is None and slopes is None
+                return segments.attend(row, query, key, value, scaling, dropout, sample, at_once, module, flex), None
+            if stock or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+                return plain(query, key, value, attention_mask, is_causal)
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            heads = ours(query, key, value, attention_mask, bool(causal) and attention_mask is None)
+        return heads.transpose(1, 2).contiguous(), None
+
+    return forward

@@ -1,0 +1,230 @@
+"""Attention within the samples of a packed row, through transformers' registries and without a mask.
+
+transformers asks the registered mask function once a forward what all layers get as their mask; in a packed forward it
+answers with :class:`Segments`, which say where samples begin, and every layer's attention gets them as an argument. So
+a block that is recomputed in backward sees those of its own micro-batch, however many forwards ran since. Vision towers
+ask for no causal mask, and attend as they always do.
+
+Attention runs sample by sample, causal: on CUDA by one call of torch's ``varlen_attn`` (flash attention) in 16 bits,
+elsewhere by a call for each sample; or where it is asked for by one call of flex attention, which is told the blocks.
+
+A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` brings queries, keys and
+values together, and the queries of a span see what precedes them in their sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+from octavo.base import accelerator
+from octavo.models.attention import alibi
+from octavo.models.errors import ModelError
+
+LARGEST_HEAD = 256  # features of a head that flash attention takes
+INSTEAD = "Set data.packing: false"
+
+
+class Share(Protocol):
+    """This rank's share of a row (`parallel.Context`)."""
+
+    def part(self, length: int) -> slice:
+        """Its tokens of a row of so many."""
+
+    def queries(self, length: int) -> tuple[int, int]:
+        """[first, last) of the tokens whose queries it attends by."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, within: Callable[[Tensor, Tensor, Tensor], Tensor],
+        layer: object = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of its tokens in a layer, where ``within`` gets those queries and the keys and values of the whole
+        row."""
+
+
+class Span(NamedTuple):
+    """Queries of one sample, the tokens [first, last) of the row; the sample begins at `start`."""
+
+    start: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Where samples begin: sample i is the tokens [edges[i], edges[i + 1]) of the row. ``spans``: the queries that are
+    attended by here, by sample; ``cu_queries`` and ``cu_keys``: where those and the keys that they see end, on the
+    device, int32 [spans + 1]; ``longest``: the most queries and keys of a span."""
+
+    edges: tuple[int, ...]
+    spans: tuple[Span, ...]
+    cu_queries: Tensor
+    cu_keys: Tensor
+    longest: tuple[int, int]
+    share: Share | None = None
+    biases: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
+        """Those of a row whose samples end at ``edges``, 0 and T with them."""
+        first, last = (0, edges[-1]) if share is None else share.queries(edges[-1])
+        inside = ((a, b) for a, b in pairwise(edges) if a < last and b > first)
+        spans = tuple(Span(a, max(a, first), min(b, last)) for a, b in inside)
+        queries, keys = [span.last - span.first for span in spans], [span.last - span.start for span in spans]
+        cu_queries, cu_keys = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in (queries, keys))
+        cu_queries = cu_queries.to(device)
+        cu_keys = cu_queries if keys == queries else cu_keys.to(device)
+        return cls(tuple(edges), spans, cu_queries, cu_keys, (max(queries), max(keys)), share)
+
+    @cached_property
+    def blocks(self) -> BlockMask:
+        """Which blocks of 128 queries and keys of these spans see each other, for flex attention."""
+        begin = self.spans[0].start
+        device = self.cu_queries.device
+        counts = [span.last - span.first for span in self.spans]
+        # The first key that each query sees, and the last: itself.
+        first = torch.tensor([span.start - begin for span in self.spans]).repeat_interleave(torch.tensor(counts))
+        own = torch.arange(sum(counts)) + (self.spans[0].first - begin)
+        first, own = first.to(device), own.to(device)
+
+        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (first[query] <= key) & (key <= own[query])
+
+        keys = self.spans[-1].last - begin
+        return create_block_mask(sees, None, None, len(own), keys, device=str(device))
+
+    def bias(self, slopes: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+        """ALiBi's bias in a sample of so many keys, of which the last are queries: [1, H, queries, keys], made once for
+        all layers and samples of that length."""
+        of = (queries, keys, dtype)
+        if of not in self.biases:
+            self.biases[of] = alibi.causal(slopes, keys - queries, queries, keys, dtype)
+        return self.biases[of]
+
+    @property
+    def tokens(self) -> int:
+        """Of the row that this rank has."""
+        if self.share is None:
+            return self.edges[-1]
+        part = self.share.part(self.edges[-1])
+        return int(part.stop - part.start)
+
+
+@dataclass
+class PackedForward:
+    """A packed forward under way: its segments, and the modules whose attention got them."""
+
+    segments: Segments
+    seen: set[int] = field(default_factory=set)
+
+
+under_way: ContextVar[PackedForward | None] = ContextVar("packed forward", default=None)
+
+
+def masks(**asked: Any) -> Any:
+    """The mask function of every attention that Octavo registers: torch's masks, and in a packed forward its segments
+    where the mask of a decoder is asked for."""
+    now = under_way.get()
+    of_encoder = asked["mask_function"] is bidirectional_mask_function
+    if now is None or of_encoder or asked["q_length"] != now.segments.tokens:
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked)
+    if asked.get("local_size"):
+        raise ModelError(f"a packed row met a layer that sees {asked['local_size']} tokens alone. {INSTEAD}")
+    if asked["kv_length"] != asked["q_length"]:
+        raise ModelError("a packed row met a cache of keys and values. Call the model with use_cache=False")
+    return now.segments
+
+
+def attend(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float,
+    one: Callable[[Tensor, Tensor, Tensor], Tensor], at_once: bool = True, layer: object = None,
+    whole: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D]; of a shared row
+    those of this rank's tokens.
+
+    ``one`` computes a sample, as [1, H, t, D], of which the last queries may be all that it gets; ``at_once``: whether
+    flash attention may do all at once; ``whole``: does so in its place, as [1, T, H, D]. Raises ModelError where the
+    tokens are not those of the segments.
+    """
+    now = under_way.get()
+    if now is not None and now.segments is segments:
+        now.seen.add(id(layer))
+    if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == segments.tokens:
+        raise ModelError(
+            f"a packed row of {segments.tokens} tokens met attention of {q.shape[0]} rows, {q.shape[2]} queries and "
+            f"{k.shape[2]} keys: a cache, or a batch of several rows. Call the model on one pack with use_cache=False"
+        )
+
+    def within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        begin, first, _ = segments.spans[0]
+        last = segments.spans[-1].last
+        if whole is not None:
+            return whole(q, k[:, :, begin:last], v[:, :, begin:last])
+        if at_once and takes_varlen(q, v, dropout):
+            ends, keys = (segments.cu_queries, segments.longest[0]), (segments.cu_keys, segments.longest[1])
+            return varlen(q, k[:, :, begin:last], v[:, :, begin:last], *ends, scale, True, keys)[None]
+        parts = [one(q[:, :, a - first : b - first], k[:, :, s:b], v[:, :, s:b]) for s, a, b in segments.spans]
+        return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+    if segments.share is None:
+        return within(q, k, v)
+    return segments.share.attend(q, k, v, within, layer)
+
+
+def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
+    """Whether torch's flash attention for rows of several samples computes these."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    fits = q.shape[-1] == v.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
+    return accelerator.is_gpu(q.device) and half and not dropout and fits
+
+
+def attend_images(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, dropout: float = 0.0
+) -> Tensor:
+    """Attention within each image of a row: q, k, v [1, H, T, D] -> [1, T, H, D]; `edges`, int32 [images + 1] on the
+    device, say where images end. On CUDA in 16 bits without waiting for the device."""
+    if takes_varlen(q, v, dropout):
+        return varlen(q, k, v, edges, longest, scale, causal=False)[None]
+    parts = [
+        F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], dropout_p=dropout, scale=scale)
+        for a, b in pairwise(edges.tolist())
+    ]
+    return torch.cat([part.transpose(1, 2) for part in parts], 1)
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, causal: bool,
+    keys: tuple[Tensor, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """[T, H, D] of q [1, H, T, D], k and v [1, H_kv, S, D]; ``keys``: where the keys of each span of queries end, and
+    how many are the most (None: as queries do). The last query of a span sees all of its keys."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    known = inspect.signature(varlen_attn).parameters  # it changed from one version of torch to the next
+    groups = q.shape[1] // k.shape[1]
+    windowed = "window_size" in known
+    more: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
+    if groups > 1 and "enable_gqa" in known:
+        more["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    if "scale" in known:
+        more["scale"] = scale
+    elif scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    key_edges, most = keys or (edges, longest)
+    out: Any = varlen_attn(q, k, v, edges, key_edges, longest, most, **more)
+    return out

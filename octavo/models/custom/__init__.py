@@ -1,0 +1,1 @@
+"""Architectures that transformers does not ship: MPT, NVILA, LLaVA-OneVision-1.5."""

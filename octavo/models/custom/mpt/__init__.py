@@ -1,0 +1,15 @@
+"""MPT as LLM-Foundry trains it, on the layout of its folders: what transformers' class of that name leaves out."""
+
+from octavo.models.custom.mpt.configuration import MPTConfig
+from octavo.models.custom.mpt.model import MPTForCausalLM, MPTForSequenceClassification, MPTModel
+from octavo.models.custom.mpt.reading import not_in_stock, read, why_too_long
+
+__all__ = [
+    "MPTConfig",
+    "MPTForCausalLM",
+    "MPTForSequenceClassification",
+    "MPTModel",
+    "not_in_stock",
+    "read",
+    "why_too_long",
+]

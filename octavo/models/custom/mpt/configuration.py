@@ -1,0 +1,276 @@
+"""config.json of MPT: LLM-Foundry's fields with LLM-Foundry's meaning, each computed or refused.
+
+transformers has a class for the same `model_type` that reads a few of them (:mod:`octavo.models.custom.mpt.reading`
+says which and what an absent one means). What is here is written whole into a saved folder, so that no reader has to
+guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+ATTENTION: Mapping[str, Any] = {
+    "attn_type": "multihead_attention",
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "alibi": False,
+    "alibi_bias_max": 8,
+    "clip_qkv": None,
+    "qk_ln": False,
+    "qk_gn": False,
+    "softmax_scale": None,
+}
+"""Fields of `attn_config` and what they are where absent. `attn_impl` names a kernel, which is Octavo's to choose."""
+
+FFN: Mapping[str, Any] = {"ffn_type": "mptmlp", "ffn_hidden_size": None, "ffn_act_fn": None}
+INIT: Mapping[str, Any] = {
+    "name": "kaiming_normal_",
+    "fan_mode": "fan_in",
+    "init_nonlinearity": "relu",
+    "init_div_is_residual": True,
+    "init_gain": 0.0,
+    "init_std": None,
+    "emb_init_std": None,
+    "emb_init_uniform_lim": None,
+}
+
+ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "attn_type": (("multihead_attention",), "heads that share keys and values are not implemented"),
+    "kv_n_heads": ((None,), "heads that share keys and values are not implemented"),
+    "kv_dim": ((None,), "keys of another width are not implemented"),
+    "fused_qkv": ((True,), "q, k and v are one layer, Wqkv; join the three weights to one"),
+    "rope": ((False,), "rotary positions are not implemented; a Llama has them"),
+    "sliding_window_size": ((-1, None), "every token sees all before it"),
+    "attn_logit_softcapping": ((None,), "a cap of scores is not implemented"),
+    "attn_temperature_tuning": ((None,), "a scale of scores by position is not implemented"),
+    "nope": ((False, None), "layers without positions are not implemented"),
+    "reuse_kv_layer_idx": ((None,), "keys of another layer are not implemented"),
+    "flex_attn_mod_list": ((None, []), "masks of one's own are not implemented"),
+    "prefix_lm": ((False, None), "a prefix that sees both ways is not implemented"),
+    "attn_uses_sequence_id": (
+        (False, None),
+        "samples of a pack never see each other under data.packing (with data.join: false); set it to false",
+    ),
+}
+"""Fields of `attn_config` that change what attention computes -> what they may say, and why nothing else."""
+
+OF_ROPE = ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
+BLOCKS: Mapping[str, str] = {
+    "block_overrides": "all blocks are alike",
+    "final_logit_softcapping": "a cap of logits is not implemented",
+    "residual_modification": "a block adds what it computes",
+}
+"""Fields above all others that change what is computed, and are refused unless they are null."""
+
+NORMS = ("layernorm", "low_precision_layernorm")
+ACTIVATIONS = ("gelu", "relu", "silu")
+FUSED, PLAIN = "te_ln_mlp", "mptmlp"
+
+
+@strict
+class MPTConfig(PreTrainedConfig):
+    """One field each of LLM-Foundry's `MPTConfig`, with its defaults; beside them transformers' `layer_norm_epsilon`
+    (LLM-Foundry says `norm_eps`) and `initializer_range`, which, where it is given, takes the place of `init_config`.
+
+    `attn_config`, `ffn_config` and `init_config` are dicts, completed here. ALiBi turns learned positions off, as in
+    LLM-Foundry. `te_ln_mlp` is TransformerEngine's name for norm_2 and an MLP with the tanh form of GELU: it becomes
+    `mptmlp` with that activation.
+
+    Raises ValueError for what Octavo does not compute, by its name.
+    """
+
+    model_type = "mpt"
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_seq_len",
+    }
+
+    d_model: int = 2048
+    n_heads: int = 16
+    n_layers: int = 24
+    expansion_ratio: int | float = 4
+    max_seq_len: int = 2048
+    vocab_size: int = 50368
+    resid_pdrop: float | int = 0.0
+    emb_pdrop: float | int = 0.0
+    learned_pos_emb: bool = True
+    attn_config: dict | None = None
+    ffn_config: dict | None = None
+    init_config: dict | None = None
+    init_device: str = "cpu"
+    logit_scale: float | int | str | None = None
+    no_bias: bool = False
+    embedding_fraction: float | int = 1.0
+    norm_type: str = "low_precision_layernorm"
+    norm_eps: float | None = None
+    layer_norm_epsilon: float | None = None
+    fc_type: str | dict = "torch"
+    use_pad_tok_in_ffn: bool = True
+    use_cache: bool = False
+    initializer_range: float | None = None
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in BLOCKS})
+        for key, why in BLOCKS.items():
+            if kwargs.get(key) is not None:
+                raise ValueError(f"{key} is {kwargs[key]!r:.80}: {why}. {_MEND}")
+        self.attn_config = _completed("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
+        self.ffn_config = _completed("ffn_config", self.ffn_config, FFN, ("fc_type",))
+        self.init_config = _completed("init_config", self.init_config, INIT, ("verbose",))
+        _check_attention(self.attn_config)
+        self.ffn_config = _plain(self.ffn_config)
+        self.learned_pos_emb = self.learned_pos_emb and not self.alibi
+        self._check()
+
+    @property
+    def alibi(self) -> bool:
+        assert isinstance(self.attn_config, dict)
+        return bool(self.attn_config["alibi"])
+
+    @property
+    def eps(self) -> float:
+        """Of all norms."""
+        return 1e-5 if self.norm_eps is None else self.norm_eps
+
+    @property
+    def hidden(self) -> int:
+        """The width inside an MLP."""
+        assert isinstance(self.ffn_config, dict)
+        given = self.ffn_config["ffn_hidden_size"]
+        return int(self.d_model * self.expansion_ratio) if given is None else given
+
+    @property
+    def factor(self) -> float:
+        """What logits are multiplied by."""
+        if self.logit_scale == "inv_sqrt_d_model":
+            return self.d_model**-0.5
+        return 1.0 if self.logit_scale is None else float(self.logit_scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without `initializer_range` where there is none: transformers' class takes a number or nothing."""
+        found = super().to_dict()
+        if found.get("initializer_range") is None:
+            found.pop("initializer_range", None)
+        return found
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Every field that decides what is computed, also where it has its default."""
+        own = {name: value for name, value in self.to_dict().items() if name in type(self).__annotations__}
+        return super().to_diff_dict() | own
+
+    def _check(self) -> None:
+        for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_MEND}")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not share. {_MEND}")
+        if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:  # type: ignore[index]
+            raise ValueError(
+                f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is no whole number. {_MEND}"
+            )
+        if self.norm_type.lower() not in NORMS:
+            raise ValueError(f"norm_type is {self.norm_type!r}; there are {' and '.join(NORMS)}. {_MEND}")
+        both = {eps for eps in (self.norm_eps, self.layer_norm_epsilon) if eps is not None}
+        if len(both) > 1:
+            raise ValueError(
+                f"norm_eps is {self.norm_eps} and layer_norm_epsilon {self.layer_norm_epsilon}, and both are the "
+                f"epsilon of all norms. {_MEND}"
+            )
+        self.norm_eps = self.layer_norm_epsilon = both.pop() if both else 1e-5
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_MEND}")
+        for key, asked in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):  # type: ignore[union-attr]
+            name = asked.get("name", "torch") if isinstance(asked, dict) else asked
+            if name not in ("torch", "te") and not (name is None and "." in key):
+                raise ValueError(f"{key} is {name!r}; torch and te are linear layers, others are not known. {_MEND}")
+        wrong = isinstance(self.logit_scale, str) and self.logit_scale != "inv_sqrt_d_model"
+        if wrong or not math.isfinite(self.factor) or not self.factor:
+            raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_MEND}")
+        if not 0 < self.embedding_fraction <= 1:
+            raise ValueError(
+                f"embedding_fraction is {self.embedding_fraction}, and it is above 0 and at most 1. {_MEND}"
+            )
+        shares = {"resid_pdrop": self.resid_pdrop, "emb_pdrop": self.emb_pdrop,
+                  "attn_pdrop": self.attn_config["attn_pdrop"]}  # type: ignore[index]  # fmt: skip
+        if odd := {key: share for key, share in shares.items() if not 0 <= share < 1}:
+            raise ValueError(
+                f"{', '.join(f'{key} is {share}' for key, share in odd.items())}: from 0 to below 1. {_MEND}"
+            )
+
+
+_MEND = "Correct config.json, if the weights are of another kind than it says"
+
+
+def _completed(
+    name: str, given: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
+) -> dict[str, Any]:
+    """A nested dict with every field that is known. Raises ValueError for a field that nobody here knows: it may change
+    what is computed. transformers writes fields of its own into `attn_config`, which say nothing."""
+    of_transformers = PreTrainedConfig().to_dict()
+    own = {key: value for key, value in (given or {}).items() if key in known or key not in of_transformers}
+    if odd := [key for key in own if key not in known and key not in others]:
+        raise ValueError(
+            f"{name}.{odd[0]} is {own[odd[0]]!r:.80}, and Octavo does not know what it changes; it knows "
+            f"{', '.join(known)}. Remove the field, if it changes nothing"
+        )
+    return {**known, **own}
+
+
+def _check_attention(attention: dict[str, Any]) -> None:
+    for key, (may, why) in ELSEWHERE.items():
+        if key in attention and attention[key] not in may:
+            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}: {why}. {_MEND}")
+    for key in ("alibi", "qk_ln", "qk_gn"):
+        if not isinstance(attention[key], bool):
+            raise ValueError(f"attn_config.{key} is {attention[key]!r:.80}, and it is true or false. {_MEND}")
+    if attention["qk_ln"] and attention["qk_gn"]:
+        raise ValueError(f"attn_config asks for qk_ln and qk_gn, and queries have one norm. {_MEND}")
+    for key in ("clip_qkv", "softmax_scale", "alibi_bias_max", "attn_pdrop"):
+        value = attention[key]
+        unset = value is None and key in ("clip_qkv", "softmax_scale")
+        if not unset and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise ValueError(f"attn_config.{key} is {value!r:.80}, and it is a number from 0. {_MEND}")
+    if float(attention["attn_pdrop"]).is_integer():
+        attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class takes no other
+
+
+def _plain(ffn: dict[str, Any]) -> dict[str, Any]:
+    """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
+    act = ffn["ffn_act_fn"] or {"name": "gelu"}
+    if not isinstance(act, dict) or "name" not in act:
+        raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}, and it is an object with a name, "
+                         f'{{"name": "gelu"}}. {_MEND}')  # fmt: skip
+    act = dict(act)
+    if ffn["ffn_type"] == FUSED:
+        if act != {"name": "gelu"}:
+            raise ValueError(f"ffn_config: {FUSED} has the GELU of TransformerEngine, and ffn_act_fn is {act}. {_MEND}")
+        ffn, act = {**ffn, "ffn_type": PLAIN}, {"name": "gelu", "approximate": "tanh"}
+    if ffn["ffn_type"] != PLAIN:
+        raise ValueError(
+            f"ffn_config.ffn_type is {ffn['ffn_type']!r:.80}; {PLAIN} and {FUSED} are implemented, gated MLPs and "
+            f"experts are not. {_MEND}"
+        )
+    if act["name"] == "gelu":
+        act.setdefault("approximate", "none")
+    if (
+        act["name"] not in ACTIVATIONS
+        or set(act) - {"name", "approximate"}
+        or act.get("approximate") not in (("none", "tanh") if act["name"] == "gelu" else (None,))
+    ):
+        raise ValueError(f"ffn_config.ffn_act_fn is {act}; there are {', '.join(ACTIVATIONS)}, gelu with approximate "
+                         f"none or tanh. {_MEND}")  # fmt: skip
+    width = ffn["ffn_hidden_size"]
+    if width is not None and (type(width) is not int or width < 1):
+        raise ValueError(f"ffn_config.ffn_hidden_size is {width!r:.80}, and it is a whole number from 1. {_MEND}")
+    return {**ffn, "ffn_act_fn": act}

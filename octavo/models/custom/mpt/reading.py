@@ -1,0 +1,140 @@
+"""A folder of model_type `mpt`: what an absent field means, and whether config.json and tensors tell of one model.
+
+Two programs write such folders, with defaults that are opposites where it matters:
+
+    field absent          transformers' MptConfig    LLM-Foundry's MPTConfig
+    attn_config.alibi     true                       false
+    no_bias               true                       false
+    initializer_range     0.02                       not a field: init_config
+
+A field that is written counts. An absent one takes transformers' meaning, unless the file has what LLM-Foundry alone
+writes (`ffn_config`, `init_config`, `fc_type`, `auto_map`, or its class in `architectures`). Then the names of tensors
+must agree, where there are any: learned positions, biases and norms of q and k are there if and only if config.json
+says so. A folder that contradicts itself is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.models.custom.mpt.configuration import MPTConfig
+from octavo.models.errors import ModelError
+from octavo.models.folder import headers
+
+OF_FOUNDRY = ("ffn_config", "init_config", "fc_type", "auto_map")
+CLASSES = ("MPTForCausalLM", "MPTModel", "MPTForSequenceClassification")
+WTE = "transformer.wte.weight"
+_OF_TE = re.compile(r"\.ffn\.(layer_norm_(weight|bias)|fc[12]_(weight|bias|_extra_state))$")
+
+
+def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
+    """The configuration of a folder, whose config.json holds `raw`. Raises ModelError where its tensors are another
+    model's, and ValueError for what is not implemented."""
+    fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
+    attention = fields.get("attn_config")
+    if attention is not None and not isinstance(attention, dict):
+        raise ModelError(f"{folder}/config.json: attn_config is {attention!r:.80}, and it is an object.")
+    if not _by_foundry(raw):
+        fields = {
+            "no_bias": True,
+            "initializer_range": 0.02,
+            **fields,
+            "attn_config": {"alibi": True, **(attention or {})},
+        }
+    config = MPTConfig.from_dict(fields)
+    if why := disagreement(config, _names(folder)):
+        raise ModelError(f"{folder}: {why}")
+    return config
+
+
+def _by_foundry(raw: Mapping[str, Any]) -> bool:
+    named = raw.get("architectures")
+    return any(key in raw for key in OF_FOUNDRY) or (isinstance(named, list) and any(one in CLASSES for one in named))
+
+
+def _names(folder: Path) -> set[str]:
+    """Names of a folder's tensors; a file that cannot be read is for loading to refuse."""
+    found: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            found |= {entry.name for entry in headers.read(file).entries}
+        except (headers.HeaderError, OSError):
+            continue
+    return found
+
+
+def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
+    """What tensors of these names contradict in a configuration, with the fix; None where they agree, or where they are
+    no whole model's."""
+    if fused := sorted(name for name in names if _OF_TE.search(name)):
+        return (
+            f"{fused[0]} is of TransformerEngine's LayerNormMLP (ffn_type: te_ln_mlp). Rename in each block "
+            "ffn.layer_norm_weight and _bias to norm_2.weight and .bias, ffn.fc1_weight and _bias to "
+            "ffn.up_proj.weight and .bias, ffn.fc2_weight and _bias to ffn.down_proj.weight and .bias, and drop "
+            "_extra_state; config.json may keep te_ln_mlp, whose activation it names."
+        )
+    if apart := sorted(name for name in names if name.endswith((".attn.Wq.weight", ".ffn.gate_proj.weight"))):
+        return (
+            f"{apart[0]} is of a layer that Octavo's MPT does not have: q, k and v are one Wqkv, and the MLP has no "
+            "gate."
+        )
+    if WTE not in names:
+        return None
+    attention: Any = config.attn_config
+    parts = (
+        ("wpe.weight", "learned positions", config.learned_pos_emb, "learned_pos_emb (and attn_config.alibi: false)"),
+        ("norm_1.bias", "biases", not config.no_bias, "no_bias: false"),
+        (
+            "q_ln.weight",
+            "norms of queries and keys",
+            attention["qk_ln"] or attention["qk_gn"],
+            "attn_config.qk_ln or qk_gn",
+        ),
+    )
+    for end, what, wanted, key in parts:
+        there = any(name.endswith(f".{end}") for name in names)
+        if there != bool(wanted):
+            says = "the tensors have " + (what if there else f"no {what}")
+            other = "set" if there else "do not set"
+            return (
+                f"config.json says {'with' if wanted else 'without'} {what}, and {says} (*.{end}): {other} {key} there."
+            )
+    return None
+
+
+def not_in_stock(config: MPTConfig) -> list[str]:
+    """What transformers' own MPT would leave out of this model without a word, as fields of config.json."""
+    attention, ffn = config.attn_config, config.ffn_config
+    assert isinstance(attention, dict) and isinstance(ffn, dict)
+    found = {
+        "learned_pos_emb": config.learned_pos_emb,
+        "attn_config.alibi": not config.alibi,
+        "attn_config.alibi_bias_max": config.alibi and attention["alibi_bias_max"] != 8,
+        "no_bias": not config.no_bias,
+        "attn_config.qk_ln": attention["qk_ln"],
+        "attn_config.qk_gn": attention["qk_gn"],
+        "expansion_ratio": config.hidden != 4 * config.d_model,
+        "ffn_config.ffn_act_fn": ffn["ffn_act_fn"] != {"name": "gelu", "approximate": "none"},
+        "logit_scale": config.factor != 1,
+        "resid_pdrop": config.resid_pdrop != attention["attn_pdrop"],
+        "emb_pdrop": config.emb_pdrop,
+    }
+    return [name for name, ignored in found.items() if ignored]
+
+
+def why_too_long(config: Any, length: int) -> str | None:
+    """Why rows of so many tokens are more than a model takes, as the end of a sentence with its fix; None where they
+    are not, and for all models but MPT, whose positions are computed or checked elsewhere."""
+    if not isinstance(config, MPTConfig) or length <= config.max_seq_len:
+        return None
+    if config.alibi:
+        return (
+            f"is an MPT of max_seq_len {config.max_seq_len}. Its ALiBi has no end: raise max_seq_len in config.json, "
+            "where transformers' own class ends too, or lower train.seq_length."
+        )
+    if config.learned_pos_emb:
+        return f"is an MPT of {config.max_seq_len} learned positions (max_seq_len). Lower train.seq_length."
+    return f"is an MPT of max_seq_len {config.max_seq_len}. Lower train.seq_length, or raise it in config.json."

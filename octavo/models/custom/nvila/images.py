@@ -1,0 +1,96 @@
+"""Images to tiles, with Pillow and numpy.
+
+    tiles     the grid of tiles closest to the image's aspect ratio, row by row, then the whole image as one tile more
+              if the grid has several: InternVL's rule and order
+    scales    (dynamic S2) the image at each scale as a square of tiles, the largest as such a grid, of no fewer tiles
+              than its square has; where there may not be so many, one tile
+
+All tiles are squares of `size`, resized with bicubic, scaled to 0 .. 1 and normalised as SigLIP's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from transformers import BatchFeature
+from transformers.image_utils import SizeDict
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+    get_optimal_tiled_canvas,
+)
+
+from octavo.models.custom.nvila.configuration import MOST_TILES, NvilaLiteConfig
+
+_HALF = [0.5, 0.5, 0.5]
+
+
+class NvilaImages(GotOcr2ImageProcessorPil):
+    """Images to `pixel_values`, tiles [3, side, side] in fp32, and `grids`.
+
+    A grid is (tiles, 1, 1), or of several scales (frames, rows, columns): the first frame is the largest scale, row by
+    row, the second holds the smaller ones, the smallest first, and is filled up with zeros; an image that is one tile
+    is (1, 1, 1). So the product is the number of its tiles.
+
+    `min_patches` and `max_patches` are limits of the grid; a `max_patches` of 1 makes each image one tile.
+    """
+
+    image_mean, image_std = _HALF, _HALF
+    size = {"height": 448, "width": 448}
+    crop_to_patches = True
+    max_patches = MOST_TILES  # where nobody says less; the model does
+    scales: tuple[int, ...] = ()
+
+    def __init__(self, **settings: Any) -> None:
+        # what a published folder names is SigLIP's processor, which has no tiles: their number comes from config.json
+        super().__init__(**{**settings, "crop_to_patches": True})
+
+    def of(self, config: NvilaLiteConfig) -> None:
+        """Take limits and scales of a model; limits that were set before stay where they are narrower."""
+        self.max_patches = max(1, min(self.max_patches, config.max_tiles))
+        self.min_patches = min(max(self.min_patches, config.min_tiles), self.max_patches)
+        self.scales = config.s2_scales
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """The grid of an image of this size."""
+        if not self.scales:
+            return int(self.get_number_of_image_patches(height, width)), 1, 1
+        least = self._squares()[-1]
+        if self.max_patches < least:
+            return 1, 1, 1
+        side = (self.size["height"], self.size["width"])
+        columns, rows = get_optimal_tiled_canvas((height, width), side, max(least, self.min_patches), self.max_patches)
+        return 1 + -(-sum(self._squares()[:-1]) // (rows * columns)), rows, columns
+
+    def _squares(self) -> list[int]:
+        """Tiles of each scale as a square."""
+        return [(scale // self.size["height"]) ** 2 for scale in self.scales]
+
+    def _preprocess(self, images: list[np.ndarray], **options: Any) -> BatchFeature:
+        if not self.scales:
+            found = super()._preprocess(images, **options)
+            grids = [(tiles, 1, 1) for tiles in found["num_patches"]]
+            return BatchFeature({"pixel_values": found["pixel_values"], "grids": grids})
+        grids = [self.grid(*image.shape[-2:]) for image in images]
+        made = [tile for image, grid in zip(images, grids, strict=True) for tile in self._scaled(image, grid, options)]
+        return BatchFeature({"pixel_values": made, "grids": grids})
+
+    def _scaled(self, image: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]) -> list[np.ndarray]:
+        """The tiles of an image [3, height, width] at all scales, as many as the grid says."""
+        frames, rows, columns = grid
+        made = self._cut(image, rows, columns, options)
+        if frames > 1:
+            for scale in self.scales[:-1]:
+                side = scale // self.size["height"]
+                made += self._cut(image, side, side, options)
+        return made + [np.zeros_like(made[0])] * (frames * rows * columns - len(made))
+
+    def _cut(self, image: np.ndarray, rows: int, columns: int, options: dict[str, Any]) -> list[np.ndarray]:
+        """An image resized to rows x columns tiles, row by row."""
+        tall, wide = self.size["height"], self.size["width"]
+        whole = self.resize(image, SizeDict(height=rows * tall, width=columns * wide), options["resample"])
+        whole = self.normalize(
+            self.rescale(whole, options["rescale_factor"]), options["image_mean"], options["image_std"]
+        )
+        tiles = whole.reshape(-1, rows, tall, columns, wide).transpose(1, 3, 0, 2, 4)
+        return list(tiles.reshape(rows * columns, -1, tall, wide))

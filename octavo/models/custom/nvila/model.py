@@ -1,0 +1,241 @@
+"""NVILA and NVILA-Lite as transformers has models: tower, projector and decoder; on disk under other names.
+
+memory                              on disk, one folder
+model.vision_tower.X                vision_tower.vision_model.X
+model.mm_projector.X                mm_projector.X
+model.language_model.X              llm.model.X
+lm_head.weight                      llm.lm_head.weight
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
+from transformers.utils import torch_compilable_check
+
+from octavo.models.custom.nvila.configuration import NvilaConfig, NvilaLiteConfig
+from octavo.models.custom.nvila.projector import Projector
+from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitched
+from octavo.models.custom.nvila.tower import Tower
+
+RENAMINGS = (
+    (r"^vision_tower\.vision_model\.", "model.vision_tower."),
+    (r"^mm_projector\.", "model.mm_projector."),
+    (r"^llm\.model\.", "model.language_model."),
+    (r"^llm\.lm_head\.", "lm_head."),
+)
+
+
+def renamings() -> list[WeightRenaming]:
+    """Names on disk -> names in memory, for transformers' registry."""
+    return [WeightRenaming(source_patterns=disk, target_patterns=memory) for disk, memory in RENAMINGS]
+
+
+class NvilaPreTrainedModel(PreTrainedModel):
+    """What all share."""
+
+    config: NvilaLiteConfig
+    base_model_prefix = "model"
+    input_modalities = ("image", "text")
+    media_outside = True  # tokens of media may lie behind the table of embeddings: none is looked up
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SiglipEncoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Not in the sense of transformers, which leaves modules without parameters of their own out when it draws
+        weights of such: SigLIP's attention and MLP would not begin as SigLIP's."""
+        return False
+
+    def get_parameter(self, target: str) -> Any:
+        """Or the buffer of a weight that nobody reads: transformers' loader of compressed tensors asks for all so."""
+        module, _, name = target.rpartition(".")
+        kept = self.get_submodule(module)._buffers.get(name)
+        return super().get_parameter(target) if kept is None else kept
+
+
+class NvilaLiteModel(NvilaPreTrainedModel):
+    """Tower, projector and decoder, without an output projection."""
+
+    config_class = NvilaLiteConfig
+
+    def __init__(self, config: NvilaLiteConfig) -> None:
+        super().__init__(config)
+        self.vision_tower = Tower(config.vision_config)
+        self.mm_projector = Projector(config.merge, config.projector_input, config.text_config.hidden_size)
+        self.language_model = AutoModel.from_config(config.text_config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    def get_decoder(self) -> PreTrainedModel:
+        return self.language_model
+
+    def get_image_features(
+        self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: Any
+    ) -> BaseModelOutputWithPooling:
+        """`pooler_output`: what stands for images in the text, the embeddings of the line breaks that end it included.
+        Of tiles [n, 3, height, width] as [n, tokens, H]; of several scales a [tokens, H] for each image, by its grid
+        (:class:`octavo.models.custom.nvila.images.NvilaImages`)."""
+        pixels = pixel_values.to(self.vision_tower.dtype)
+        if not self.config.s2_scales:
+            patches = self.vision_tower(pixels)
+            return BaseModelOutputWithPooling(patches, self.ended(self.mm_projector(patches)))
+        if image_grid_thw is None:
+            raise ValueError("images at several scales come with image_grid_thw, which says how they are cut")
+        side = self.config.vision_config.image_size
+        squares = [(scale // side) ** 2 for scale in self.config.s2_scales[:-1]]
+        cuts = [cut_of(grid, squares) for grid in image_grid_thw.tolist()]
+        patches = self.vision_tower(pixels[torch.tensor(seen_of(cuts), device=pixels.device)])
+        blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
+        made = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
+        images = [stitched(one, cut.rows, cut.columns) for one, cut in zip(made, cuts, strict=True)]
+        return BaseModelOutputWithPooling(patches, tuple(self.ended(image[None])[0] for image in images))
+
+    def ended(self, features: Tensor) -> Tensor:
+        """Features [n, tokens, H] with the embeddings of line breaks behind them, [n, tokens + newlines, H]."""
+        count = self.config.newlines
+        if not count:
+            return features
+        table = self.get_input_embeddings()
+        ids = torch.full((len(features), count), self.config.newline_token_id, device=features.device)
+        return torch.cat([features, table(ids).to(features.dtype)], 1)
+
+    def embedded(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(embeddings of the tokens, where images stand [B, T]). Media have ids beyond the table: any row of it serves
+        them."""
+        places = input_ids == self.config.image_token_id
+        embeds: Tensor = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
+        return embeds, places
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        **more: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if input_ids is None and pixel_values is not None:
+            raise ValueError("images are placed by input_ids: give these, not inputs_embeds, with pixel_values")
+        if input_ids is not None:
+            inputs_embeds, places = self.embedded(input_ids)
+            if pixel_values is not None:
+                found = self.get_image_features(pixel_values, image_grid_thw).pooler_output
+                features = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
+                torch_compilable_check(
+                    places.sum() == len(features),
+                    f"images make {len(features)} features, and the text has another number of places for them",
+                )
+                inputs_embeds = inputs_embeds.masked_scatter(places[..., None], features.to(inputs_embeds))
+        return self.language_model(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **more,
+        )
+
+
+@dataclass
+class NvilaOutput(ModelOutput):
+    """`loss`, if labels were given, `logits` [B, T, V] and what generation needs."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
+    """NVILA-Lite with its output projection: text and tiles in, logits out."""
+
+    config_class = NvilaLiteConfig
+    _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    base_class: type[NvilaLiteModel] = NvilaLiteModel
+
+    def __init__(self, config: NvilaLiteConfig) -> None:
+        super().__init__(config)
+        self.model = self.base_class(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def get_decoder(self) -> PreTrainedModel:
+        return self.model.language_model
+
+    def get_image_features(self, pixel_values: Tensor, **more: Any) -> BaseModelOutputWithPooling:
+        return self.model.get_image_features(pixel_values, **more)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **more: Any,
+    ) -> NvilaOutput:
+        out = self.model(
+            input_ids=input_ids,
+            pixel_values=pixel_values,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            image_grid_thw=image_grid_thw,
+            **more,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **more)
+        return NvilaOutput(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
+
+
+class NvilaModel(NvilaLiteModel):
+    """Tower, projector and decoder of NVILA."""
+
+    config_class = NvilaConfig
+
+
+class NVILAForConditionalGeneration(NVILALiteForConditionalGeneration):
+    """NVILA with its output projection: text and images at several scales in, logits out."""
+
+    config_class = NvilaConfig
+    base_class = NvilaModel

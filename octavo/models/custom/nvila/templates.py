@@ -1,0 +1,55 @@
+"""Chat templates that VILA keeps in its code, by name, and not in the folders of its models.
+
+    qwen2       ChatML; a conversation without a system turn gets one (NVILA's; config.json names it, if anything does)
+    vicuna_v1   VILA 1.5 over Vicuna (3B, 13B)
+    llama_3     VILA 1.5 over Llama 3 (8B); the last answer ends with another token than those before it
+
+Which of the last two a VILA 1.5 has VILA reads out of the name of its folder; here its tokenizer tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from octavo.models.tiny.special_tokens import NVILA
+
+_TURNS = (
+    "{%% set stated = messages[0]['role'] == 'system' %%}{{ bos_token | default('', true) }}"
+    "{{ %s + (messages[0]['content'] if stated else '%s') + %s }}"
+    "{%% for message in (messages[1:] if stated else messages) %%}"
+)
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user\\'s questions."
+)
+_LLAMA = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+_UNKNOWN = "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}{% endfor %}"
+_HEADER = "'<|start_header_id|>' + %s + '<|end_header_id|>\n\n'"
+
+TEMPLATES = {
+    "qwen2": NVILA.template,
+    "vicuna_v1": _TURNS
+    % ("''", _VICUNA, "' '")
+    + "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT: ' + message['content'] + '</s>' }}"
+    + _UNKNOWN
+    + "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}",
+    "llama_3": _TURNS % (_HEADER % "'system'", _LLAMA, "'<|eot_id|>'")
+    + "{% if message['role'] in ['user', 'assistant'] %}{{ "
+    + _HEADER % "message['role']"
+    + " + message['content'] }}"
+    "{{ '<|end_of_text|>' if loop.last and message['role'] == 'assistant' else '<|eot_id|>' }}"
+    + _UNKNOWN
+    + "{% if add_generation_prompt %}{{ "
+    + _HEADER % "'assistant'"
+    + " }}{% endif %}",
+}
+"""Name -> template over contents that are texts."""
+
+
+def vila_1_5(vocabulary: Collection[str]) -> str:
+    """The name of the template of a VILA 1.5 with these tokens."""
+    return "llama_3" if "<|eot_id|>" in vocabulary else "vicuna_v1"

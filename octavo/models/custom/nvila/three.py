@@ -1,0 +1,159 @@
+"""The original layout of VILA and NVILA: one folder each for decoder, tower and projector, and a configuration above.
+
+    config.json       how images are cut and which layer of the tower is read
+    llm/              config.json, weights, tokenizer
+    vision_tower/     config.json, weights, preprocessor_config.json
+    mm_projector/     config.json, weights
+
+The parts are found by the names of their folders: the paths in config.json lead to the disk of whoever wrote it.
+Folders that name Python code beside this (`auto_map`) are read by what they hold; their code never runs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from octavo.base import safe_read
+from octavo.models.custom.nvila.configuration import PROJECTORS, NvilaConfig, NvilaLiteConfig
+from octavo.models.custom.nvila.templates import TEMPLATES, vila_1_5
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import PARTS, check_sizes, check_weight_files, read_json
+
+SENTINEL, IMAGE, VIDEO = MEDIA = ("<vila/sentinel>", "<image>", "<vila/video>")
+#: `model_type` of config.json above the three folders
+KINDS = ("llava_llama", "vila")
+#: how images are cut -> line breaks that the prompt writes behind each tile
+_CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
+_PUBLISHED = "448,896,1344"
+_ENCODER = "llava.model.encoders.BasicImageEncoder"
+#: fields of config.json -> what they may say; others are other arithmetic, of which nobody would see a sign
+_KNOWN = {
+    "mm_vision_select_layer": (-2,),
+    "mm_vision_select_feature": ("cls_patch",),
+    "mm_use_im_start_end": (False, None),
+    "s2": (False, None),
+    "ps3": (False, None),
+}
+
+
+def read_three(folder: Path) -> NvilaLiteConfig:
+    """The configuration of a folder of three. Raises ModelError for what Octavo's model code does not compute."""
+    raw = {part: read_json(folder / part / "config.json") for part in PARTS}
+    top = read_json(folder / "config.json")
+    for file in (folder, *(folder / part for part in PARTS)):
+        check_sizes(file / "config.json")
+    cut = _cut(top)
+    _one_of(folder, "image_aspect_ratio", cut, _CUTS)
+    for key, known in _KNOWN.items():
+        _one_of(folder, key, top.get(key, known[0]), known)
+    text, vision = dict(raw["llm"]), dict(raw["vision_tower"])
+    _one_of(folder / "llm", "model_type", text.get("model_type"), ("qwen2", "llama"))
+    for part in (text, vision):
+        for key in ("auto_map", "_name_or_path", "architectures"):
+            part.pop(key, None)
+    vision["vision_use_head"] = _has_head(folder, vision)
+    several, side = cut == "dynamic_s2", vision.get("image_size")
+    _one_of(folder, "dynamic_s2", bool(top.get("dynamic_s2", several)), (several,))
+    _one_of(folder, "vision_resolution", top.get("vision_resolution") or -1, (-1, side))  # the positions' table has it
+    scales = _scales(folder, top) if several else ()
+    image = _image_token(folder, text)
+    projector = raw["mm_projector"].get("mm_projector_type", top.get("mm_projector_type"))
+    _one_of(folder / "mm_projector", "mm_projector_type", projector, PROJECTORS)
+    return (NvilaConfig if scales else NvilaLiteConfig)(
+        text_config=text,
+        vision_config=vision,
+        projector_type=projector,
+        image_token_id=image,
+        video_token_id=image + 1,
+        newlines=_ends(folder, top, cut) + _CUTS[cut],
+        min_tiles=top.get("min_tiles") or 1,
+        max_tiles=1 if cut == "resize" else top.get("max_tiles") or 12,
+        s2_scales=scales,
+        name_or_path=str(folder),
+    )
+
+
+def refuse_incomplete(folder: Path, model_type: object) -> None:
+    """Raises ModelError for a model of three folders that is there in part."""
+    lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
+    if model_type in KINDS and lacking:
+        raise ModelError(
+            f"{folder} is of model_type {model_type!r}, of which Octavo reads VILA's models, stored in three folders "
+            f"({', '.join(PARTS)}), and {folder / lacking[0]} has no config.json. Download the whole model."
+        )
+
+
+def add_media(tokenizer: Any) -> None:
+    """Give a tokenizer the tokens of media that it lacks, which take the next ids, as VILA does when it loads one."""
+    tokenizer.add_tokens([token for token in MEDIA if token not in tokenizer.get_vocab()], special_tokens=True)
+
+
+def template_of(folder: Path, tokenizer: Any) -> str | None:
+    """The chat template that VILA has in its code for such a folder; None where the tokenizer's own counts. Raises
+    ModelError for one that Octavo does not have."""
+    top = read_json(folder / "config.json")
+    name = top.get("chat_template")
+    if name is None and _cut(top) == "resize" and "image_encoder" not in top:
+        name = vila_1_5(tokenizer.get_vocab())
+    if name is not None and name not in TEMPLATES:
+        raise ModelError(
+            f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, and Octavo has "
+            f"{', '.join(TEMPLATES)} alone. Write it as {folder}/llm/chat_template.jinja."
+        )
+    return None if name is None else TEMPLATES[name]
+
+
+def _cut(top: dict[str, Any]) -> Any:
+    return top.get("image_aspect_ratio") or "resize"
+
+
+def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
+    """Line breaks that the encoder of images puts behind each: VILA 1.5 came before encoders, and has none."""
+    stated = top.get("image_encoder")
+    if stated is None:
+        return 0 if cut == "resize" else 1
+    if isinstance(stated, str):
+        stated = safe_read.parse_json(stated, folder / "config.json", ModelError)
+    for key, known in (("_target_", (_ENCODER,)), ("start_tokens", (None,)), ("end_tokens", ("\n", None))):
+        _one_of(folder, f"image_encoder.{key}", stated.get(key, known[0]), known)
+    return int(stated.get("end_tokens", "\n") is not None)
+
+
+def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
+    """The sides of dynamic S2, the smallest first; features of all are resized to those of the largest."""
+    stated = top.get("s2_scales") or _PUBLISHED
+    if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
+        raise ModelError(
+            f"{folder}/config.json gives s2_scales {stated!r:.80}, and they are sides in pixels, such as "
+            f"{_PUBLISHED!r}. Mend the field."
+        )
+    scales = tuple(sorted(map(int, stated.split(","))))
+    key = "s2_resize_output_to_scale_idx"
+    _one_of(folder, key, top.get(key), (-1, len(scales) - 1))  # where it is absent VILA takes the smallest
+    return scales
+
+
+def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
+    """Whether the tower has a pooling head: older configurations do not say so, but the weights do."""
+    if "vision_use_head" in vision or not list((folder / "vision_tower").glob("*.safetensors")):
+        return bool(vision.get("vision_use_head", False))
+    found = check_weight_files(folder / "vision_tower")
+    return any(entry.name.startswith("vision_model.head.") for header in found for entry in header.entries)
+
+
+def _image_token(folder: Path, text: dict[str, Any]) -> int:
+    """The id of `<image>`: the tokenizer's, or the second behind the table, whose rows are the tokens before media."""
+    file = folder / "llm" / "tokenizer_config.json"
+    known = (read_json(file) if file.exists() else {}).get("added_tokens_decoder") or {}
+    found = [int(number) for number, token in known.items() if token.get("content") == IMAGE]
+    return found[0] if found else int(text["vocab_size"]) + MEDIA.index(IMAGE)
+
+
+def _one_of(folder: Path, key: str, found: Any, known: Any) -> None:
+    if found not in known:
+        raise ModelError(
+            f"{folder}/config.json gives {key} {found!r:.80}, and Octavo's NVILA computes "
+            f"{' or '.join(map(repr, known))} alone."
+        )

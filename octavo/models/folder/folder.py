@@ -1,0 +1,373 @@
+"""The files of a Hugging Face folder: config.json and safetensors, opened and found whole before anything is built.
+
+Only data is read, by `octavo.base.safe_read`; pickled weights are refused. What transformers opens by itself
+(tokenizer, processor, template, generation settings) is read here first, so that it meets no pipe and no broken JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from octavo.base import encryption, safe_read
+from octavo.models.errors import ModelError
+from octavo.models.folder import headers
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how the names of files end that are pickles, usually
+QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
+#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings,
+#: and of a sealed one the note of its key (octavo.base.seal_note)
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "sealed.json",
+)
+#: the folders of a model that is stored in three (VILA, NVILA), each with a config.json and weights of its own
+PARTS = ("llm", "vision_tower", "mm_projector")
+#: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
+_MOST = {
+    "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # in front of words that they contain
+    "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 1 << 15, "head": 1 << 16, "labels": 1 << 16,
+    "classes": 1 << 16, "patch_size": 1 << 8, "merge_size": 1 << 5, "shortest_edge": 1 << 22, "min_pixels": 1 << 22,
+    "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
+}  # fmt: skip
+_MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
+#: keys of config.json (and ends of keys) that are above zero, and those that are not below it: with any other number a
+#: model loads, and computes something else. A window of -3 hides all tokens; a base of 0 gives angles that are infinite
+_ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
+               "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
+               "long_factor", "short_factor")  # fmt: skip
+_NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section", "layer_rope_theta")
+_OF_LAYERS = "layer_rope_theta"  # 0: this layer turns nothing (granitemoe_swa)
+#: and those that are 1 at most: what is dropped, or turned, is a part
+_AT_MOST_ONE = ("dropout", "partial_rotary_factor")
+#: keys of one part of a model: how many experts a token takes, and how many there are
+_TAKEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+#: of these only inside a table of rotary embeddings: elsewhere a factor may be any
+_ROPE = ("rope_scaling", "rope_parameters")
+_MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
+_WHOLE = safe_read.Is(lambda value: type(value) is int, "a whole number")
+_POSITIVE = safe_read.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
+#: what transformers' own check of generation_config.json leaves for the first answer to find
+_GENERATION = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "max_new_tokens", "max_length"), _POSITIVE),
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), safe_read.FINITE),
+    "top_k": _WHOLE,
+}
+_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    loud = level < transformers_logging.ERROR  # setting a level goes through all loggers of the process
+    transformers_logging.disable_progress_bar()
+    if loud:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        if loud:
+            transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def stock(subject: str) -> Iterator[None]:
+    """transformers and its libraries at work on a folder's contents, quietly: whatever they raise becomes a ModelError
+    that begins with `subject` ("FOLDER: the tokenizer cannot be loaded"). They fail in any way there is over a field
+    of another type; tokenizers' Rust panics with no Exception even."""
+    try:
+        with quiet():
+            yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{subject}: {safe_read.printable(summary(error))}") from error
+
+
+def parts_of(folder: Path) -> tuple[str, ...]:
+    """`PARTS` of a model that is stored in three folders; of any other none."""
+    return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
+
+
+def one_folder(folder: Path, what: str) -> None:
+    """Raises ModelError for a model that is stored in three folders, which `what` does not take."""
+    if parts := parts_of(folder):
+        raise ModelError(
+            f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes models of one folder alone. "
+            f"`octavo export {folder} DIR --format bf16` makes one of it."
+        )
+
+
+def at(folder: Path, name: str) -> Path:
+    """Where a model has a file of this name: in its folder, else in one of three, if it has such; it may not exist."""
+    places = (folder / name, *(folder / part / name for part in parts_of(folder)))
+    return next((file for file in places if os.path.lexists(file)), places[0])
+
+
+def read_json(file: Path) -> dict:
+    """A JSON object from a file; ModelError when it is missing, broken or no object."""
+    if not os.path.lexists(file):
+        raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}")
+    return safe_read.read_json(file, ModelError)
+
+
+def check_sizes(file: Path) -> None:
+    """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
+    that would not fit into any; none that is not finite, and none below the least that computes what it says. And each
+    part of a model says what it is in a word. Raises ModelError."""
+    level: list[tuple[str, Any]] = [("", read_json(file))]
+    while level:
+        key, node = level.pop()
+        if isinstance(node, dict):
+            _check_experts(file, node)
+            level += [(f"{key}.{name}" if key in _ROPE else name, one) for name, one in node.items()]
+        elif isinstance(node, list):
+            level += [(key, one) for one in node]
+        elif isinstance(node, int | float) and not isinstance(node, bool):
+            if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
+                raise ModelError(f"{file} gives {key}={node}, which is no finite number. Mend the field.")
+            _check_sign(file, key, node)
+            most = next((most for word, most in _MOST.items() if word in key), None)
+            if most is None and isinstance(node, int) and "theta" not in key:
+                most = _MOST_OF_ANY
+            if most is not None and not abs(node) <= most:
+                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
+        if key == "model_type" and not isinstance(node, str):
+            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no word. Mend the field.")
+
+
+def _check_sign(file: Path, key: str, value: float) -> None:
+    """Raises ModelError for a number that has to be above zero, or not below it, and is not."""
+    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_OF_LAYERS)
+    if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
+        least = "above 0" if above else "0 or above"
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Mend the field.")
+    if key.endswith(_AT_MOST_ONE) and value > 1:
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be 1 at most. Mend the field.")
+
+
+def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
+    """Raises ModelError where a token takes more experts than there are: no forward would end."""
+    there = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
+    for key in _TAKEN:
+        if type(taken := part.get(key)) is int and taken > max(there, default=0) > 1:  # dense siblings have 0 or 1
+            raise ModelError(
+                f"{file} gives {key}={taken}, and it must be {max(there)} at most, the number of experts. Mend the "
+                "field."
+            )
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raises ModelError for a generation_config.json that transformers refuses, at once or when it answers: a field of
+    another type, tokens that are no numbers or beyond the vocabulary."""
+    file = at(folder, "generation_config.json")
+    if not os.path.lexists(file):
+        return
+    settings, config = read_json(file), file.parent / "config.json"
+    raw = read_json(config) if os.path.lexists(config) else {}
+    text = raw.get("text_config")
+    rows = (text if isinstance(text, dict) else raw).get("vocab_size")
+    for key in _TOKENS:
+        named = settings.get(key)
+        for one in named if isinstance(named, list) else [] if named is None else [named]:
+            if type(one) is not int:
+                raise ModelError(f"{file}: {key} is {named!r:.80}; it is the number of a token, or a list of numbers.")
+            if type(rows) is int and one >= rows:
+                raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
+    safe_read.check_form(settings, _GENERATION, file, ModelError)
+    with stock(f"{file} cannot be used"):
+        GenerationConfig.from_dict(settings).validate()
+
+
+def _what(folder: Path) -> str:
+    """What a folder that lacks a file of a checkpoint is instead, and what to name in its place."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "a PEFT adapter. Name its base here and the adapter beside it (`lora.adapter` trains on), or make one "
+            "model of both: octavo merge."
+        )
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return "a run of octavo train. Make a Hugging Face folder of it: octavo export, or octavo merge for LoRA."
+    return "not a complete Hugging Face folder."
+
+
+def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
+    """The headers of a folder's safetensors files, each found whole; no tensor is read.
+
+    indexed: whether to go by the index; None: where there is no model.safetensors.
+
+    Raises ModelError when there are none (saying so when there are only pickles), when a shard of the index is
+    missing or truncated, or when a shard lacks a tensor that the index places in it.
+    """
+    if parts := parts_of(folder):
+        return [_within(part, header) for part in parts for header in check_weight_files(folder / part)]
+    index = folder / INDEX
+    if indexed is None:
+        indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
+    placed = weight_map(index) if indexed else {}
+    found = []
+    for name in sorted(set(placed.values())) or [SINGLE]:
+        file = folder / name
+        if not os.path.lexists(file):
+            raise ModelError(no_weights(file, indexed))
+        try:
+            header = headers.read(file)
+        except headers.HeaderError as error:
+            if error.kind == "unread":
+                raise ModelError(f"{error}.") from error
+            raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
+        there = {entry.name for entry in header.entries}
+        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in there):
+            raise ModelError(
+                f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
+                "both again."
+            )
+        found.append(header)
+    return found
+
+
+def _within(part: str, header: headers.Header) -> headers.Header:
+    """The header of a file in one of three folders, whose tensors are named after it."""
+    entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
+    return replace(header, file=f"{part}/{header.file}", entries=entries)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file of an index. Raises ModelError where it is damaged, or names files outside the folder."""
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+        raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
+    if outside := [name for name in placed.values() if Path(name).name != name]:
+        raise ModelError(f"{index} names {outside[0]!r}, which is not a file of this folder. Write the index again.")
+    return placed
+
+
+def pickles(folder: Path) -> list[str]:
+    """The names of files in a folder that end like pickles."""
+    return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
+
+
+def no_weights(file: Path, indexed: bool) -> str:
+    """Why a folder without this file of weights cannot be used."""
+    folder = file.parent
+    if indexed:
+        return f"{file} is missing, though {INDEX} names it. Download the shard again."
+    if pickled := pickles(folder):
+        return (
+            f"{folder} holds only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is read, "
+            "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
+        )
+    return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
+
+
+def companions(folder: Path) -> list[Path]:
+    """What of COMPANIONS is there, by name; a link that leads nowhere is there too. Of three folders those in each."""
+    homes = (folder, *(folder / part for part in parts_of(folder)))
+    return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
+
+
+def check_companions(folder: Path, copied: bool = False) -> None:
+    """That all that stands beside the weights can be read: JSON objects, UTF-8 text, regular files.
+
+    copied: whether they are about to be copied, so that no link may lead out of the folder: what it leads to was not
+    meant to be given away. The blobs of a hub's cache are inside (`reading.outside`).
+
+    Raises ModelError, naming the file.
+    """
+    for file in companions(folder):
+        if copied:
+            refuse_outside(file, folder)
+        read_companion(file)
+    check_generation_config(folder)
+
+
+def refuse_outside(file: Path, folder: Path) -> None:
+    """Raises ModelError for a file that is a link out of the folder and would be copied."""
+    if (target := safe_read.outside(file, folder)) is not None:
+        raise ModelError(
+            f"{safe_read.printable(file)} is a link out of its folder, to {safe_read.printable(target)}, and no other "
+            "folder's file is copied. Put the file itself there, if it is meant."
+        )
+
+
+def read_companion(file: Path) -> bytes:
+    """The contents of one of COMPANIONS, found to be what its name says. Raises ModelError."""
+    raw = safe_read.read_bytes(file, ModelError)
+    if file.suffix in (".json", ".jinja", ".txt"):
+        text = safe_read.decode(raw, file, ModelError)
+        if file.suffix == ".json":
+            safe_read.parse_json(text, file, ModelError)
+    return raw
+
+
+def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | None = None) -> None:
+    """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
+    ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
+    check_companions(source, copied=True)
+    for file in companions(source):
+        copied = made / file.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        raw = read_companion(file)
+        encryption.put(copied, raw, encrypted)
+
+
+def write_config(
+    source: Path,
+    made: Path,
+    dtype: torch.dtype,
+    quantization: Mapping[str, Any] | None = None,
+    encrypted: encryption.Folder | None = None,
+) -> None:
+    """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
+    the code that it names (`auto_map`), which does not go along. So in each of three folders."""
+    for part in parts_of(source):
+        (made / part).mkdir(exist_ok=True)
+        write_config(source / part, made / part, dtype, encrypted=encrypted)
+    config = read_json(source / "config.json")
+    config.pop("auto_map", None)
+    name = str(dtype).removeprefix("torch.")
+
+    def rewrite(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        kept = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in kept.items()}
+
+    config = rewrite(config)
+    if "torch_dtype" not in config:
+        config["dtype"] = name
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    encryption.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
+
+
+def summary(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 600 else text[:600] + " ..."

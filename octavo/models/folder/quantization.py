@@ -1,0 +1,391 @@
+"""What an FP8 checkpoint says about itself: the block `quantization_config` of its config.json, read and written.
+
+    method              on disk, beside X.weight (float8_e4m3fn, [N, K])         written by
+    ------------------  -------------------------------------------------------  -------------------------------------
+    fp8                 X.weight_scale_inv [ceil(N / r), ceil(K / c)]            DeepSeek, Qwen's -FP8, transformers
+    compressed-tensors  X.weight_scale [N, 1], [1], or as above: `channel`,      llm-compressor (`FP8_DYNAMIC`, `FP8`,
+                        `tensor`, `block`; format `float-quantized`              `FP8_BLOCK`), vLLM's family
+
+Every scale is a dequant multiplier, value = code * scale, "inv" or not. Experts lie one by one on disk,
+`mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.FROZEN`: row (= channel), block, tensor.
+
+Which layers are in FP8 is given by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
+`by_pattern` and `by_target` are those ways. So whoever writes a checkpoint lists full names, which all of them take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from octavo import fp8
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, stock
+
+METHODS = ("fp8", "compressed-tensors")
+#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
+FUSED: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_b", "in_proj_a"),
+    ("in_proj_qkv", "in_proj_z"),
+)
+#: names of the scales of an FP8 KV cache (`octavo.checkpoint.verify.cache_scales` says who writes which)
+_CACHE_SCALE = re.compile(r"(^|\.)((q|k|v|kv|prob)_scale|kv_cache_scale|(q|k|v|kv)_proj\.output_scale)$")
+_STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
+_FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
+_FIX = (
+    "Use the checkpoint in BF16 (`load_in_fp8` quantizes it while loading), or one in DeepSeek's block format or "
+    "compressed-tensors `float-quantized`."
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weights of a folder are quantized.
+
+    method        "fp8" (DeepSeek, Qwen, transformers) or "compressed-tensors" (llm-compressor)
+    kind          "row", "block" or "tensor": what shares one scale
+    block         (rows, columns) of a block, None for the other kinds
+    skipped       what stays in high precision: names, and for compressed-tensors also classes and `re:` patterns
+    targets       what is quantized (compressed-tensors alone): classes, names, `re:` patterns
+    activations   "dynamic", "static" (the folder has an `input_scale` for each layer) or "none" (weights alone)
+    scale_format  "float" (fp32 or bf16 on disk) or "ue8m0" (powers of two, one byte; method "fp8" alone)
+    """
+
+    method: str
+    kind: str
+    block: tuple[int, int] | None = None
+    skipped: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("Linear",)
+    activations: str = "dynamic"
+    scale_format: str = "float"
+
+    @property
+    def scale_suffix(self) -> str:
+        """What follows `X.weight` in the name of its scales."""
+        return "_scale_inv" if self.method == "fp8" and self.kind == "block" else "_scale"
+
+    @property
+    def spec(self) -> fp8.CastSpec:
+        """The cast of frozen weights of these codes: scales of any value ("fp32")."""
+        block = {"row": (1, -1), "tensor": (-1, -1)}.get(self.kind) or self.block
+        assert block is not None
+        return fp8.CastSpec("e4m3", block, "fp32")
+
+    def grid(self, n: int, k: int) -> tuple[int, int]:
+        """The shape of the scales of a weight [n, k], as frozen weights have it: [n, 1], [1, 1] or blocks."""
+        if self.kind == "tensor":
+            return (1, 1)
+        if self.block is None:
+            return (n, 1)
+        return (-(-n // self.block[0]), -(-k // self.block[1]))
+
+    def covers(self, name: str, types: Iterable[str] = ("Linear",)) -> bool:
+        """Whether the config says that the linear layer of this name is in FP8, by the rule of the method's own library
+        (fp8: transformers; compressed-tensors: its own). `types`: the names of the module's class and its parents."""
+        if self.method == "fp8":
+            return not by_pattern(name, self.skipped)
+        types = tuple(types)
+        return by_target(name, self.targets, types) and not by_target(name, self.skipped, types)
+
+    def __str__(self) -> str:
+        size = f" {self.block[0]}x{self.block[1]}" if self.block else ""
+        return f"{self.method} {self.kind}{size}"
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers read: it belongs to no weight."""
+    return _CACHE_SCALE.search(name) is not None
+
+
+def exact(name: str, names: Iterable[str]) -> bool:
+    """vLLM's rule for `fp8`: the full name is in the list; experts as soon as one of theirs is."""
+    names = tuple(names)
+    if name.endswith(".experts"):
+        return any(name in other for other in names if "experts" in other)
+    return name in names
+
+
+def by_parts(name: str, names: Iterable[str]) -> bool:
+    """SGLang's rule for `fp8` (since 2026-04): an entry is a run of whole parts of the name, `mlp.gate` of
+    `layers.0.mlp.gate` and not of `layers.0.mlp.gate_up_proj`; with or without `model.` in front."""
+    return any(
+        f".{form}." in f".{name}." for other in names for form in (other.strip("."), other.removeprefix("model."))
+    )
+
+
+def by_pattern(name: str, patterns: Iterable[str]) -> bool:
+    """transformers' rule for `fp8`: a regular expression from the start up to a dot or the end, or the name's end.
+
+    Earlier versions (5.17) end at any letter, so that `layers.1` is `layers.11` too: full names, and never a list's
+    shorthand, mean the same everywhere.
+    """
+    patterns = tuple(patterns)
+    if not patterns:
+        return False
+    return name.endswith(patterns) or _bounded(patterns).match(name) is not None
+
+
+@lru_cache(maxsize=64)
+def _bounded(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """One expression for all: a list may have a name for each of thousands of layers."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return re.compile(f"(?:{'|'.join(f'(?:{p})' for p in patterns)}){boundary}")
+
+
+def by_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
+    """compressed-tensors' rule: the full name, `re:` and an expression from the start, or a class of the module."""
+    exactly, expressions = _targets(tuple(targets))
+    return name in exactly or any(t in exactly for t in types) or any(one.match(name) for one in expressions)
+
+
+@lru_cache(maxsize=64)
+def _targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    marked = tuple(t for t in targets if t.startswith("re:"))
+    return frozenset(targets) - frozenset(marked), tuple(re.compile(t.removeprefix("re:")) for t in marked)
+
+
+def read_quantization(folder: str | Path) -> Quantization | None:
+    """What the config.json of a folder says about quantized weights; None for a folder in high precision.
+
+    Raises ModelError for a method, a format or a layout that Octavo does not read, with the fix.
+    """
+    file = Path(folder) / "config.json"
+    found = quantization_block(read_json(file))
+    if found is None:
+        if (other := file.with_name("hf_quant_config.json")).exists():
+            raise ModelError(
+                f"{other} tells of weights quantized by NVIDIA's ModelOpt, and {file} of none; Octavo does not read "
+                f"that format. {_FIX}"
+            )
+        return None
+    return parse(found, str(file))
+
+
+def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The block of a config.json that speaks of quantization, wherever it stands; None without one."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in QUANTIZED_KEYS:
+            if place.get(key) is not None:
+                return place[key]
+    return None
+
+
+def parse(block: Any, where: str = "quantization_config") -> Quantization:
+    """A `quantization_config` as a Quantization; `where` it stands is named in errors. Raises ModelError."""
+    if not isinstance(block, Mapping):
+        raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
+    method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
+    with stock(f"{where}: quantization_config has a field of another type"):
+        if method == "fp8":
+            return _parse_fp8(block, where)
+        if method == "compressed-tensors":
+            return _parse_compressed(block, where)
+    raise ModelError(
+        f"{where} holds quantised weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
+        f"{' and '.join(METHODS)} in FP8. {_FIX}"
+    )
+
+
+def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantization | None:
+    """What a `quantization_config` of AutoFP8 says; None for any other.
+
+    It is method fp8 with one scale a tensor: `X.weight_scale`, and with activation_scheme static `X.input_scale`. vLLM
+    and SGLang read it; transformers, which reads `weight_scale_inv` only, does not, and Octavo only verifies it. Raises
+    ModelError for fields of another type.
+    """
+    if not isinstance(block, Mapping) or block.get("quant_method") != "fp8" or block.get("weight_block_size"):
+        return None
+    scheme = block.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        return None
+    skipped = block.get("ignored_layers")
+    if skipped is None:
+        skipped = block.get("modules_to_not_convert")
+    return Quantization("fp8", "tensor", None, _names(skipped, f"{where}: ignored_layers"), activations=scheme)
+
+
+def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
+    size = block.get("weight_block_size")
+    if size is None:
+        raise ModelError(
+            f"{where}: quant_method 'fp8' without weight_block_size means one scale a tensor, for which loaders "
+            "disagree about the name (weight_scale or weight_scale_inv). Per-tensor weights are written by "
+            f"compressed-tensors (strategy tensor). {_FIX}"
+        )
+    scheme = str(block.get("activation_scheme", "dynamic")).lower()
+    if scheme != "dynamic":
+        raise ModelError(
+            f"{where}: quant_method 'fp8' with activation_scheme {scheme!r} wants fixed scales for activations; Octavo "
+            f"reads it with 'dynamic' alone. {_FIX}"
+        )
+    formats = {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)}
+    for key, known in formats.items():
+        if block.get(key) is not None and block[key] not in known:
+            raise ModelError(f"{where}: {key} is {block[key]!r}; Octavo reads {' and '.join(known)}. {_FIX}")
+    if block.get("modules_to_convert"):
+        raise ModelError(
+            f"{where}: modules_to_convert {block['modules_to_convert']} puts more than linear layers into FP8, which "
+            f"Octavo does not read. {_FIX}"
+        )
+    skipped = block.get("modules_to_not_convert")
+    if skipped is None:
+        skipped = block.get("ignored_layers")
+    return Quantization(
+        "fp8",
+        "block",
+        _pair(size, f"{where}: weight_block_size"),
+        _names(skipped, f"{where}: modules_to_not_convert"),
+        scale_format=block.get("scale_fmt") or "float",
+    )
+
+
+def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
+    status = block.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise ModelError(f"{where}: quantization_status is {status!r}; only 'compressed' has codes. {_FIX}")
+    sparse = block.get("sparsity_config") or {}
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_FIX}")
+    groups = block.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ModelError(f"{where}: config_groups is missing or empty, so nothing says what is quantized. {_FIX}")
+    found: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
+    activations = set()
+    for name, group in groups.items():
+        at = f"{where}: config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise ModelError(f"{at} is {group!r}, not an object. Write it again.")
+        if group.get("weights") is None:
+            continue  # a group of activations or of the KV cache alone
+        form = group.get("format") or block.get("format")
+        if form not in _FORMATS:
+            raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
+        layout = _parse_weights(group["weights"], at)
+        found.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
+        inputs = group.get("input_activations")
+        activations.add("none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static")
+    if len(found) != 1:
+        raise ModelError(
+            f"{where}: config_groups quantize weights in {len(found)} ways "
+            f"({', '.join(k for k, _ in found) or 'none'}); Octavo reads one a checkpoint. {_FIX}"
+        )
+    ((kind, size), targets), *_ = found.items()
+    skipped = _names(block.get("ignore"), f"{where}: ignore")
+    for pattern in (*targets, *skipped):
+        _compiles(pattern, where)
+    activation = "static" if "static" in activations else "dynamic" if "dynamic" in activations else "none"
+    return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), activation)
+
+
+def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
+    """(kind, block) of the scheme of a group's weights."""
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
+    wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+    for key, value in wanted.items():
+        if (given := weights.get(key, defaults[key])) != value:
+            raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
+    strategy = weights.get("strategy")
+    if strategy not in _STRATEGIES:
+        raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_FIX}")
+    if strategy != "block":
+        return _STRATEGIES[strategy], None
+    size = weights.get("block_structure")
+    if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size):
+        size = [int(part) for part in size.split("x")]
+    return "block", _pair(size, f"{at}.weights.block_structure")
+
+
+def _pair(value: Any, where: str) -> tuple[int, int]:
+    whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int for side in value)
+    if not whole or any(side < 1 for side in value):
+        raise ModelError(f"{where} is {value!r}; two whole numbers are needed, as in [128, 128]. Write it again.")
+    return value[0], value[1]
+
+
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        raise ModelError(f"{where} is {value!r}, not a list of names. Write it again.")
+    for name in value if "modules_to_not_convert" in where else ():
+        _compiles(f"re:{name}", where)
+    return tuple(value)
+
+
+def _compiles(pattern: str, where: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise ModelError(f"{where}: {pattern!r} is no regular expression: {error}. Write it again.") from error
+
+
+def to_config(quantization: Quantization) -> dict[str, Any]:
+    """The `quantization_config` that says this: `parse` reads it back to the same Quantization.
+
+    fp8 has every key that vLLM, SGLang and transformers look for, compressed-tensors what its version 0.20 writes.
+    Raises ModelError for what the method has no words for.
+    """
+    q = quantization
+    if q.method == "fp8":
+        if q.kind != "block" or q.block is None or q.activations != "dynamic" or q.targets != ("Linear",):
+            raise ModelError(
+                f"quant_method 'fp8' holds blocks with dynamic activations, not {q}; use compressed-tensors."
+            )
+        block: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(q.block),
+            "modules_to_not_convert": list(q.skipped),
+        }
+        return block if q.scale_format == "float" else {**block, "scale_fmt": q.scale_format}
+    if q.scale_format != "float":
+        raise ModelError(
+            f"compressed-tensors has no scales of {q.scale_format} here; use method 'fp8', or float scales."
+        )
+    weights = _arguments({"row": "channel"}.get(q.kind, q.kind), dynamic=False)
+    if q.block is not None:
+        weights["block_structure"] = list(q.block)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(q.skipped),
+        "config_groups": {
+            "group_0": {
+                "targets": list(q.targets),
+                "format": "float-quantized",
+                "weights": weights,
+                "input_activations": _inputs(q),
+                "output_activations": None,
+            }
+        },
+    }
+
+
+def _inputs(q: Quantization) -> dict[str, Any] | None:
+    if q.activations == "none":
+        return None
+    if q.activations == "static":
+        return _arguments("tensor", dynamic=False)
+    if q.block is not None:
+        return {**_arguments("group", dynamic=True), "group_size": q.block[1]}
+    return _arguments("token", dynamic=True)
+
+
+def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
+    fp8_words = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {**fp8_words, "group_size": None, "strategy": strategy, "dynamic": dynamic}

@@ -1,0 +1,1 @@
+"""A model's forward as training and generation call it: packed rows, paged attention, unused towers."""

@@ -1,0 +1,142 @@
+"""Every model of images or sound and text that the installed transformers has: described, planned or refused, and why.
+
+A model is built as its configuration class makes it by default, on the meta device; what a released folder holds is
+described from that folder. `octavo doctor --families` prints the table, and docs/families.md holds it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import transformers
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PreTrainedConfig,
+)
+
+from octavo.models.custom.register import is_own
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import quiet, stock
+from octavo.models.forward.packed import why_not_packed
+from octavo.models.structure.families import Family, describe
+from octavo.models.structure.skeleton import empty
+from octavo.models.structure.structure import Undescribed
+from octavo.models.structure.support import why_not_trained
+
+TRAINS, PLANNED, REFUSED, UNBUILT = "trains", "planned only", "refused", "not built"
+HERE = (TRAINS, PLANNED, REFUSED, UNBUILT)
+COLUMNS = ("model type", "tower", "projector", "decoder", "blocks", "image token", "here")
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One family: what it does here (:data:`TRAINS` and the like), why no more, and the names of its parts, which one
+    that is not described lacks. ``image_token`` is that of the default configuration."""
+
+    model_type: str
+    here: str
+    why: str = ""
+    tower: str = ""
+    audio: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ()
+    decoder: str = ""
+    blocks: tuple[str, ...] = ()
+    image_token: int | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What stands under :data:`COLUMNS`."""
+        token = "" if self.image_token is None else str(self.image_token)
+        towers = ", ".join(filter(None, (self.tower, *self.audio)))
+        names = (towers, ", ".join(self.projector), self.decoder, ", ".join(self.blocks))
+        return (self.model_type, *names, token, self.here + (f": {self.why}" if self.why else ""))
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def survey() -> Iterator[Surveyed]:
+    """The families in the order of their names, those that Octavo registers with transformers among them. A few
+    seconds in all: most of them for importing their code."""
+    classes = config_classes()
+    for model_type in sorted(classes):
+        with quiet():
+            yield look_at(classes[model_type])
+
+
+def config_classes() -> dict[str, type[PreTrainedConfig]]:
+    """model_type -> the class of its configuration, of all of them."""
+    classes = {config.model_type: config for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
+    return classes | {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
+
+
+def summary(found: Sequence[Surveyed]) -> str:
+    """How many of them are what, as a sentence."""
+    counts = Counter(one.here for one in found)
+    parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
+    own = sum(is_own(one.model_type) for one in found)
+    known = f"transformers {transformers.__version__}, {own} of Octavo's own"
+    return f"{len(found)} families of images, sound and text ({known}): {parts}."
+
+
+def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
+    """One family, by its default configuration."""
+    name = config_class.model_type
+    try:
+        config = whole(config_class)
+        model = empty(config)
+        family = describe(model)
+    except Undescribed as error:
+        return Surveyed(name, REFUSED, error.why)
+    except ModelError as error:
+        if error.__cause__ is not None:  # transformers' own
+            return Surveyed(name, UNBUILT, _short(error.__cause__))
+        return Surveyed(name, REFUSED, _of(str(error), name).removeprefix("is ").rstrip("."))
+    why = why_not_trained(config)
+    if not family.has_vision and not family.has_audio:
+        return Surveyed(name, TRAINS, "a text-only decoder", *_parts(family))
+    if why is not None:
+        return Surveyed(name, PLANNED, why, *_parts(family))
+    packed = why_not_packed(model)
+    return Surveyed(name, TRAINS, "" if packed is None else f"not packed, {_of(packed, name)}", *_parts(family))
+
+
+def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """The default configuration with all of its parts, also those that it leaves out by default, as Gemma 4's tower.
+    Raises ModelError where the class has no default."""
+    with stock(f"no default configuration of {config_class.__name__}"):
+        config = config_class()
+        left = {
+            name: part()
+            for name, part in config.sub_configs.items()
+            if getattr(config, name, None) is None and issubclass(part, PreTrainedConfig)
+        }
+        return config_class(**left) if left else config
+
+
+def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
+    """The fields of :class:`Surveyed` from ``tower`` on; what leads from the audio tower into the decoder stands with
+    it, where it is no part of it."""
+    heard, projector = (
+        tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
+        for name in ("audio_projector", "image_projector")
+    )
+    beside = (name for name in heard if not name.startswith(f"{family.audio_tower}."))
+    audio = tuple(filter(None, (family.audio_tower, *beside)))
+    blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
+    return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
+
+
+def _of(sentence: str, name: str) -> str:
+    """What a sentence says of a family, without its name in front."""
+    return sentence.removeprefix(f"model_type {name!r} ")
+
+
+def _short(error: BaseException) -> str:
+    """The first sentence of an error of transformers, or what of it fits a line."""
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(text, 90, placeholder=' ...')}"

@@ -1,0 +1,1 @@
+"""Processors of images, videos, sounds and text, and generation with a model's own settings."""

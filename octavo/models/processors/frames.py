@@ -1,0 +1,120 @@
+"""To a vision tower a time step of a video is an image: videos of a batch as images, in front of the model.
+
+A step (frames that share a patch) attends to itself alone in the towers of Qwen3-VL and Qwen2.5-VL, its angles are an
+image's, and its features replace the embeddings of its tokens, whichever placeholder these are. So a video of t steps
+is t images of one step, and a batch of images and videos runs the tower once, as one of images alone: ranks gather
+its weights as often as each other, each layer's GEMMs are counted once, and what deals images to ranks deals steps.
+Only where tokens stand in time differs; that is worked out in front (:func:`octavo.models.forward.paged.positions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+VIDEO = 2
+"""Kind of a token that stands for a video, in `mm_token_type_ids`."""
+OF_VIDEOS = ("video_grid_thw", "second_per_grid_ts")
+"""What of videos decides where their tokens stand: their sizes in patches, and seconds a step of time."""
+
+
+def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any]:
+    """A batch, in host memory, whose videos have become images; itself where there is none.
+
+    merge: patches of a token, in each direction · image: the token that stands for an image. `pixel_values`,
+    `image_grid_thw`, `input_ids` and `mm_token_type_ids` are those of images and steps, in the order of their tokens.
+    """
+    if "video_grid_thw" not in batch:
+        return dict(batch)
+    of_videos = batch["video_grid_thw"]
+    steps = of_videos.repeat_interleave(of_videos[:, 0], dim=0)
+    steps[:, 0] = 1
+    kinds, ids = batch["mm_token_type_ids"], batch["input_ids"]
+    pixels, grid = batch["pixel_values_videos"], steps
+    if "image_grid_thw" in batch:
+        grid = torch.cat([batch["image_grid_thw"], steps])
+        stand = [_first(kinds == 1, batch["image_grid_thw"], merge), _first(kinds == VIDEO, steps, merge)]
+        order = torch.cat(stand).argsort()
+        parts = [*batch["pixel_values"].split(batch["image_grid_thw"].prod(-1).tolist())]
+        parts += pixels.split(steps.prod(-1).tolist())
+        pixels, grid = torch.cat([parts[n] for n in order.tolist()]), grid[order]
+    gone = ("pixel_values_videos", *OF_VIDEOS)
+    return {
+        **{name: value for name, value in batch.items() if name not in gone},
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "input_ids": torch.where(kinds == VIDEO, image, ids),
+        "mm_token_type_ids": kinds.clamp(max=1),
+    }
+
+
+def _first(where: Tensor, grid: Tensor, merge: int) -> Tensor:
+    """The first token of each image or step, counted over the whole batch."""
+    counts = grid.prod(-1) // merge**2
+    return where.flatten().nonzero().flatten()[counts.cumsum(0) - counts]
+
+
+def positions_of_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+    """Where the tokens of padded rows [B, T] with videos stand: int64 [3, B, T], by the model's own ``get_rope_index``
+    and, in time, by :func:`set_times`."""
+    return set_times(model, _stock_positions(model, batch), _kinds(batch), batch)
+
+
+def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
+    """Why transformers' own forward would misplace the videos of a batch [B, T] in time, or None: found by comparing
+    its positions with those of :func:`positions_of_rows`, whatever its version."""
+    if "second_per_grid_ts" not in batch:
+        return None
+    stock = _stock_positions(model, batch)
+    if torch.equal(stock, set_times(model, stock, _kinds(batch), batch)):
+        return None
+    return (
+        f"transformers {transformers.__version__} cuts the seconds of a video's time steps to an integer, and the "
+        "model is trained with the seconds as they are. Install a version that does not: pip install --upgrade "
+        "transformers"
+    )
+
+
+def _stock_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+    names = ("mm_token_type_ids", "image_grid_thw", *OF_VIDEOS, "attention_mask")
+    positions, _ = model.base_model.get_rope_index(
+        input_ids=batch["input_ids"], **{name: batch[name] for name in names if name in batch}
+    )
+    return positions  # type: ignore[no-any-return]
+
+
+def _kinds(batch: Mapping[str, Any]) -> Tensor:
+    """Kinds of tokens [B, T], 0 where there is padding."""
+    kinds: Tensor = batch["mm_token_type_ids"]
+    return kinds * batch["attention_mask"].bool() if "attention_mask" in batch else kinds
+
+
+def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: Mapping[str, Any]) -> Tensor:
+    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; those of other families as they are.
+
+    The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
+    arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 cuts the seconds to an integer first, so that every
+    step of a video of more than one step a second is at the same time.
+
+    kinds: int64 [B, T], 2 where a token stands for a video · videos: those of :data:`OF_VIDEOS`
+    """
+    if "second_per_grid_ts" not in videos:
+        return positions
+    vision = model.config.vision_config
+    rows, columns = (kinds == VIDEO).nonzero(as_tuple=True)
+    first = 0
+    positions = positions.clone()
+    for grid, seconds in zip(videos["video_grid_thw"].tolist(), videos["second_per_grid_ts"], strict=True):
+        steps, tokens = grid[0], grid[1] * grid[2] // vision.spatial_merge_size**2
+        of_video = slice(first, first := first + steps * tokens)
+        row, column = rows[of_video], columns[of_video]
+        interval = torch.as_tensor(seconds, dtype=torch.float32) * vision.tokens_per_second
+        times = (torch.arange(steps) * interval).long().repeat_interleave(tokens).to(positions.device)
+        # the height of a video's first token is where it starts
+        positions[0, row, column] = positions[1, row[:1], column[:1]] + times
+    return positions

@@ -1,0 +1,258 @@
+"""The processor of a model folder: text and PIL images in, the model's tensors out.
+
+Models that see images get one of :mod:`octavo.models.processors.image`. A text-only model gets `TextProcessor`, which
+takes the same calls and refuses images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+from octavo.base import safe_read
+from octavo.models.custom.nvila.three import add_media, template_of
+from octavo.models.errors import ModelError
+from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written
+from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, stock
+from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.normalizers import check_growth
+from octavo.models.processors.video import STOCK, videos_of
+from octavo.models.processors.vocabulary import check_vocabulary
+from octavo.models.structure.skeleton import stock_config
+from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
+
+
+class TextProcessor:
+    """A tokenizer behind a processor's call, for text-only models.
+
+    `processor(text=..., images=None)` and `processor.apply_chat_template(messages)`; an image is a ModelError.
+    """
+
+    image_processor = None
+    image_token = None
+    embedding_rows: int | None = None
+    template_args: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+
+    def __call__(self, text: str | Sequence[str] | None = None, images: Any = None, **kwargs: Any) -> BatchFeature:
+        if images is not None and len(images):
+            raise ModelError(
+                f"{len(images)} images were given to a text-only model. Use a vision-language model, or rows without "
+                "images."
+            )
+        kwargs.pop("return_mm_token_type_ids", None)
+        encoded = self.tokenizer(text, **kwargs)
+        encoded.pop("token_type_ids", None)
+        return BatchFeature(dict(encoded))
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
+        what no tokenizer takes (`chat.checked`)."""
+        with deadline():
+            text = written(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
+            if text is None:
+                text = self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            return checked(text, conversation, kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """The tokenizer's decode."""
+        return self.tokenizer.decode(*args, **kwargs)
+
+    def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
+        """The tokenizer's batch_decode."""
+        return self.tokenizer.batch_decode(*args, **kwargs)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """The tokenizer's save_pretrained."""
+        self.tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
+    its files cannot be read, and for one that multiplies texts (`check_growth`)."""
+    whole = Path(path)
+    check_companions(whole)
+    folder = at(whole, "tokenizer_config.json").parent
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
+    instead: dict[str, Any] = {}
+    if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
+        check_sizes(folder / "config.json")
+        if read_json(folder / "config.json").get("model_type") == MptConfig.model_type:
+            # Its class of that kind refuses numbers that LLM-Foundry writes (clip_qkv: 6); a tokenizer asks for the
+            # kind alone.
+            instead["config"] = MptConfig()
+    with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
+        with readable(folder) as plain:
+            tokenizer = AutoTokenizer.from_pretrained(plain, local_files_only=True, trust_remote_code=False, **instead)
+        tokenizer.name_or_path = str(folder)
+    check_growth(tokenizer, folder)
+    if parts_of(whole):
+        add_media(tokenizer)
+    if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
+        raise ModelError(
+            f"{folder}/tokenizer_config.json gives model_max_length={tokenizer.model_max_length!r:.80}: it is a number "
+            "of tokens."
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(f"{folder}: the tokenizer has no pad and no eos token. Name one in tokenizer_config.json.")
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere; any id serves
+    return tokenizer
+
+
+def load_for_chat(path: str | Path) -> Any:
+    """What writes conversations for a model folder: its processor where the family has one here and its files are
+    there, else its tokenizer, whose chat template is tried as a processor's is. Raises ModelError as
+    :func:`load_processor`."""
+    folder = Path(path)
+    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    media = any(at(folder, name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+    if media and raw.get("model_type") in (*TRAINED, *TRAINED_WITH_SOUND):
+        return load_processor(folder)
+    tokenizer = load_tokenizer(folder)
+    check_template(tokenizer, folder)
+    check_vocabulary(tokenizer, stock_config(folder).get_text_config().vocab_size, folder)
+    return tokenizer
+
+
+def pixels_by(processor: ProcessorMixin | TextProcessor) -> str | None:
+    """What a processor makes pixels with: `torchvision`, `pil`, or None for text-only."""
+    image_processor = processor.image_processor
+    return None if image_processor is None else image_processor.backend
+
+
+def load_processor(
+    path: str | Path,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    video: Mapping[str, Any] | None = None,
+) -> ProcessorMixin | TextProcessor:
+    """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives; where
+    torchvision is missing, with Pillow in its place (`pixels_by` says which), and always so for videos.
+
+    max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
+                             InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
+                             Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
+
+    template_args            variables of the chat template, for each of its renderings
+
+    video                    what is asked of videos (:data:`octavo.models.processors.video.ASKED`); None: nothing
+
+    Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
+    token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
+    3), a chat template that does not end or refuses every conversation (`check_template`), variables that it does not
+    read (`chat.give`), and a tokenizer whose tokens are beyond the model's embedding (`check_vocabulary`).
+    """
+    folder = Path(path)
+    processor = _load_processor(folder, max_pixels, min_pixels, video)
+    give(processor, template_args or {}, folder)
+    processor.embedding_rows = rows = stock_config(folder).get_text_config().vocab_size
+    check_vocabulary(processor, rows, folder)
+    return processor
+
+
+@contextmanager
+def _imported(what: str, package: str) -> Iterator[None]:
+    """What a build of a package for another torch raises becomes a ModelError."""
+    try:
+        yield
+    except (ImportError, RuntimeError, OSError) as cause:
+        raise ModelError(
+            f"transformers' {what} cannot be imported ({type(cause).__name__}: {str(cause).strip()[:200]}). "
+            f"Where {package} is named: install the build that belongs to this torch, or remove it; Octavo needs none."
+        ) from cause
+
+
+def _load_processor(
+    folder: Path, max_pixels: int | None, min_pixels: int | None, video: Mapping[str, Any] | None
+) -> ProcessorMixin | TextProcessor:
+    raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
+    if video is not None and raw.get("model_type") not in STOCK:
+        raise ModelError(
+            f"data.video is given, and videos of model_type {raw.get('model_type')!r} are not taken here; those of "
+            f"{', '.join(STOCK)} are. Remove it, or take a model of these."
+        )
+    tokenizer = load_tokenizer(folder)
+    limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    given = {key: value for key, value in limits.items() if value is not None}
+    if raw.get("model_type") in TRAINED_WITH_SOUND:
+        with _imported("feature extractors of sound", "torchaudio"):
+            from octavo.models.processors import audio
+
+        if given:
+            raise ModelError(f"{', '.join(given)} given, but {folder} is a model that sees nothing. Remove the limit.")
+        return audio.load(folder, tokenizer, _chat_template(folder, tokenizer))
+    if raw.get("model_type") not in TRAINED:
+        if "vision_config" in raw:
+            raise ModelError(
+                f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
+                f"{', '.join(TRAINED)}."
+            )
+        if given:
+            raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
+        return TextProcessor(tokenizer)
+    from PIL import Image
+
+    with _imported("image processors", "torchvision"):
+        from octavo.models.processors import image
+
+    processor_class, image_class = image.PROCESSORS[raw["model_type"]]
+    images = at(folder, "preprocessor_config.json")
+    if not images.exists() and not (folder / "processor_config.json").exists():
+        raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        if (file := at(folder, name)).exists():
+            check_sizes(file)
+    with stock(f"{folder}: the image processor cannot be loaded"):
+        with readable(images.parent) as plain:
+            image_processor = image_class.from_pretrained(plain, local_files_only=True)
+        deviations = image_processor.image_std
+        if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
+            raise ModelError(
+                f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
+            )
+    image.check_image_options(folder, processor_class, image_processor)
+    image.limit(image_processor, given)
+    with stock(f"{folder}: the image processor cannot take an image"):
+        made = image_processor(images=[Image.new("RGB", (64, 64))])
+    image.check_made(folder, raw, image_processor, made)
+    template = _chat_template(folder, tokenizer)
+    with stock(f"{folder}: the processor cannot be loaded"):
+        internvl = processor_class is image.InternVLImageTextProcessor
+        own = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
+        more = own | image.stated_options(folder, processor_class)
+        processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
+    image.check_agreement(folder, raw, processor)
+    if raw["model_type"] in STOCK:
+        length = getattr(processor, "image_seq_length", 0)
+        processor.videos = videos_of(folder, raw["model_type"], image_processor, video or {}, length)
+    return processor
+
+
+def _image_seq_length(folder: Path, raw: dict) -> int:
+    file = folder / "processor_config.json"
+    entry = read_json(file) if file.exists() else {}
+    stated = entry.get("image_seq_length", raw.get("image_seq_length", 256))
+    if type(stated) is not int or stated < 1:
+        raise ModelError(f"{file} (or config.json) gives image_seq_length={stated!r:.80}: it is a number from 1.")
+    return stated
+
+
+def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    for name in FILES[:2]:
+        file = at(folder, name)
+        if file.exists():
+            jinja = name.endswith("jinja")
+            return safe_read.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
+    own = template_of(folder, tokenizer) if parts_of(folder) else None
+    return tokenizer.chat_template if own is None else own

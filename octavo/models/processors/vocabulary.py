@@ -1,0 +1,80 @@
+"""Whether a tokenizer belongs to its model: each token that it makes has a row of embeddings, and text has tokens.
+
+A token beyond the embedding ends a forward on a CPU with `IndexError`, and on a GPU the process. So the tokens that
+every conversation holds are looked up before weights are read. Other tokens of the vocabulary may be beyond it: Gemma 3
+of 1 B has `<image_soft_token>` there, which no text holds. Rows that hold one are refused one by one (`octavo.data`).
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from pathlib import Path
+from typing import Any
+
+from octavo.base import safe_read
+from octavo.base.seal_note import NOTE
+from octavo.models.errors import ForeignTokenizerError, ModelError
+from octavo.models.folder import chat
+from octavo.models.folder.folder import at
+
+_CONVERSATION = (("user", "What is this?"), ("assistant", "A word."))
+_LETTERS = string.ascii_letters + string.digits
+
+
+def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
+    """That the tokens of any conversation have rows of embeddings: those of the chat template, and of padding.
+
+    processor  or a tokenizer
+    rows       of the table of embeddings
+
+    Raises ModelError, naming the token.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    used = {} if tokenizer.pad_token_id is None else {tokenizer.pad_token_id: "the tokenizer pads with it"}
+    used |= dict.fromkeys(_template_ids(processor), "the chat template writes it in every conversation")
+    beyond = max((number for number in used if number >= rows), default=None)
+    if beyond is not None:
+        text = safe_read.printable(str(tokenizer.convert_ids_to_tokens(beyond)))
+        raise ForeignTokenizerError(
+            f"{folder}: the token {beyond} ({text}) is beyond the model's embedding of {rows} rows, and "
+            f"{used[beyond]}. Take the tokenizer that belongs to the model."
+        )
+
+
+def _template_ids(processor: Any) -> list[int]:
+    """The tokens of a short conversation by the chat template; none where there is no template, or it refuses."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not getattr(processor, "chat_template", None):
+        return []
+    for parts in (False, True):
+        turns = [
+            {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+            for role, text in _CONVERSATION
+        ]
+        try:
+            written = chat.render(processor, turns)
+        except ModelError:  # it wants contents in the other form, or another order of roles
+            continue
+        return list(tokenizer(written, add_special_tokens=False)["input_ids"])
+    return []
+
+
+def largest_id(processor: Any) -> int:
+    """The largest number of a token that a text can hold, -1 of none: tokens for media, of which some families look up
+    none, are left out."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    media = frozenset(getattr(processor, "image_token_ids", None) or ())
+    return max((number for number in tokenizer.get_vocab().values() if number not in media), default=-1)
+
+
+def missing_letters(processor: Any, folder: Path) -> str:
+    """The ASCII letters and digits that the tokenizer has no token for: they vanish from texts, or become the unknown
+    token. None of a sealed model, whose words are its own."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if os.path.lexists(at(folder, NOTE)):
+        return ""
+    ids = tokenizer(list(_LETTERS), add_special_tokens=False)["input_ids"]
+    # Tokenizers of words put a space before a text, which is a token also where nothing follows.
+    known = [[number for number in own if number != tokenizer.unk_token_id] for own in ids]
+    return "".join(a for a, own in zip(_LETTERS, known, strict=True) if not tokenizer.decode(own).strip())

@@ -1,0 +1,1 @@
+"""What a model is made of: components, layers, shapes, what is frozen."""

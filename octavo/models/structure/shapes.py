@@ -1,0 +1,175 @@
+"""Published models by their dimensions alone, for planning without weights or network.
+
+Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
+OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B), LLM-Foundry's `mpt-1b.yaml`, and for
+LLaVA-OneVision-1.5 the sizes its training code lists (`tools/convert_checkpoint/config/llava-ov-1.5-{4b,8b}`).
+`nvila_8b` is NVILA-8B by Octavo's own model code: SigLIP-so400m at 448 pixels, features of three scales side by side,
+2 x 2 patches to a token, Qwen2-7B with 151648 rows of embeddings. The tower's last layer never runs and is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    InternVLConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+
+from octavo.fp8.policy import nearest
+from octavo.models.custom.mpt import MPTConfig
+from octavo.models.custom.nvila import NvilaConfig
+from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
+from octavo.models.errors import ModelError
+from octavo.models.structure.families import Family, describe
+from octavo.models.structure.skeleton import empty
+
+
+def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    sections = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 5000000.0, **sections}
+    more |= {"head_dim": 128, "rope_parameters": rope}
+    return _decoder(151936, hidden, intermediate, layers, heads, kv_heads, 262144, **more)
+
+
+def _qwen3_vision(out: int, large: bool) -> dict[str, Any]:
+    return {
+        "depth": 27 if large else 24,
+        "hidden_size": 1152 if large else 1024,
+        "intermediate_size": 4304 if large else 4096,
+        "num_heads": 16,
+        "out_hidden_size": out,
+        "deepstack_visual_indexes": [8, 16, 24] if large else [5, 11, 17],
+    }
+
+
+def _qwen3_vl(text: dict[str, Any], large: bool, tied: bool) -> PreTrainedConfig:
+    vision = _qwen3_vision(text["hidden_size"], large)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+def _qwen3_vl_moe(expert: int, *sizes: int) -> PreTrainedConfig:
+    """The width of an expert; hidden, intermediate, layers, heads, key-value heads."""
+    moe = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "decoder_sparse_step": 1}
+    text = _qwen3_text(*sizes, tie_word_embeddings=False, **moe)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(sizes[0], True), tie_word_embeddings=False)
+
+
+def _decoder(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        **more,
+    }
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+
+
+def _qwen2_5_vl_7b() -> PreTrainedConfig:
+    rope = {**_ROPE, "mrope_section": [16, 24, 24]}
+    text = _decoder(152064, 3584, 18944, 28, 28, 4, 128000, rope_parameters=rope)
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def _internvl3_5_8b() -> PreTrainedConfig:
+    text = _qwen3_text(4096, 12288, 36, 32, 8, model_type="qwen3", tie_word_embeddings=False)
+    text["max_position_embeddings"] = 40960
+    text["rope_parameters"] = dict(_ROPE)
+    vision = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096, "attention_bias": True}
+    return InternVLConfig(text_config=text, vision_config=vision, image_token_id=151671, tie_word_embeddings=False)
+
+
+def _llava_onevision_1_5(theta: float, *sizes: int) -> PreTrainedConfig:
+    """rope's theta; hidden, intermediate, layers, heads, key-value heads. RICE-ViT is RiceConfig's default."""
+    rope = {"rope_type": "default", "rope_theta": theta}
+    text = _decoder(151936, *sizes, 40960, head_dim=128, rope_parameters=rope)
+    return LLaVAOneVision1_5_Config(text_config=text, vision_config={"text_hidden_size": sizes[0]})
+
+
+def _nvila_8b() -> PreTrainedConfig:
+    more = {"model_type": "qwen2", "rope_parameters": dict(_ROPE), "tie_word_embeddings": False}
+    text = _decoder(151648, 3584, 18944, 28, 28, 4, 32768, **more)
+    vision = {
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "intermediate_size": 4304,
+        "image_size": 448,
+        "patch_size": 14,
+    }
+    return NvilaConfig(text_config=text, vision_config=vision, projector_type="mlp_downsample")
+
+
+def _qwen2_5_0_5b() -> PreTrainedConfig:
+    more = {"rope_parameters": dict(_ROPE), "tie_word_embeddings": True}
+    return Qwen2Config(**_decoder(151936, 896, 4864, 24, 14, 2, 32768, **more))
+
+
+def _qwen3(*sizes: int, tied: bool) -> PreTrainedConfig:
+    """hidden, intermediate, layers, heads, key-value heads."""
+    more = {"head_dim": 128, "rope_parameters": dict(_ROPE), "tie_word_embeddings": tied}
+    return Qwen3Config(**_decoder(151936, *sizes, 40960, **more))
+
+
+def _llama2_7b() -> PreTrainedConfig:
+    return LlamaConfig(**_decoder(32000, 4096, 11008, 32, 32, 32, 4096, rms_norm_eps=1e-5, tie_word_embeddings=False))
+
+
+def _mpt_1b() -> PreTrainedConfig:
+    return MPTConfig(d_model=2048, n_heads=16, n_layers=24, expansion_ratio=4, max_seq_len=2048, vocab_size=50368)
+
+
+SHAPES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_vl_2b": lambda: _qwen3_vl(_qwen3_text(2048, 6144, 28, 16, 8), large=False, tied=True),
+    "qwen3_vl_4b": lambda: _qwen3_vl(_qwen3_text(2560, 9728, 36, 32, 8), large=False, tied=True),
+    "qwen3_vl_8b": lambda: _qwen3_vl(_qwen3_text(4096, 12288, 36, 32, 8), large=True, tied=False),
+    "qwen3_vl_30b_a3b": lambda: _qwen3_vl_moe(768, 2048, 6144, 48, 32, 4),
+    "qwen3_vl_235b_a22b": lambda: _qwen3_vl_moe(1536, 4096, 12288, 94, 64, 4),
+    "qwen2_5_vl_7b": _qwen2_5_vl_7b,
+    "internvl3_5_8b": _internvl3_5_8b,
+    "llava_onevision_1_5_4b": lambda: _llava_onevision_1_5(5e6, 2560, 9728, 36, 32, 8),
+    "llava_onevision_1_5_8b": lambda: _llava_onevision_1_5(1e6, 4096, 12288, 36, 32, 8),
+    "nvila_8b": _nvila_8b,
+    "qwen3_1_7b": lambda: _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3_8b": lambda: _qwen3(4096, 12288, 36, 32, 8, tied=False),
+    "qwen3_14b": lambda: _qwen3(5120, 17408, 40, 40, 8, tied=False),
+    "llama2_7b": _llama2_7b,
+    "qwen2_5_0_5b": _qwen2_5_0_5b,
+    "mpt_1b": _mpt_1b,
+}
+
+
+def shape_model(name: str) -> tuple[PreTrainedModel, Family]:
+    """A published model on the meta device (BF16 shapes, no memory), and its description.
+
+    Raises ModelError for an unknown name, listing the known ones.
+    """
+    model = empty(shape_config(name))
+    return model, describe(model)
+
+
+def shape_config(name: str) -> PreTrainedConfig:
+    """The configuration of a published model. Raises ModelError for an unknown name, listing the known ones."""
+    if name not in SHAPES:
+        close = nearest(name, SHAPES, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ModelError(f"there is no published shape {name!r}{hint}; known: {', '.join(SHAPES)}.")
+    return SHAPES[name]()

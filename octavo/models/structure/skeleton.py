@@ -1,0 +1,171 @@
+"""A model before its weights: the configuration of a folder, the class that transformers builds from it, and that
+model on the meta device."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from octavo.models.custom import mpt
+from octavo.models.custom.nvila.three import read_three, refuse_incomplete
+from octavo.models.custom.register import IN_PLACE, needs_no_code
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import check_sizes, parts_of, read_json, stock
+from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
+
+#: how architectures that give a conversation numbers end
+SCORING = "ForSequenceClassification"
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration of a local model folder.
+
+    Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
+    from the folder (`auto_map`; of families that Octavo implements itself it needs none, and none is run), when its
+    `model_type` is unknown to the installed transformers, or when its weights are quantized in a way that Octavo does
+    not read. Of a folder in FP8 the configuration is that of the stock model (`read_quantization` says how it is
+    stored).
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder} is not a folder: a model is loaded from a local Hugging Face folder (config.json, safetensors, "
+            "tokenizer). Download it first, or make a small one with `octavo tiny`."
+        )
+    read_quantization(folder)  # refuses what cannot be read
+    return stock_config(folder)
+
+
+def stock_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of the stock model of a folder, however its weights are stored."""
+    if parts_of(folder):
+        with stock(f"{folder}/config.json cannot be used"):
+            return read_three(folder)
+    raw = read_json(folder / "config.json")
+    refuse_incomplete(folder, raw.get("model_type"))
+    if "auto_map" in raw and not needs_no_code(raw.get("model_type")):
+        raise ModelError(
+            f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
+            "checkpoint in its transformers form (InternVL: the -HF folders)."
+        )
+    check_sizes(folder / "config.json")
+    _check_dtypes(folder / "config.json")
+    with stock(f"{folder}/config.json cannot be used"):
+        if raw.get("model_type") in IN_PLACE:
+            config: PreTrainedConfig = mpt.read(folder, raw)
+        else:
+            with readable(folder) as plain:
+                config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
+        config.name_or_path = str(folder)
+    if hasattr(config, "auto_map"):  # nor is anybody else to look for it
+        del config.auto_map
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
+            if hasattr(part, key):
+                delattr(part, key)
+    return config
+
+
+def _check_dtypes(file: Path) -> None:
+    """That a configuration's dtypes are of floating point: transformers takes any other for the weights, too."""
+    raw = read_json(file)
+    for part in (raw, *(one for key, one in raw.items() if isinstance(one, dict) and key not in QUANTIZED_KEYS)):
+        for key in ("dtype", "torch_dtype"):
+            named = part.get(key)
+            found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else None
+            if named in (None, "auto") or isinstance(named, dict):  # one for each part
+                continue
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise ModelError(f"{file} gives {key}={named!r:.80}, and weights are bfloat16, float16 or float32.")
+
+
+def is_vision_config(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a model of this configuration, of several parts, that takes images and gives text."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
+
+
+def is_audio_config(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a model of this configuration, of several parts, that takes sound and gives text."""
+    known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return known and getattr(config, "audio_config", None) is not None
+
+
+def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
+    """The class of a configuration that generates, or with `scores` the one that gives a conversation numbers. Raises
+    ModelError."""
+    if scores:
+        if is_vision_config(config):
+            return _scoring(type(config))
+        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return AutoModelForSequenceClassification
+        raise ModelError(
+            f"model_type {config.model_type!r} is neither a model of images and text nor a text model that "
+            "transformers knows to give scores."
+        )
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    if is_audio_config(config):
+        return AutoModelForMultimodalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise ModelError(
+        f"model_type {config.model_type!r} is neither a model of images or sound and text nor a text-only decoder "
+        "that transformers knows."
+    )
+
+
+@cache
+def _scoring(config_class: type) -> type:
+    """Sequence classification by a vision-language family, for which transformers has none: its own, as text models
+    have it (`score` over the last hidden state of the last token that is no padding, without a bias), over all that
+    the family is but its output projection. Weights have the names that vLLM and SGLang give such a model."""
+    writes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    family = next(base for base in writes.__mro__ if base.__name__.endswith("PreTrainedModel"))
+
+    class Scoring(GenericForSequenceClassification, family):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+            return cls._from_config(config, **options)
+
+    Scoring.__name__ = Scoring.__qualname__ = writes.__name__.replace("ForConditionalGeneration", SCORING)
+    if (names := get_checkpoint_conversion_mapping(writes.__name__)) is not None:  # on disk they may be others
+        register_checkpoint_conversion_mapping(Scoring.__name__, names, overwrite=True)
+    return Scoring
+
+
+def skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None, scores: bool = False
+) -> PreTrainedModel:
+    """The model on the meta device, as from_pretrained has it before weights are read."""
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    where = f" of {config.name_or_path}" if config.name_or_path else ""
+    with stock(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
+        return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
+
+
+def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
+    config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
+    model = skeleton(config, dtype)
+    with stock(f"the weights of {config.model_type!r} cannot be tied"):
+        model.tie_weights()
+    return model

@@ -1,0 +1,157 @@
+"""How images of a family come to its vision tower: in patches, whole, or in tiles; by the configuration alone.
+
+patches   rows of patches of whole images, and `image_grid_thw` (Qwen, GLM-4V, Ernie)
+whole     whole images, padded to the largest, and `image_sizes` (Pixtral)
+tiles     tiles of one size (InternVL, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from octavo.models.errors import ModelError
+from octavo.models.structure import anyres
+
+
+@dataclass(frozen=True)
+class Vision:
+    """One family's way.
+
+    kind     "patches", "whole" or "tiles"
+    patch    (height, width) of a patch in pixels
+    channels of a pixel, times the frames that a patch is deep
+    merge    patches that become one feature, in each direction (patches, whole)
+    tile     (height, width) of a tile; `least`: of the smallest that the tower takes
+    own      patches that the tower puts in front of those of a tile
+    length   features of a tile; `ends`: places of line breaks behind them in the text, or the
+             most of them
+    scales   tiles of each of several scales as a square: the tower sees an image at all, and an image of fewer tiles
+             than the last has at one (NVILA)
+    most     tiles of an image, where the configuration says it
+    axes     dimensions of `pixel_values`; five: SmolVLM's [tiles, 1, ...], or [images, tiles, ...] of LLaVA-OneVision,
+             which is also told the sizes of images, and how many each row has (`sized`)
+    """
+
+    kind: Literal["patches", "whole", "tiles"]
+    patch: tuple[int, int]
+    channels: int
+    merge: int = 1
+    tile: tuple[int, int] = (0, 0)
+    least: tuple[int, int] = (0, 0)
+    own: int = 0
+    length: int = 0
+    ends: int = 0
+    scales: tuple[int, ...] = ()
+    most: int = 1 << 16
+    axes: int = 4
+    sized: bool = False
+
+    @property
+    def cells(self) -> int:
+        """Patches of a tile."""
+        return (self.tile[0] // self.patch[0]) * (self.tile[1] // self.patch[1])
+
+    def patches(self, batch: Mapping[str, Tensor]) -> list[int]:
+        """Patches through the tower of each image of a batch, or of each tile where there are tiles."""
+        if self.kind == "patches":
+            return batch["image_grid_thw"].prod(-1).tolist()
+        if self.scales:
+            tiles = [(frames > 1, rows * columns) for frames, rows, columns in batch["image_grid_thw"].tolist()]
+            return [self.cells * (count + self.smaller * several) for several, count in tiles]
+        if self.kind == "whole":
+            sizes = batch["image_sizes"]
+            return ((sizes[:, 0] // self.patch[0]) * (sizes[:, 1] // self.patch[1])).tolist()
+        pixels = batch["pixel_values"]
+        if self.axes == 5:  # tiles that fill images up to the one of most tiles are zeros, which no image is
+            pixels = pixels.flatten(0, 1)
+            pixels = pixels[pixels.flatten(1).any(1)]
+        cells = (pixels.shape[-2] // self.patch[0]) * (pixels.shape[-1] // self.patch[1])
+        return [cells + self.own] * len(pixels)
+
+    @property
+    def smaller(self) -> int:
+        """Tiles of an image at all scales but the largest."""
+        return sum(self.scales[:-1])
+
+    def seen(self, tiles: int) -> tuple[int, int]:
+        """(patches through the tower, features) of an image that may have so many tiles."""
+        if not self.scales:
+            return tiles * (self.cells + self.own), tiles * self.length
+        if tiles < self.scales[-1]:
+            return self.cells, self.length
+        return self.cells * (tiles + self.smaller), tiles * self.length
+
+    def features(self, patches: int) -> int:
+        """What the projector puts out for so many patches of an image or tile."""
+        if self.scales:
+            tiles = patches // self.cells
+            return self.length * (tiles - self.smaller if tiles > self.smaller else tiles)
+        return patches // self.merge**2 if self.kind != "tiles" else (patches - self.own) * self.length // self.cells
+
+    def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The smallest black image, as `get_image_features` takes it."""
+        like: dict[str, Any] = {"dtype": dtype, "device": device}
+        (tall, wide), merge = self.patch, self.merge
+        if self.kind == "patches":
+            pixels = torch.zeros(merge * merge, self.channels * tall * wide, **like)
+            return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, merge, merge]], device=device)}
+        if self.kind == "whole":
+            size = (merge * tall, 2 * merge * wide)  # two features: of one, Mistral 3 takes the width for the number
+            return {"pixel_values": torch.zeros(1, self.channels, *size, **like),
+                    "image_sizes": torch.tensor([size], device=device)}  # fmt: skip
+        if self.scales:
+            black = torch.zeros(1, self.channels, *self.least, **like)
+            return {"pixel_values": black, "image_grid_thw": torch.ones(1, 3, dtype=torch.int64, device=device)}
+        if not self.sized:
+            lead = (1,) * (self.axes - 3)
+            return {"pixel_values": torch.zeros(*lead, self.channels, *self.least, **like)}
+        sizes = torch.tensor([self.tile] * 2, device=device)  # of two images none is cut into tiles
+        return {"pixel_values": torch.zeros(2, 1, self.channels, *self.tile, **like), "image_sizes": sizes,
+                "batch_num_images": torch.tensor([2], device=device)}  # fmt: skip
+
+
+def vision_of(config: PreTrainedConfig) -> Vision:
+    """The way of a configuration's family. Raises ModelError for one that Octavo does not know."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        raise ModelError(f"model_type {config.model_type!r} takes no images")
+    patch = _pair(vision.patch_size)
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    if hasattr(vision, "spatial_merge_size"):
+        frames = getattr(vision, "temporal_patch_size", 1)
+        return Vision("patches", patch, channels * frames, vision.spatial_merge_size)
+    if vision.model_type == "pixtral":
+        return Vision("whole", patch, channels, config.spatial_merge_size)
+    tile = _pair(vision.image_size)
+    cells = (tile[0] // patch[0]) * (tile[1] // patch[1])
+    if config.model_type == "internvl":
+        small = round(1 / config.downsample_ratio)
+        least = (small * patch[0], small * patch[1])
+        return Vision("tiles", patch, channels, 1, tile, least, 1, int(cells * config.downsample_ratio**2))
+    if config.model_type == "smolvlm":
+        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
+    if config.model_type == "llava_onevision":
+        most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
+        breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
+        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
+    if config.model_type == "gemma3":
+        return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
+    if config.model_type in ("nvila", "nvila_lite"):
+        rows, columns = tile[0] // patch[0], tile[1] // patch[1]
+        least = (config.merge * patch[0], config.merge * patch[1])
+        length, side = config.tile_tokens(rows, columns), config.vision_config.image_size
+        squares = tuple((scale // side) ** 2 for scale in config.s2_scales)
+        most = config.max_tiles + (not squares and config.max_tiles > 1)  # the whole image is a tile more
+        own = {"ends": config.newlines, "scales": squares, "most": most}
+        return Vision("tiles", patch, channels, 1, tile, least, 0, length, **own)
+    raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

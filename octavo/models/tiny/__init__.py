@@ -1,0 +1,1 @@
+"""Small checkpoints of real architectures, made for tests and trials."""

@@ -1,0 +1,231 @@
+"""The dimensions of small checkpoints of families that see, one function a family; :mod:`octavo.models.tiny.configs`
+has the first four and what all share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import (
+    Ernie4_5_VLMoeConfig,
+    Gemma3Config,
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm46VConfig,
+    GlmOcrConfig,
+    LlavaOnevisionConfig,
+    Mistral3Config,
+    PreTrainedConfig,
+    Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    SmolVLMConfig,
+)
+
+from octavo.models.custom.nvila import NvilaConfig, NvilaLiteConfig
+from octavo.models.tiny.parts import PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
+
+TILE = 16
+"""Pixels a tile, in each direction, of families that cut images into tiles: 4 x 4 patches."""
+TILES = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
+TOKENS = (TILE // PATCH // 2) ** 2
+"""Tokens a tile of families that merge 2 x 2 patches."""
+
+
+def _depth(size: str) -> int:
+    return 3 if size == "small" else 2
+
+
+def _tower(size: str, **more: Any) -> dict[str, Any]:
+    """A vision transformer over tiles of one size, or over whole images."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 256 if size == "small" else 128,
+        "num_hidden_layers": _depth(size),
+        "num_attention_heads": 4,
+        "image_size": TILE,
+        "patch_size": PATCH,
+        **more,
+    }
+
+
+def _siglip(size: str) -> dict[str, Any]:
+    return _tower(size, model_type="siglip_vision_model", vision_use_head=False)
+
+
+def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    decoder = text(size, vocab, model_type="mistral", head_dim=32, sliding_window=None)
+    return Mistral3Config(
+        text_config=decoder,
+        vision_config=_tower(size, model_type="pixtral", image_size=8 * TILE, initializer_range=0.06),
+        image_token_index=ids["[IMG]"],
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+
+
+def llava_onevision(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return LlavaOnevisionConfig(
+        text_config=text(size, vocab, model_type="qwen2"),
+        vision_config=_siglip(size),
+        image_token_index=ids["<image>"],
+        video_token_index=ids["<video>"],
+        image_grid_pinpoints=TILES,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+
+
+def smolvlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    decoder = text(size, vocab, model_type="llama", head_dim=32)
+    decoder["pad_token_id"] = ids["<|im_end|>"]
+    return SmolVLMConfig(
+        text_config=decoder,
+        vision_config=_tower(size, initializer_range=0.06),
+        image_token_id=ids["<image>"],
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+
+
+def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """Two layers of three see 32 tokens back."""
+    decoder = text(size, vocab, head_dim=32, query_pre_attn_scalar=32, sliding_window=32)
+    depth = decoder["num_hidden_layers"]
+    decoder["layer_types"] = ["full_attention" if n % 3 == 1 else "sliding_attention" for n in range(depth)]
+    return Gemma3Config(
+        text_config=decoder,
+        vision_config=_siglip(size),
+        mm_tokens_per_image=TOKENS,
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        image_token_index=ids["<image_soft_token>"],
+    )
+
+
+def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
+    """Rotary turns a part of each head."""
+    head = decoder["hidden_size"] // decoder["num_attention_heads"]
+    decoder["rope_parameters"] = rope(int(part * head), partial_rotary_factor=part)
+    more = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
+    return {
+        "text_config": decoder,
+        "vision_config": qwen_vision(decoder["hidden_size"], **more),
+        **_ids(ids, image="<|image|>", video="<|video|>"),
+        **_around(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
+    }
+
+
+def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm4vConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm46v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Glm46VConfig(**_glm_parts(size, text(size, vocab), ids))
+
+
+def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return GlmOcrConfig(**_glm_parts(size, text(size, vocab), ids, part=1.0))
+
+
+def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A dense layer, then one of eight experts and one that takes every token."""
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    decoder = {**text(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
+    return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
+
+
+def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A tower that names its own width `embed_dim`, and the decoder's `hidden_size`."""
+    decoder = text(size, vocab)
+    decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
+    tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
+    tower["hidden_size"] = tower.pop("out_hidden_size")
+    return Qwen2VLConfig(text_config=decoder, vision_config=tower, tie_word_embeddings=True, **vision_ids(ids))
+
+
+def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
+    """Every layer but the last, of four the fourth, is a recurrence (Gated DeltaNet)."""
+    depth = decoder["num_hidden_layers"]
+    linear = {"key_head_dim": 32, "value_head_dim": 32, "num_key_heads": 2, "num_value_heads": 4}
+    decoder |= {f"linear_{name}": value for name, value in linear.items()}
+    decoder["layer_types"] = ["linear_attention"] * (depth - 1) + ["full_attention"]
+    decoder["rope_parameters"] = {**rope(16, partial_rotary_factor=0.5), "mrope_interleaved": True}
+    more = {"depth": _depth(size), "intermediate_size": 128, "num_position_embeddings": 64}
+    return {
+        "text_config": decoder,
+        "vision_config": qwen_vision(decoder["hidden_size"], **more),
+        "tie_word_embeddings": False,
+        **vision_ids(ids),
+    }
+
+
+def qwen3_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Qwen3_5Config(**_qwen3_5_parts(size, text(size, vocab, head_dim=32), ids))
+
+
+def qwen3_5_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Qwen3_5MoeConfig(**_qwen3_5_parts(size, moe(size, vocab, shared_expert_intermediate_size=64), ids))
+
+
+def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """A dense layer, then one whose tokens of text and of images have experts of their own."""
+    decoder = text(size, vocab, num_hidden_layers=2)
+    half = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
+    decoder |= {
+        "moe_num_experts": 8,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": [64, 32],
+        "mlp_layer_types": ["dense", "sparse"],
+        # height, width, time, in the published proportions but for rounding
+        "rope_parameters": rope(2 * half, mrope_section=[half * 3 // 8, half * 3 // 8, half // 4]),
+    }
+    tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), intermediate_size=128)
+    for name in ("out_hidden_size", "temporal_patch_size"):
+        del tower[name]
+    return Ernie4_5_VLMoeConfig(
+        text_config=decoder,
+        vision_config=tower,
+        tie_word_embeddings=True,
+        **_ids(ids, image="<|IMAGE_PLACEHOLDER|>", video="<|VIDEO_PLACEHOLDER|>"),
+        **_around(ids, "<|{}_START|>", "<|{}_END|>", str.upper),
+    )
+
+
+def _ids(ids: Ids, **tokens: str) -> Mapping[str, int]:
+    return {f"{kind}_token_id": ids[token] for kind, token in tokens.items()}
+
+
+def _around(ids: Ids, start: str, end: str, case: Any = str) -> Mapping[str, int]:
+    """The marks around images and videos, as configurations name them."""
+    return {
+        f"{kind}_{side}_token_id": ids[mark.format(case(kind))]
+        for kind in ("image", "video")
+        for side, mark in (("start", start), ("end", end))
+    }
+
+
+def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
+    """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged. A layer
+    of the tower is never run."""
+    ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9
+    return {
+        "text_config": text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
+        "vision_config": {**_siglip(size), "num_hidden_layers": _depth(size) + 1, "intermediate_size": ragged},
+        "image_token_id": ids["<image>"],
+        "video_token_id": ids["<vila/video>"],
+        "newline_token_id": ids["Ċ"],
+        **more,
+    }
+
+
+def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """Two scales: a tile, and from 2 x 2 to 6 tiles."""
+    return NvilaConfig(**_nvila(size, ids, s2_scales=[TILE, 2 * TILE], max_tiles=6))
+
+
+def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    """3 x 3 of 4 x 4 patches, filled up, become one of 4 tokens."""
+    return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

@@ -1,0 +1,405 @@
+"""A model put together from a folder where FP8 is involved: on disk, in the model, or both.
+
+The list: which layers are asked for, which tensors make which parameter, whether codes have their scales and are where
+the configuration says, then parameter by parameter, and last what from_pretrained does too (ties, buffers, generation
+settings). Everything is checked before the first weight is read, but for what only values show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from octavo import fp8
+from octavo.base import accelerator
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import at
+from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.quantization import Quantization, read_quantization
+from octavo.models.structure.families import WITHOUT_HEAD, describe
+from octavo.models.weights.fp8_codes import Paired, pair
+from octavo.models.weights.mistral3_single import keep_single_features
+from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, sources
+from octavo.models.weights.shards import Shards, open_weights
+from octavo.models.weights.streaming import Stream
+
+_QUANTIZED = ("linear", "experts")
+_HOLDS_CODES = (*_QUANTIZED, "lm_head")
+
+
+def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
+    """component -> kind (of `fp8.FROZEN`, which the recipes that multiply by it are named after: row of rowwise); one
+    word speaks of the language model, and True means its rows. Raises ModelError for unknown ones."""
+    names = ", ".join(f"{kind}wise" for kind in fp8.FROZEN)
+    if isinstance(load_in_fp8, bool):
+        load_in_fp8 = "row" if load_in_fp8 else None
+    if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
+        raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
+    given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
+    asked = {component: str(kind).removesuffix("wise") for component, kind in given.items() if kind is not None}
+    for component, kind in asked.items():
+        if component not in WITHOUT_HEAD:
+            raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
+        if kind not in fp8.FROZEN:
+            raise ModelError(f"load_in_fp8 asks for {given[component]!r} in {component}; there are {names}.")
+    return asked
+
+
+@dataclass
+class Prepared:
+    """A model on the meta device, the tensors of a folder that make it, and what reads them; nothing was read."""
+
+    model: PreTrainedModel
+    found: Sources
+    stream: Stream
+
+    def casts(self) -> dict[str, fp8.CastSpec]:
+        """Parameter -> the cast of its codes, of all that become frozen FP8 weights. Reads scales."""
+        found = {name: fp8.FROZEN[kind] for name, kind in self.stream.kinds.items()}
+        if self.stream.keep_fp8:
+            codes = [o for o in self.found.origins if any(e.is_codes for e in o.stored) and o.converter is None]
+            found |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
+        return found
+
+
+def prepare(
+    folder: Path,
+    build: Callable[[], PreTrainedModel],
+    shards: Shards,
+    quantization: Quantization | None,
+    asked: Mapping[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_fp8: bool,
+    say: Callable[[str], None],
+) -> Prepared:
+    """The model of a folder, before its weights; `octavo.models.load` says what the arguments are. Raises ModelError
+    for all that headers tell."""
+    model = build()
+    paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
+    kinds = _kinds(folder, weights, found, asked, quantization, keep_fp8)
+    for note in paired.notes:
+        say(note)
+    for kept, other in found.twice:
+        say(f"{folder} offers one parameter twice: took {kept}, {kept.dtype}, not {other}, {other.dtype}")
+    if asked and not keep_fp8 and quantization is not None:
+        say("keep_fp8=False: codes on disk are dequantized, and what load_in_fp8 asks for is quantized anew")
+    dtypes = dtypes_of(model, dtype)
+    return Prepared(
+        model, found, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
+    )
+
+
+def assemble(
+    folder: Path, prepared: Prepared, device: torch.device, say: Callable[[str], None],
+    progress: Callable[[int, int], None] | None,
+) -> PreTrainedModel:  # fmt: skip
+    """The model, its weights streamed in. Raises ModelError for what only values show."""
+    _fill(prepared.stream, prepared.found.origins, progress)
+    for note in prepared.stream.notes:
+        say(note)
+    model = finish(prepared.model, folder, prepared.found)
+    if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ModelError(_unmade(folder, left))
+    return accelerator.move(model, device)
+
+
+def checked(
+    folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
+) -> tuple[Paired, Sources, dict[str, fp8.Row]]:
+    """(codes with their scales, what makes each parameter, the linear layers by parameter) of a folder's tensors, found
+    to be those of the model. Raises ModelError."""
+    paired = pair(shards.stored.values(), quantization, folder)
+    rows = fp8.topology(model, describe(model).components)
+    weights = {row.parameter: row for row in rows}
+    experts = {name for name, row in weights.items() if row.kind == "experts"}
+    found = sources(model, paired.weights, experts)
+    _complete(folder, model, found)
+    _as_configured(folder, model, found, weights, quantization, keep_fp8)
+    return paired, found, weights
+
+
+def frozen_names(
+    path: str | Path,
+    model: PreTrainedModel,
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
+    keep_fp8: bool = True,
+) -> dict[str, fp8.CastSpec]:
+    """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers and
+    scales alone. `model` is the folder's, on the meta device. Raises ModelError as `load` does before it reads a
+    weight."""
+    folder, asked = Path(path), asked_kinds(load_in_fp8)
+    quantization = read_quantization(folder)
+    if not asked and quantization is None:
+        return {}
+    with open_weights(folder, quantization is not None)[0] as shards:
+        cpu, silent = torch.device("cpu"), lambda text: None
+        return prepare(
+            folder, lambda: model, shards, quantization, asked, torch.bfloat16, cpu, keep_fp8, silent
+        ).casts()
+
+
+def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
+    """Refuse missing, unknown and mis-shaped tensors, as from_pretrained would report them."""
+    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
+    missing = set(model.state_dict()) - made
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    for one, other in [*ties.items(), *((b, a) for a, b in ties.items())]:
+        if one in missing and other not in missing:
+            missing.discard(one)
+    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]  # older checkpoints have them, and models make them anew
+    ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
+    unknown = _without({str(entry) for entry in found.unknown}, ignored, lambda text: text.split(" ", 1)[0])
+    lacks = {name for origin in found.origins for name in origin.lacks}
+    shapes = [] if missing or lacks else [misfit for o in found.origins for misfit in _misfits(model, o)]
+    info = {"missing_keys": missing | lacks, "unexpected_keys": unknown, "mismatched_keys": shapes}
+    refuse_incomplete(folder, info)
+    refuse_other_kinds(folder, model, found.origins)
+
+
+def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[Origin]) -> None:
+    """Raises ModelError for whole numbers on disk where the model has values, and the other way round: transformers
+    would cast them."""
+    for origin in origins:
+        wanted = model.get_parameter_or_buffer(origin.name).dtype
+        for entry in origin.stored:
+            if entry.dtype.is_floating_point != wanted.is_floating_point:
+                raise ModelError(
+                    f"{folder}: {entry} holds {entry.dtype}, and {origin.name} is {wanted} in the model. Write the "
+                    "checkpoint again, or download it again."
+                )
+
+
+_OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+
+
+def _without(names: set[str], patterns: Any, name_of: Callable[[str], str] = lambda text: text) -> set[str]:
+    if not patterns:
+        return names
+    return {name for name in names if not any(re.search(pattern, name_of(name)) for pattern in patterns)}
+
+
+def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any]]:
+    """(tensors on disk, their shape, the shape wanted) of an origin that does not fit; rules say so themselves."""
+    if origin.converter is not None:
+        return []
+    wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
+    if not origin.experts:
+        entry = origin.slots[0][0].stored
+        return [] if entry.shape == wanted else [(str(entry), entry.shape, wanted)]
+    if len(origin.slots) != wanted[0]:
+        more = origin.slots[-1][0].stored
+        return [(str(more), (len(origin.slots), *more.shape[-2:]), wanted)]
+    turned = is_transposed(model.get_submodule(origin.name.rpartition(".")[0]))
+    height, width = wanted[:0:-1] if turned else wanted[1:]
+    for pieces in origin.slots:
+        if sum(piece.shape[0] for piece in pieces) != height or {piece.shape[1] for piece in pieces} != {width}:
+            return [(str(pieces[0].stored), pieces[0].stored.shape, wanted)]
+    return []
+
+
+def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise ModelError for what a loading report names: keys that are missing, unexpected or mis-shaped, and errors."""
+    wrong = []
+    for key, what in (
+        ("missing_keys", "missing in the folder (transformers would fill it with random numbers)"),
+        ("unexpected_keys", "in the folder but unknown to the model"),
+        ("mismatched_keys", "of another shape than the model's"),
+        ("error_msgs", "reported while loading"),
+    ):
+        if found := sorted(_named(item) for item in info.get(key, ())):
+            wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
+    if wrong:
+        raise ModelError(
+            f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
+            "config.json and the weights belong together, or download them again."
+        )
+
+
+def _named(item: object) -> str:
+    """A loading report's entry: a name, or (name, shape on disk, shape of the model)."""
+    if isinstance(item, tuple) and len(item) == 3:
+        name, disk, model = item
+        return f"{name} {tuple(disk)} instead of {tuple(model)}"
+    return str(item)
+
+
+def _as_configured(
+    folder: Path,
+    model: PreTrainedModel,
+    found: Sources,
+    rows: Mapping[str, fp8.Row],
+    quantization: Quantization | None,
+    keep_fp8: bool,
+) -> None:
+    """Refuse codes where the configuration says values, values where it says codes, and codes where no layer takes
+    them: loaders that go by the configuration would read them as something else."""
+    if quantization is None:
+        return
+    for origin in found.origins:
+        row = rows.get(origin.name)
+        for entry in origin.stored:
+            names = {entry.name.removesuffix(".weight"), origin.name.removesuffix(".weight")}
+            covered = all(quantization.covers(name) for name in names)
+            if entry.is_codes and not covered:
+                raise ModelError(
+                    f"{folder}: {entry} holds FP8 codes, and by config.json that layer is not quantized: loaders that "
+                    "go by the list would take codes for values. Correct the list, or write the checkpoint again."
+                )
+            if covered and not entry.is_codes and row is not None and row.kind in _QUANTIZED:
+                raise ModelError(
+                    f"{folder}: {entry} holds {entry.dtype}, and by config.json that layer is in FP8 "
+                    f"({quantization.method}): other loaders would look for its scales. Add "
+                    f"{entry.name.removesuffix('.weight')!r} to the list of what is not quantized, or write the "
+                    "checkpoint again."
+                )
+            if entry.is_codes and keep_fp8 and (row is None or row.kind not in _HOLDS_CODES):
+                raise ModelError(
+                    f"{folder}: {entry} holds FP8 codes, and {origin.name} is no linear layer or experts, which alone "
+                    "take codes. Load with keep_fp8=False: its values are dequantized."
+                )
+
+
+def _kinds(
+    folder: Path,
+    rows: Mapping[str, fp8.Row],
+    found: Sources,
+    asked: Mapping[str, str],
+    quantization: Quantization | None,
+    keep_fp8: bool,
+) -> dict[str, str]:
+    """parameter -> kind, for those that are quantized on the way. Codes that exist must be of the kind asked for."""
+    there = {origin.name for origin in found.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    kinds: dict[str, str] = {}
+    for component, kind in asked.items():
+        mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
+        if not mine:
+            known = sorted({row.component for row in rows.values() if row.kind in _QUANTIZED})
+            raise ModelError(
+                f"load_in_fp8 asks for {component}, in which {folder} has no linear layer; those are in "
+                f"{', '.join(known) or 'no component'}."
+            )
+        held = [name for name in mine if name in there]
+        if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
+            raise ModelError(
+                f"load_in_fp8 asks for {kind}wise in {component}, and {folder} holds FP8 codes of {quantization} "
+                f"({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes as they "
+                "are, or use the BF16 checkpoint."
+            )
+        kinds.update({name: kind for name in mine if name not in there})
+    return kinds
+
+
+def dtypes_of(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """The dtype of each parameter of a model on the meta device: its own, and fp32 where its family
+    insists on it."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
+
+    def dtype_of(name: str) -> torch.dtype:
+        insisted = next((wanted for pattern, wanted in patterns if pattern.search(name)), None)
+        return insisted or model.get_parameter_or_buffer(name).dtype
+
+    return dtype_of
+
+
+def in_order(origins: Iterable[Origin]) -> list[Origin]:
+    """As they lie in their files."""
+    return sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
+
+
+def _fill(stream: Stream, origins: list[Origin], progress: Callable[[int, int], None] | None) -> None:
+    total, done, trimmed = sum(entry.nbytes for origin in origins for entry in origin.stored), 0, 0
+    for origin in in_order(origins):
+        stream.fill(origin)
+        done += sum(entry.nbytes for entry in origin.stored)
+        trimmed = trim_after(done, trimmed, done == total)
+        if progress is not None:
+            progress(done, total)
+    stream.finish()
+
+
+_TRIM = 32 << 20  # bytes read between two looks at the heap
+
+
+def trim_after(done: int, trimmed: int, last: bool = False) -> int:
+    """Look at the heap where enough was read since the last time, or at the end; how much had been read then."""
+    if done - trimmed < _TRIM and not last:
+        return trimmed
+    _trim()
+    return done
+
+
+def _trim() -> None:
+    """Give free memory of the C heap back. Weights lie between pieces of work that were freed again, and glibc keeps
+    such holes: of a model of 1.1 GB they were 0.5 GB. Other allocators than glibc's have no such call, nor the need."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return
+
+
+def finish(model: PreTrainedModel, folder: Path, found: Sources) -> PreTrainedModel:
+    """What from_pretrained does beside the weights: ties, buffers, generation settings, eval mode. They may be read
+    before or after it."""
+    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
+    model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
+    model._weight_conversions = found.rules  # type: ignore[assignment]
+    return settle(model, folder)
+
+
+def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Buffers, generation settings, eval mode."""
+    keep_single_features(model)
+    _make_buffers(model)
+    if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
+        raise ModelError(_unmade(folder, left))
+    model.config.name_or_path = model.name_or_path = str(folder)
+    if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
+        with readable(settings.parent) as plain:
+            model.generation_config = GenerationConfig.from_pretrained(plain, local_files_only=True)
+    return model.eval()
+
+
+def _unmade(folder: Path, left: list[str]) -> str:
+    return (
+        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
+        "in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."
+    )
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds (rotary tables, position ids): `_init_weights` of each model does,
+    module by module, and leaves no trace elsewhere since only those modules are given to it."""
+
+    def visit(module: nn.Module, name: str, pretrained: PreTrainedModel) -> None:
+        pretrained = module if isinstance(module, PreTrainedModel) else pretrained
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, pretrained)
+        mine = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+        if not mine:
+            return
+        for buffer_name, buffer in mine.items():
+            module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
+        held = [(part, dict(part._parameters)) for part in module.modules()]  # SigLIP's draws its table, a child's
+        for part, parameters in held:  # it would start them anew
+            for parameter, value in parameters.items():
+                if value is not None:
+                    meta = torch.empty_like(value, device="meta")
+                    part._parameters[parameter] = nn.Parameter(meta, value.requires_grad)
+        with torch.no_grad():
+            pretrained._init_weights(module)
+        for part, parameters in held:
+            part._parameters.update(parameters)
+
+    visit(model, "", model)

@@ -1,0 +1,181 @@
+"""A model whose weights come last: built, frozen, converted and sharded on the meta device, then filled.
+
+Where several ranks share a model none of them needs it whole. So the model of a folder is made without memory (its
+buffers apart, which are small), all that is done to a model before it trains is done to that, and when every rank knows
+which rows of which parameter are its own, those are read, cast and quantized (:mod:`octavo.models.weights.streaming`):
+what a rank holds on the way is its shard and a piece of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo import fp8
+from octavo.models.structure.skeleton import read_config, skeleton
+from octavo.models.weights.assembly import Prepared, asked_kinds, finish, in_order, prepare, trim_after
+from octavo.models.weights.loading import WIDE, opened
+from octavo.models.weights.name_mapping import Origin, is_transposed
+from octavo.models.weights.streaming import chunks
+
+#: parameter (its name in the folder's model, the module that holds it, its name there), values, lower halves or None
+Place = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
+#: module, name of its parameter -> rows of it that are wanted
+Window = Callable[[nn.Module, str], tuple[int, int]]
+
+
+@dataclass
+class Deferred:
+    """A model of which every parameter is on the meta device, frozen FP8 weights included, and the folder that fills
+    it. Buffers have their values. The model may be changed (classes, adapters around modules, sharding) as long as each
+    parameter stays in its module under its name."""
+
+    model: PreTrainedModel
+    prepared: Prepared
+    homes: Mapping[str, tuple[nn.Module, str]]
+    split: bool
+    say: Callable[[str], None] = lambda text: None
+
+    def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
+        """Read what `window` asks for of each parameter, hand it to `place`, and return the bytes that were read.
+
+        Parameters come in the order of the files, the same on all ranks. `largest` gives the largest of 0-d amaxes over
+        all ranks. With `split`, fp32 weights come as BF16 and their lower halves (int16). Raises ModelError for what
+        only values show.
+        """
+        stream = self.prepared.stream
+
+        def rows(name: str, shape: torch.Size) -> tuple[int, int]:
+            return window(*self.homes[name])
+
+        def put(name: str, value: Tensor) -> None:
+            low, (module, leaf) = None, self.homes[name]
+            parameter = module._parameters[leaf]
+            assert parameter is not None
+            if self.split and value.dtype is torch.float32:
+                value, low = fp8.arithmetic.split_master(value)
+            elif value.dtype is torch.float32 and parameter.dtype is torch.bfloat16:
+                value = value.to(torch.bfloat16)  # whoever trains it asked for that since
+            place(name, module, leaf, value, low)
+
+        stream.window, stream.place, stream.largest = rows, put, largest
+        before = stream.shards.taken
+        with stream.shards:
+            trimmed = 0
+            for origin in in_order(self._of_parameters()):
+                stream.fill(origin)
+                trimmed = trim_after(stream.shards.taken, trimmed)
+        stream.finish()
+        for note in stream.notes:
+            self.say(note)
+        return stream.shards.taken - before
+
+    def _of_parameters(self) -> list[Origin]:
+        return [o for o in self.prepared.found.origins if (o.makes or (o.name,))[0] in self.homes]
+
+
+def defer(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
+    keep_fp8: bool = True,
+    split: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Deferred:
+    """The model that `models.load` gives with these arguments, or with `split` the one of `models.load_split`, before
+    its parameters are read. Raises ModelError for all that can be known by then."""
+    folder, kinds = Path(path), asked_kinds(load_in_fp8)
+    config = read_config(folder)
+    quantization, shards = opened(folder, say)
+    if split:
+        dtype, keep_fp8, kinds = torch.bfloat16, False, {}
+        split = quantization is not None or any(entry.dtype in WIDE for entry in shards.stored.values())
+    on = torch.device(device)
+
+    def build() -> PreTrainedModel:
+        return skeleton(config, dtype)
+
+    prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
+    model, stream = prepared.model, prepared.stream
+    if any(origin.converter is not None for origin in prepared.found.origins):
+        stream.rules = build()
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    with shards:
+        for origin in prepared.found.origins:
+            if not names & set(origin.makes or (origin.name,)):
+                stream.fill(origin)  # a buffer that the folder holds
+        casts = prepared.casts()
+        _drop_equal(prepared)
+    stream.dtype_of = _settled(model, stream.dtype_of, split)
+    for name in names:
+        place_empty(model, name, stream.dtype_of(name), casts.get(name))
+    if split:
+        stream.dtype_of = lambda name: torch.float32
+    finish(model, folder, prepared.found)
+    move_buffers(model, on)
+    return Deferred(model, prepared, homes_of(model, names), split, say)
+
+
+def homes_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Parameter -> the module that holds it, and its name there."""
+    found = ((name, name.rpartition(".")) for name in names)
+    return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in found}
+
+
+def _settled(
+    model: PreTrainedModel, dtype_of: Callable[[str], torch.dtype], split: bool
+) -> Callable[[str], torch.dtype]:
+    """The dtypes of all parameters, asked for while they have the names of the folder's model."""
+    dtypes = {name: dtype_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
+
+
+def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
+    """A parameter on the meta device in the dtype, or with the codes, that it will have."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    old = module._parameters[leaf]
+    assert old is not None
+    if cast is not None:
+        turned = old.dim() == 3 and is_transposed(module)
+        module._parameters[leaf] = fp8.freeze_weight(old, cast, dtype, turned)
+    elif old.dtype != dtype:
+        module._parameters[leaf] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
+
+
+def _drop_equal(prepared: Prepared) -> None:
+    """Of tied weights that the folder holds twice, with the same values, leave the second one out, as transformers
+    does; with other values they are not tied. Both are read."""
+    stream, origins = prepared.stream, {o.name: o for o in prepared.found.origins if o.converter is None}
+    ties: dict[str, str] = getattr(prepared.model, "all_tied_weights_keys", None) or {}
+    for target, source in list(ties.items()):
+        if target not in origins or source not in origins:
+            continue
+        one, other = (origins[name].slots[0][0].stored for name in (target, source))
+        dtype = stream.dtype_of(source)
+        same = one.shape == other.shape and all(
+            torch.equal(*(stream.shards.read(entry, rows).to(dtype) for entry in (one, other)))
+            for rows in chunks(one.shape)
+        )
+        if same:
+            prepared.found.origins.remove(origins[target])
+        else:
+            ties.pop(target)
+            path, _, leaf = target.rpartition(".")
+            module = prepared.model.get_submodule(path)
+            shared = module._parameters[leaf]
+            assert shared is not None
+            module._parameters[leaf] = nn.Parameter(shared.detach(), requires_grad=shared.requires_grad)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,197 @@
+"""FP8 codes on disk and the scales that belong to them: paired by name, and each scale read and checked.
+
+Codes without scales, scales without codes, scales of another shape, NaN and zero: each is what some library has
+written, and each gives a model that runs and is wrong. So they are errors that name file and tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.models.errors import ModelError
+from octavo.models.folder.quantization import Quantization, is_cache_scale
+from octavo.models.weights.name_mapping import Piece
+from octavo.models.weights.shards import Shards, Stored
+
+# Fixed scales of activations: Octavo casts activations by the tokens at hand.
+_UNUSED = (".input_scale", ".output_scale")
+_SUFFIXES = ("_scale_inv", "_scale")
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The tensors of a folder apart: `weights` (all that is no scale), and the scales by the name of their weight."""
+
+    weights: tuple[Stored, ...]
+    scales: Mapping[str, Stored]
+    notes: tuple[str, ...] = ()
+
+
+def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Path) -> Paired:
+    """Codes with their scales. Raises ModelError for codes without scales, scales without codes, and codes in a folder
+    that does not say how to read them."""
+    by_name = {entry.name: entry for entry in stored}
+    codes = [entry for entry in by_name.values() if entry.is_codes]
+    if quantization is None:
+        if codes:
+            raise ModelError(
+                f"{folder}: {_some(codes)} holds FP8 codes, and config.json has no quantization_config that says how "
+                "they are scaled (transformers' save_pretrained leaves it out after loading such a folder on a CPU). "
+                "Take config.json from the checkpoint that these weights come from."
+            )
+        cached = [entry for entry in by_name.values() if is_cache_scale(entry.name)]
+        kept = tuple(entry for entry in by_name.values() if not is_cache_scale(entry.name))
+        return Paired(kept, {}, _not_used(cached))
+    if wrong := [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]:
+        raise ModelError(f"{folder}: {_some(wrong)} holds codes in {wrong[0].dtype}; Octavo reads e4m3 alone.")
+    suffix = quantization.scale_suffix
+    scales = {c.name: by_name[c.name + suffix] for c in codes if c.name + suffix in by_name}
+    if bare := [entry for entry in codes if entry.name not in scales]:
+        other = next((s for s in _SUFFIXES if s != suffix and bare[0].name + s in by_name), None)
+        found = f" (there is {bare[0].name}{other}, the name that another method gives them)" if other else ""
+        raise ModelError(
+            f"{folder}: {_some(bare)} holds FP8 codes without scales: {bare[0].name}{suffix} is missing{found}. Codes "
+            "alone are not the weight; write the checkpoint again, with scales."
+        )
+    used = {entry.name for entry in scales.values()}
+    fixed = _UNUSED if quantization.activations == "static" and quantization.method == "compressed-tensors" else ()
+    unused = [e for e in by_name.values() if e.name.endswith(fixed) or is_cache_scale(e.name)]
+    used |= {entry.name for entry in unused}
+    rest = tuple(entry for entry in by_name.values() if entry.name not in used)
+    if lone := [entry for entry in rest if _base(entry.name) in by_name]:
+        base = by_name[_base(lone[0].name)]
+        raise ModelError(
+            f"{folder}: {_some(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
+            "were overwritten by values or the scale was left behind; write the checkpoint again."
+        )
+    if orphans := [entry for entry in rest if entry.name.endswith((".weight_scale_inv", ".weight_scale"))]:
+        raise ModelError(
+            f"{folder}: {_some(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
+            "checkpoint again, or download it again."
+        )
+    return Paired(rest, scales, _not_used(unused))
+
+
+def _not_used(unused: list[Stored]) -> tuple[str, ...]:
+    if not unused:
+        return ()
+    return (
+        f"{len(unused)} fixed scales of activations or of the KV cache are not used (first {unused[0].name}): "
+        "Octavo takes the scales of activations from the tokens at hand",
+    )
+
+
+def _base(name: str) -> str:
+    """The weight that a scale of this name belongs to; "" if it is no name of a scale."""
+    return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
+
+
+def _some(entries: list[Stored]) -> str:
+    more = f" ({len(entries)} such tensors)" if len(entries) > 1 else ""
+    return f"{entries[0]}{more}"
+
+
+def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quantization) -> Tensor:
+    """The scales of a piece, fp32 [row blocks, column blocks] as the GEMM has them.
+
+    Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and
+    for scales that are all 1 over codes that are not all zero.
+    """
+    grid = grid_of(scale, piece.stored, quantization, piece.turned)
+    mine = None if piece.at is None else (piece.at, piece.at + 1)
+    values = scale_values(shards.read(scale, mine), scale, quantization)
+    values = values.view(grid if mine is not None else (*piece.stored.shape[:-2], *grid))
+    if bool((values == 1).all()):
+        check_ones(shards.read(piece.stored, mine), scale, piece.stored)
+    return values.mT.contiguous() if piece.turned else values
+
+
+def grid_of(scale: Stored, codes: Stored, quantization: Quantization, turned: bool = False) -> tuple[int, int]:
+    """The shape of the scales of a matrix [row blocks, column blocks]. Raises ModelError where it is another on disk.
+
+    turned: the codes lie as [K, N]
+    """
+    if len(codes.shape) not in (2, 3):
+        raise ModelError(f"{codes} holds FP8 codes of shape {list(codes.shape)}; only matrices and stacks of them do.")
+    rows, columns = codes.shape[-2:]
+    grid = quantization.grid(rows, columns)
+    if turned and quantization.kind == "row":
+        grid = (1, columns)  # a scale an output channel, and those are columns on disk
+    front = codes.shape[:-2]
+    allowed = {(*front, *grid)}
+    if 1 in grid and quantization.kind != "block":
+        allowed |= {(*front, max(grid))} if max(grid) > 1 else {front, (*front, 1)}
+    if scale.shape not in allowed:
+        transposed = " They look transposed." if (*front, *reversed(grid)) == scale.shape else ""
+        raise ModelError(
+            f"{scale} has shape {list(scale.shape)}; codes {list(codes.shape)} in {quantization} have scales of shape "
+            f"{[*front, *grid]}.{transposed} Write the checkpoint again, or check the block size in config.json."
+        )
+    return grid
+
+
+def scale_values(read: Tensor, scale: Stored, quantization: Quantization) -> Tensor:
+    """Scales as they were read, in fp32. Raises ModelError for another dtype, and what is not finite and above 0."""
+    if scale.dtype is torch.uint8 and quantization.scale_format == "ue8m0":
+        read = read.view(torch.float8_e8m0fnu)
+    elif scale.dtype not in _SCALES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SCALES)
+        raise ModelError(f"{scale} holds {scale.dtype}; scales are {names}. Write the checkpoint again.")
+    values = read.float()
+    good = torch.isfinite(values) & (values > 0)
+    if not bool(good.all()):
+        raise ModelError(
+            f"{scale} holds the scale {values[~good][0].item()}; every scale is finite and above 0. The block was zero "
+            "or damaged when it was quantized; write the checkpoint again."
+        )
+    return values
+
+
+def check_ones(codes: Tensor, scale: Stored, stored: Stored) -> None:
+    """Raises ModelError where codes, whose scales are all 1, are not all zero."""
+    if any(bool((part & 0x7F).any()) for part in codes.reshape(-1).view(torch.uint8).split(1 << 22)):
+        raise ModelError(
+            f"{scale} holds nothing but 1, and {stored} is not zero: the weight was cast without scales, or they were "
+            "lost. Write the checkpoint again, with scales."
+        )
+
+
+def check_codes(codes: Tensor, entry: Stored) -> None:
+    """Raises ModelError where codes hold NaN (0x7F, 0xFF)."""
+    for part in codes.view(torch.uint8).flatten().split(1 << 22):
+        if bool(((part & 0x7F) == 0x7F).any()):
+            raise ModelError(f"{entry} holds the code of NaN; the weight it was made of was damaged. Write it again.")
+
+
+def rows_of_a_block(
+    quantization: Quantization, heights: list[int], turned: bool, scales: Iterable[list[Tensor]]
+) -> int:
+    """How many rows share a scale where pieces lie one below the other: those of the format's own blocks if every piece
+    begins with a new block, else the largest number that all of them begin with; -1 for one block.
+
+    heights: of the pieces; scales: those of each slot's pieces, by which a shared scale of whole tensors is seen.
+    """
+    own = 1 if quantization.kind == "row" else -1 if quantization.kind == "tensor" else quantization.spec.block[turned]
+    starts = [sum(heights[:i]) for i in range(1, len(heights))]
+    if own == 1 or not starts:
+        return own
+    if own == -1:
+        if all(torch.equal(piece, slot[0]) for slot in scales for piece in slot):
+            return -1
+        own = sum(heights)
+    return math.gcd(own, *starts)
+
+
+def finer(scale: Tensor, rows: int, own: int, wanted: int) -> Tensor:
+    """The scales of a piece of `rows` rows in blocks of `own` rows (-1: all), repeated for blocks of `wanted` rows."""
+    if wanted in (own, -1):
+        return scale
+    own = rows if own == -1 else own
+    return scale[torch.arange(-(-rows // wanted)) * wanted // own]

@@ -1,0 +1,137 @@
+"""Models that begin with nothing: built from config.json alone, their weights drawn by their family's own rules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo import fp8
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import check_companions, stock
+from octavo.models.folder.quantization import read_quantization
+from octavo.models.structure.families import describe
+from octavo.models.structure.skeleton import empty, read_config
+from octavo.models.weights.assembly import dtypes_of, settle
+from octavo.models.weights.deferred import Place, Window, homes_of, move_buffers, place_empty
+from octavo.models.weights.random_draws import parts
+
+#: what configurations call the standard deviation of normal weights; the first that is there is the one that counts
+SPREADS = ("initializer_range", "init_std")
+
+
+def fresh(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    std: float | None = None,
+) -> PreTrainedModel:
+    """The model of a folder's config.json with weights drawn anew, as transformers initialises its family; weights in
+    the folder are not read.
+
+    seed  of the numbers, which are drawn in fp32 on the CPU: the same for any device and number of ranks
+    std   standard deviation of normal weights, in place of the configuration's own (`initializer_range`)
+
+    In eval mode, as `load` gives a model; the generator of the process is left as it was. Raises ModelError where the
+    configuration is of FP8 weights, has no standard deviation to be changed, or the family leaves weights undrawn.
+    """
+    drawn = draw(path, dtype, device, seed, std)
+    made: dict[int, nn.Parameter] = {}
+
+    def place(name: str, module: nn.Module, leaf: str, values: Tensor, low: Tensor | None) -> None:
+        former = module._parameters[leaf]
+        assert former is not None
+        made[id(former)] = nn.Parameter(values, requires_grad=former.requires_grad)
+
+    drawn.fill(lambda module, leaf: (0, module.get_parameter(leaf).shape[0]), place, lambda amax: amax)
+    for module in drawn.model.modules():  # tied ones too
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = made[id(parameter)]
+    return drawn.model
+
+
+@dataclass
+class Drawn:
+    """A model of which every parameter is on the meta device, and what draws it. The model may be changed (classes,
+    sharding) as long as each parameter stays in its module under its name."""
+
+    model: PreTrainedModel
+    homes: Mapping[str, tuple[nn.Module, str]]
+    device: torch.device
+    seed: int
+    split: bool
+
+    def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
+        """Draw all numbers, a block at a time, and hand the rows that `window` asks for to `place`; 0, the bytes that
+        were read. With `split`, as BF16 and their lower halves (int16). Raises ModelError for what the family leaves
+        undrawn."""
+        source = empty(copy.deepcopy(self.model.config), torch.float32)
+        blocks = [name for name, _ in describe(source).layers(source)]
+        for name, value in parts(source, blocks, self.seed):
+            if name not in self.homes:  # tied to another
+                continue
+            module, leaf = self.homes[name]
+            first, last = window(module, leaf)
+            own = value[first:last]
+            low = None
+            if self.split:
+                own, low = fp8.arithmetic.split_master(own)
+                low = low.to(self.device)
+            parameter = module._parameters[leaf]
+            assert parameter is not None
+            place(name, module, leaf, own.to(self.device, parameter.dtype, copy=True), low)
+        return 0
+
+
+def draw(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    std: float | None = None,
+    split: bool = False,
+) -> Drawn:
+    """The model that `fresh` gives, before its weights are drawn; with `split` in BF16, beside lower halves. Raises
+    ModelError for all that can be known by then."""
+    folder = Path(path)
+    config = read_config(folder)
+    check_companions(folder)
+    if read_quantization(folder) is not None:
+        raise ModelError(
+            f"{folder}/config.json is of weights in FP8 (quantization_config), and weights that are drawn are in high "
+            "precision. Remove that entry; what trains in FP8 is for the run to say."
+        )
+    if std is not None:
+        _spread(folder, config, std)
+    dtype = torch.bfloat16 if split else dtype
+    with stock(f"{folder}: no {config.model_type!r} can be initialised"):
+        model = empty(config, dtype)
+    dtype_of = dtypes_of(model, dtype)
+    homes = homes_of(model, [name for name, _ in model.named_parameters()])
+    for name in homes:
+        place_empty(model, name, dtype if split else dtype_of(name), None)
+    model.tie_weights()
+    for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+        part.dtype = dtype
+    on = torch.device(device)
+    move_buffers(settle(model, folder), on)
+    return Drawn(model, homes, on, seed, split)
+
+
+def _spread(folder: Path, config: PreTrainedConfig, std: float) -> None:
+    parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+    places = [(part, name) for part in parts for name in SPREADS if hasattr(part, name)]
+    if not places:
+        raise ModelError(
+            f"{folder}: a configuration of {config.model_type!r} has no {' or '.join(SPREADS)}, so model.init_std can "
+            "change nothing. Leave it out."
+        )
+    for part, name in places:
+        setattr(part, name, std)

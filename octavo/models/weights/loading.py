@@ -1,0 +1,220 @@
+"""Models from local Hugging Face folders: built on the meta device, weights streamed in from safetensors.
+
+Only data is read: `config.json` and `*.safetensors`. Pickled weights and remote code are refused, and of quantised
+checkpoints all but FP8 ones (`octavo.models.folder.quantization`). Every tensor is accounted for: one that the model
+wants and the folder lacks (transformers would initialise it at random and only warn), or the other way round, is an
+error that names it.
+
+A folder in high precision that stays so is loaded by transformers itself. FP8 and encrypted weights are Octavo's own
+work (`octavo.models.weights.assembly`): transformers' quantizers never run, and nothing is decrypted but what is being
+read.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo import fp8
+from octavo.base import accelerator
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import check_companions, check_weight_files, parts_of, stock
+from octavo.models.folder.headers import DTYPES, HeaderError, read
+from octavo.models.folder.quantization import Quantization, is_cache_scale, read_quantization
+from octavo.models.structure.skeleton import auto_class, empty, read_config, skeleton
+from octavo.models.weights.assembly import (
+    asked_kinds,
+    assemble,
+    checked,
+    prepare,
+    refuse_incomplete,
+    refuse_other_kinds,
+)
+from octavo.models.weights.mistral3_single import keep_single_features
+from octavo.models.weights.name_mapping import sources
+from octavo.models.weights.shards import Shards, open_weights
+
+#: dtypes on disk of which BF16 does not hold every value
+WIDE = {torch.float64, torch.float32, torch.float16}
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
+    keep_fp8: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] | None = None,
+    scores: bool = False,
+) -> PreTrainedModel:
+    """Load a model from a local folder.
+
+    dtype                of all parameters; buffers such as rotary tables keep their fp32
+    device               where it ends up
+    attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
+    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same, True rows):
+                         linear layers and experts of the language model become frozen FP8 weights while they are read,
+                         and nothing is held in two precisions. A mapping says it for each of foundation,
+                         image_encoder, image_projector. Embeddings, the output projection, routers, norms and the patch
+                         embedding stay
+    keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
+                         their values in `dtype`
+    say                  gets what a person should know: which of two sets of weights was taken, what was not used
+    progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
+    scores               a model that gives texts numbers (sequence classification, a reward model), not one that writes
+
+    The model is in eval mode, as from_pretrained gives it; what its own code keeps from training (the positions of a
+    tower of sound), which from_pretrained forgets, stays so. Raises ModelError for anything missing, truncated,
+    unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
+    """
+    folder, kinds = Path(path), asked_kinds(load_in_fp8)
+    config = read_config(folder)
+    quantization, shards = opened(folder, say)
+    codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
+    cached = any(map(is_cache_scale, shards.stored))
+    if kinds or codes or cached or shards.passed_by or parts_of(folder) or shards.encrypted:
+        on = torch.device(device)
+        with shards:
+            build = partial(skeleton, config, dtype, attn_implementation, scores)
+            prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
+            return assemble(folder, prepared, on, say, progress)
+    if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
+        # transformers reads integers as values, whatever they were: `checked` refuses them for parameters.
+        checked(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
+    return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
+
+
+def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
+    """How the weights of a model folder are quantized, and its tensors; `say` gets which of two sets was taken. Raises
+    ModelError for a folder that is no model's alone, or that misses files."""
+    check_companions(folder)
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise ModelError(
+            f"{folder} holds a model and an adapter_config.json, by which transformers would load another model in its "
+            "place. Move the adapter into a folder of its own (`lora.adapter`, or octavo merge)."
+        )
+    quantization = read_quantization(folder)
+    shards, notes = open_weights(folder, quantization is not None)
+    for note in notes:
+        say(note)
+    return quantization, shards
+
+
+def check_kinds(path: str | Path, model: PreTrainedModel) -> None:
+    """That no weights of a folder are whole numbers, from the headers of the files that are there: a folder may have
+    none yet. `model` is the folder's, on the meta device. Raises ModelError, naming the tensor."""
+    folder, found = Path(path), []
+    for home in (folder, *(folder / part for part in parts_of(folder))):
+        for file in sorted(home.glob("*.safetensors")):
+            with suppress(HeaderError):  # a damaged file is the matter of whoever reads weights
+                found.append(read(file))
+    integers = [entry for entry in Shards(folder, found).stored.values() if not entry.dtype.is_floating_point]
+    refuse_other_kinds(folder, model, sources(model, integers).origins if integers else ())
+
+
+def _load_stock(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, scores: bool
+) -> PreTrainedModel:
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with stock(f"{folder} cannot be loaded as {config.model_type!r}"):
+        model, info = auto_class(config, scores).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name and shape; never accepted
+            **extra,
+        )
+    refuse_incomplete(folder, info)
+    if bad := fp8.not_finite(model.named_parameters()):
+        raise ModelError(_not_finite(folder, bad))
+    for name in _still(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
+        model.get_parameter(name).requires_grad_(False)
+    keep_single_features(model)
+    return model
+
+
+_STILL: dict[tuple[type, bool, str], list[str]] = {}
+
+
+def _still(config: PreTrainedConfig, scores: bool) -> list[str]:
+    """The parameters that a model's own code keeps from training. A process that loads one again knows them."""
+    key = type(config), scores, config.to_json_string(use_diff=False)
+    if key not in _STILL:
+        model = skeleton(config, torch.float32, None, scores)
+        _STILL[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return _STILL[key]
+
+
+def _not_finite(folder: Path, bad: list[str]) -> str:
+    """What to say of parameters that hold NaN or infinity: the tensor on disk, if it is there already."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if fp8.not_finite([(name, tensors.get_tensor(name))]):
+                    return (
+                        f"{file}: {name} holds NaN or infinity ({len(bad)} weights of the model do). Download or write "
+                        "it again; `octavo verify` lists all such."
+                    )
+    return f"{folder}: {bad[0]} has values beyond the dtype it is loaded in, which would become infinite. Load in fp32."
+
+
+def load_split(
+    path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model in BF16 and, by parameter name, the lower halves (int16, of its shape) that make it the fp32 one exactly.
+
+    For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `fp8.set_low` takes them).
+    A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
+    is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
+    values are nearest with ties away from zero (`octavo.fp8.arithmetic.master`); `load(path, torch.bfloat16)` takes
+    ties to even. Of a folder in FP8 the fp32 weights are code * scale. Buffers are as that leaves them. Raises
+    ModelError as `load` does.
+    """
+    folder = Path(path)
+    read_config(folder)  # refuses what is no model's
+    dtypes = {DTYPES[entry.dtype] for header in check_weight_files(folder) for entry in header.entries}
+    if read_quantization(folder) is None and not dtypes & WIDE:
+        return load(folder, torch.bfloat16, device, attn_implementation), {}
+    return split(load(folder, torch.float32, "cpu", attn_implementation, keep_fp8=False), device)
+
+
+def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """An fp32 model on the host as `load_split` gives it; it is given up parameter by parameter."""
+    config = copy.deepcopy(model.config)
+    lows: dict[str, torch.Tensor] = {}
+    device = torch.device(device)
+    at_once = accelerator.takes_place(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float32:
+                high, low = fp8.arithmetic.split_master(parameter.detach())
+                parameter.data = high.to(device) if at_once else high
+                if low.any():
+                    lows[name] = low.to(device)
+        stock = dict(empty(config, torch.bfloat16).named_buffers())
+        for name, buffer in model.named_buffers():
+            if name in stock and stock[name].dtype != buffer.dtype:
+                buffer.data = buffer.data.to(stock[name].dtype)
+    for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
+        part.dtype = torch.bfloat16
+    return accelerator.move(model, device), lows
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(p.numel() for p in model.parameters())

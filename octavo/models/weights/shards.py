@@ -1,0 +1,168 @@
+"""Tensors of safetensors files by plain reads: nothing is mapped, so that memory holds what was asked for and no more.
+
+A mapped file counts as resident memory, page by page, as it is read; loading that way costs the size of the checkpoint
+beside the size of the model. Here rows are read at their offset into memory of one's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from octavo.base import encryption, safe_read
+from octavo.models.errors import ModelError
+from octavo.models.folder.folder import INDEX, SINGLE, check_weight_files, weight_map
+from octavo.models.folder.headers import DTYPES, Header
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk: its name, file, dtype and shape, and where its bytes begin in the file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds 8-bit floats: codes, which are nothing without scales."""
+        return self.dtype in CODES
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file.name})"
+
+
+class Shards:
+    """The tensors of some safetensors files, by name: `stored`; `read` gives rows of one. A context manager.
+
+    twice      tensors that lie in two files; `stored` has the later one until somebody decides
+    passed_by  whether transformers would have read other files of the folder
+    taken      bytes of tensors that were read
+    """
+
+    def __init__(self, folder: Path, headers: Iterable[Header]) -> None:
+        self.stored: dict[str, Stored] = {}
+        self.twice: list[tuple[Stored, Stored]] = []
+        self.passed_by = False
+        self.taken = 0
+        self._open: dict[Path, BinaryIO] = {}
+        for header in headers:
+            start = len(header.head)
+            for entry in header.entries:
+                dtype, file = DTYPES[entry.dtype], folder / header.file
+                stored = Stored(entry.name, file, dtype, entry.shape, start + entry.begin)
+                if entry.name in self.stored:
+                    self.twice.append((self.stored[entry.name], stored))
+                self.stored[entry.name] = stored
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether one of the files is: transformers cannot open it."""
+        return any(map(encryption.is_encrypted, {entry.file for entry in self.stored.values()}))
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for opened in self._open.values():
+            opened.close()
+        self._open.clear()
+
+    def read(self, stored: Stored, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
+        """Rows [begin, end) of a tensor's first dimension (None: all of it), on the CPU, in the dtype on disk.
+
+        into: contiguous CPU memory of that dtype and size that takes them instead of new memory.
+        """
+        begin, end = rows or (0, stored.shape[0] if stored.shape else 1)
+        shape = (end - begin, *stored.shape[1:]) if stored.shape else ()
+        out = torch.empty(shape, dtype=stored.dtype) if into is None else into
+        row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        if not out.numel():
+            return out
+        buffer = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if stored.file not in self._open:
+            self._open[stored.file] = safe_read.open_file(stored.file, ModelError, buffering=0)  # closed by __exit__
+        file = self._open[stored.file]
+        file.seek(stored.begin + begin * row)
+        self.taken += len(buffer)
+        while len(buffer):
+            try:
+                got = file.readinto(buffer)  # type: ignore[attr-defined]
+            except encryption.VaultError as cause:
+                raise ModelError(f"{cause}. It holds {stored.name}.") from cause
+            if not got:
+                raise ModelError(f"{stored.file} ends within {stored.name}: it was cut or changed while it was read.")
+            buffer = buffer[got:]
+        return out
+
+
+def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
+    """The tensors of a folder, and notes about choices that were made for it.
+
+    A folder with `model.safetensors` and an index offers two sets of weights. Taken is the one that fits config.json
+    (`quantized`: FP8 codes or not), and where that does not decide, model.safetensors, as transformers does. A tensor
+    that lies in two shards, in FP8 and in high precision, is taken from the one that the index names; in the same
+    precision it is refused.
+
+    Raises ModelError for files that are missing, damaged or do not agree with the index.
+    """
+    if not (folder / INDEX).exists():
+        return Shards(folder, check_weight_files(folder)), ()
+    if not (folder / SINGLE).exists():
+        return _indexed(folder, quantized)
+    single = Shards(folder, check_weight_files(folder))
+    try:
+        indexed, notes = _indexed(folder, quantized)
+    except ModelError as error:
+        return single, (f"{folder} holds {SINGLE} and an index; took {SINGLE}, since of the other: {error}",)
+    fits = [s for s in (single, indexed) if any(t.is_codes for t in s.stored.values()) == quantized]
+    what = "FP8 codes" if quantized else "no FP8 codes"
+    why = f"it alone holds {what}, as config.json has it" if len(fits) == 1 else "transformers prefers it too"
+    if fits[:1] == [indexed]:
+        indexed.passed_by = True
+        note = f"{folder} offers two sets of weights: took the shards of {INDEX}, not {SINGLE} ({why})"
+        return indexed, (*notes, note)
+    return single, (f"{folder} offers two sets of weights: took {SINGLE}, not the shards of {INDEX} ({why})",)
+
+
+def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
+    """The shards of an index, every tensor from the file that the index names. `strict`: refuse what it does not name,
+    which transformers reads and others do not."""
+    shards = Shards(folder, check_weight_files(folder, indexed=True))
+    placed = weight_map(folder / INDEX)
+    unlisted = [entry for name, entry in shards.stored.items() if name not in placed]
+    if strict and unlisted:
+        raise ModelError(
+            f"{unlisted[0].file} holds {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not list: "
+            "loaders that go by the index would miss it. Write the index again, or download both again."
+        )
+    notes = []
+    for one, other in shards.twice:
+        if one.is_codes == other.is_codes or not strict:
+            raise ModelError(
+                f"{one.name} is in {one.file} and in {other.file.name}, and loaders take the one or the other by "
+                "their order. Remove one of them from its file, or download the folder again."
+            )
+        listed = placed.get(one.name)
+        kept, left = (one, other) if one.file.name == listed else (other, one)
+        shards.stored[one.name] = kept
+        notes.append(
+            f"{folder} offers {one.name} twice: took {kept.dtype} in {kept.file.name}, which the index names, not "
+            f"{left.dtype} in {left.file.name}"
+        )
+    return shards, tuple(notes)

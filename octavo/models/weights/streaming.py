@@ -1,0 +1,390 @@
+"""Weights streamed into a model that is on the meta device: read, cast and laid in place piece by piece.
+
+What is held beside the model itself is one piece of work: 128 rows or a few megabytes of a matrix, or one expert, and
+what its cast needs. So the peak of a load is the model that comes out of it, FP8 codes and all.
+
+    on disk                asked for         in the model
+    ---------------------  ----------------  --------------------------------------------------------------------------
+    values                 -                 values in the dtype asked for
+    values                 row, block, ...   codes of `fp8.FROZEN[kind]`, of the values as they are on disk
+    codes and scales       -                 the same codes, bit for bit; scales exactly, in fp32
+    codes and scales       keep_fp8=False    values, code * scale, rounded once
+
+Experts one by one on disk become one [E, N, K]. Where gate and up lie one below the other and the upper one ends inside
+a block of the format, the blocks of the whole are made smaller and their scales repeated: the codes stay.
+
+A rank of several wants some rows of each parameter alone (`window`), and then little else is read: of a matrix that is
+cast in blocks the rows of all blocks that the window touches, of a stack the experts in it. One scale for a whole
+matrix takes the largest value on all ranks (`largest`). What comes of it are the rows that one process has, bit for
+bit. A parameter that goes through a rule of transformers is made whole, and cut then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo import fp8
+from octavo.models.errors import ModelError
+from octavo.models.folder.quantization import Quantization
+from octavo.models.weights.fp8_codes import check_codes, finer, read_scale, rows_of_a_block
+from octavo.models.weights.name_mapping import Origin, Piece, is_transposed, run_rule
+from octavo.models.weights.shards import Shards, Stored
+
+Rows = tuple[int, int]  # the first one, and the one behind the last
+Parts = Callable[[int, Rows], Iterator[tuple[int, Tensor]]]  # slot, its rows -> (first row, rows as the GEMM has them)
+_CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
+
+
+@dataclass
+class Stream:
+    """Fills parameters. `kinds` names those that are quantized on the way; `dtype_of` gives that of values.
+
+    window   parameter, its shape -> the rows of its first dimension that are wanted; None: all of it
+    largest  the largest of amaxes over all ranks, a collective where windows are of ranks
+    place    called with a name and what was made for it; None: it goes into the model
+    """
+
+    shards: Shards
+    model: PreTrainedModel
+    scales: Mapping[str, Stored]
+    quantization: Quantization | None
+    kinds: Mapping[str, str]
+    dtype_of: Callable[[str], torch.dtype]
+    device: torch.device
+    keep_fp8: bool = True
+    window: Callable[[str, torch.Size], Rows] | None = None
+    largest: Callable[[Tensor], Tensor] = lambda amax: amax
+    place: Callable[[str, Tensor], None] | None = None
+    rules: PreTrainedModel = field(init=False)  # the model that transformers' own rules look at
+    notes: list[str] = field(default_factory=list)
+    _cut: set[str] = field(default_factory=set)
+    _shapes: dict[str, torch.Size] = field(default_factory=dict)
+    _turned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Remember what is asked of the model: it may be changed before it is filled."""
+        self.rules = self.model
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            tensors = {**module._parameters, **module._buffers}
+            self._shapes |= {f"{path}.{leaf}".lstrip("."): t.shape for leaf, t in tensors.items() if t is not None}
+            if is_transposed(module):
+                self._turned |= {f"{path}.{leaf}".lstrip(".") for leaf in tensors}
+
+    def fill(self, origin: Origin) -> None:
+        """Read, cast and place what an origin makes. Raises ModelError for tensors that do not make it."""
+        if origin.converter is not None:
+            self._fill_by_rule(origin)
+            return
+        codes = [entry.is_codes for entry in origin.stored]
+        if any(codes) and not all(codes):
+            plain = next(e for e in origin.stored if not e.is_codes)
+            raise ModelError(
+                f"{plain} holds {plain.dtype} and {origin.stored[codes.index(True)]} FP8 codes, and both are parts of "
+                f"{origin.name}. Write the checkpoint again, with all of them in one precision."
+            )
+        if any(codes) and self.keep_fp8:
+            self._place(origin.name, self._frozen(origin))
+        elif origin.name in self.kinds:
+            decoded = self._decoded(origin, torch.float32) if any(codes) else None
+            self._place(origin.name, self._quantized(origin, decoded))
+        else:
+            decoded = self._decoded(origin, self.dtype_of(origin.name)) if any(codes) else None
+            self._place(origin.name, self._values(origin, decoded))
+
+    def finish(self) -> None:
+        """Notes about what was met on the way."""
+        if self._cut:
+            self.notes.append(
+                f"{len(self._cut)} stacks of experts have smaller blocks than the format's: gate and up, which are one "
+                "matrix in the model, have scales of their own: their codes are those on disk, and GEMMs of a recipe "
+                "with larger blocks take their dequantized values"
+            )
+
+    # values
+
+    def _values(self, origin: Origin, parts: Parts | None) -> Tensor:
+        """The parameter in high precision. `parts` gives the rows of a slot, as the GEMM has them."""
+        shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
+        here = (end - begin, *shape[1:]) if shape else ()
+        out = torch.empty(here, dtype=self.dtype_of(origin.name), device=self.device)
+        first, parts_of = origin.slots[0][0], parts or partial(self._from_disk, origin)
+        direct = out.device.type == "cpu" and first.stored.dtype is out.dtype and not origin.experts
+        if parts is None and direct:
+            self.shards.read(first.stored, (begin, end) if shape else None, into=out)
+            return _finite(out, first.stored)
+        for slot in range(begin, end) if origin.experts else (0,):
+            matrix, rows = out, (begin, end)
+            if origin.experts:
+                matrix, rows = out[slot - begin], (0, _height(origin.slots[slot]))
+                matrix = matrix.mT if origin.name in self._turned else matrix
+            for row, values in parts_of(slot, rows):
+                if not matrix.dim():
+                    matrix.copy_(values)
+                else:
+                    matrix[row - rows[0] : row - rows[0] + values.shape[0]].copy_(values)
+        return _finite(out, first.stored)
+
+    def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of a slot in the dtype on disk, a few at a time. Of experts all rows are given."""
+        pieces = origin.slots[slot]
+        if origin.experts or not pieces[0].stored.shape:
+            yield from self._pieces(pieces)
+            return
+        for begin, end in chunks(pieces[0].stored.shape, rows=rows):
+            yield begin, self.shards.read(pieces[0].stored, (begin, end))
+
+    def _pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of all pieces of a slot, one below the other."""
+        row = 0
+        for piece in pieces:
+            if piece.at is not None or piece.turned or not piece.stored.shape:
+                one = None if piece.at is None else (piece.at, piece.at + 1)
+                whole = self.shards.read(piece.stored, one)
+                whole = whole if one is None else whole[0]
+                yield row, whole.mT if piece.turned else whole
+            else:
+                for begin, end in chunks(piece.stored.shape):
+                    yield row + begin, self.shards.read(piece.stored, (begin, end))
+            row += piece.shape[0] if piece.shape else 0
+
+    # values on disk, codes in the model
+
+    def _quantized(self, origin: Origin, parts: Parts | None) -> Tensor:
+        spec, parts_of = fp8.FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
+        if not origin.experts:
+            touched = self._touched(origin, spec)
+            codes, scale = self._storage(origin, spec, touched)
+            largest = self.largest if self.window is not None else None
+            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], largest)
+            self._check_scales(scale, origin.slots[0])
+            return self._made(origin, codes, scale, spec, touched)
+        begin, end = self._rows_of(origin.name)
+        codes, scale = self._storage(origin, spec, (begin, end))
+        for slot in range(begin, end):
+            pieces = origin.slots[slot]
+            whole = partial(parts, slot, (0, _height(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
+            cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
+            self._check_scales(scale[slot - begin], pieces)
+        return self._made(origin, codes, scale, spec, (begin, end))
+
+    def _check_scales(self, scale: Tensor, pieces: tuple[Piece, ...]) -> None:
+        if not bool(torch.isfinite(scale).all()):
+            raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which no FP8 code stands for.")
+
+    def _slot(self, pieces: tuple[Piece, ...]) -> Tensor:
+        """A whole expert, in the dtype on disk."""
+        parts = [rows for _, rows in self._pieces(pieces)]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+    def _touched(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
+        """The rows of all blocks that the window of a matrix touches."""
+        (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
+        if height == -1 or begin == end:
+            return begin, end
+        return begin // height * height, min(rows, -(-end // height) * height)
+
+    def _storage(self, origin: Origin, spec: fp8.CastSpec, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Memory for codes and scales of some rows [N, K], or of some experts [E, N, K], of a parameter."""
+        shape = list(self._shape(origin.name))
+        if origin.experts and origin.name in self._turned:
+            shape[-2:] = shape[:-3:-1]
+        shape[0] = rows[1] - rows[0]
+        n, k = shape[-2:]
+        grid = [1 if block == -1 else -(-size // block) for size, block in zip((n, k), spec.block, strict=True)]
+        codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
+
+    def _made(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
+        """The frozen weight of codes and scales of these rows or experts; of a window, what lies in it."""
+        dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
+        if self.window is None:
+            return fp8.frozen(codes, scale, spec, dtype, turned)
+        begin, end = self._rows_of(origin.name)
+        if rows != (begin, end):
+            codes = codes[begin - rows[0] : end - rows[0]].clone()
+        return fp8.frozen_rows(codes, scale, spec, dtype, turned, self._shape(origin.name), begin)
+
+    # codes on disk
+
+    def _frozen(self, origin: Origin) -> Tensor:
+        spec, scales = self.scales_of(origin)
+        begin, end = self._rows_of(origin.name)
+        codes, scale = self._storage(origin, spec, (begin, end))
+        if origin.experts:
+            for slot in range(begin, end):
+                pieces = origin.slots[slot]
+                self._codes(pieces, codes[slot - begin], (0, _height(pieces)))
+                scale[slot - begin].copy_(scales[slot])
+        else:
+            self._codes(origin.slots[0], codes, (begin, end))
+            scale = scale_rows(scales[0], spec, begin, end).to(self.device, copy=True)
+        return self._made(origin, codes, scale, spec, (begin, end))
+
+    def _codes(self, pieces: tuple[Piece, ...], into: Tensor, rows: Rows) -> None:
+        """Codes of these rows of one piece, or of all rows of several."""
+        if len(pieces) == 1 and pieces[0][1:] == (None, False):
+            here = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+            self.shards.read(pieces[0].stored, rows, into=here)
+            check_codes(here, pieces[0].stored)
+            if here is not into:
+                into.view(torch.uint8).copy_(here.view(torch.uint8))
+            return
+        for row, codes in self._pieces(pieces):
+            check_codes(codes.contiguous(), pieces[0].stored)
+            into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
+
+    def _decoded(self, origin: Origin, dtype: torch.dtype) -> Parts:
+        """Slot, rows -> those rows of its values."""
+        spec, scales = self.scales_of(origin)
+
+        def parts(slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+            pieces, height = origin.slots[slot], max(1, spec.block[0])
+            border = height if height % 128 == 0 or 128 % height == 0 else height * 128  # where chunks may begin
+            low = rows[0] // border * border
+            codes = torch.empty((rows[1] - low, pieces[0].shape[1]), dtype=torch.float8_e4m3fn)
+            self._codes(pieces, codes, (low, rows[1]))
+            for begin, end in chunks(tuple(codes.shape), height):
+                scale = scale_rows(scales[slot], spec, low + begin, low + end)
+                values = fp8.dequantize(fp8.Quantized(codes[begin:end], scale, spec), dtype)
+                yield max(rows[0], low + begin), values[max(0, rows[0] - low - begin) :]
+
+        return parts
+
+    def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
+        """The cast that the codes of an origin are under, and the scales of each slot."""
+        q = self.quantization
+        assert q is not None
+        read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
+        heights, turned = [piece.shape[0] for piece in origin.slots[0]], origin.slots[0][0].turned
+        block = q.spec.block if not turned or q.kind != "block" else q.spec.block[::-1]
+        rows = rows_of_a_block(q, heights, turned, read)
+        if rows != block[0]:
+            self._cut.add(origin.name)
+        if rows == -1:
+            return fp8.CastSpec("e4m3", (rows, block[1]), "fp32"), [slot[0] for slot in read]
+        out = [torch.cat([finer(s, h, block[0], rows) for s, h in zip(slot, heights, strict=True)]) for slot in read]
+        pow2 = all(bool((s.frexp().mantissa == 0.5).all()) for s in out)
+        return fp8.CastSpec("e4m3", (rows, block[1]), "pow2" if pow2 else "fp32"), out
+
+    # transformers' own rules
+
+    def _fill_by_rule(self, origin: Origin) -> None:
+        codes = [entry for entry in origin.stored if entry.is_codes]
+        if codes and self.keep_fp8:
+            rule = ", ".join(type(op).__name__ for op in origin.converter.operations) if origin.converter else ""
+            raise ModelError(
+                f"{codes[0]} holds FP8 codes, and on the way to {origin.name} its tensor goes through {rule}, for "
+                "which Octavo has no way with codes. Load with keep_fp8=False: the values are dequantized first."
+            )
+        values = {}
+        for entry in origin.stored:
+            if entry.is_codes:
+                single = Origin(origin.name, ((Piece(entry),),))
+                decoded = self._decoded(single, self.dtype_of(origin.name))
+                values[entry.name] = torch.cat([rows for _, rows in decoded(0, (0, entry.shape[0]))])
+            else:
+                values[entry.name] = _finite(self.shards.read(entry), entry)
+        for name, value in run_rule(origin, self.rules, values).items():
+            if value.shape != self._shape(name):
+                raise ModelError(
+                    f"{origin.stored[0]} and its like make {name} of shape {list(value.shape)}; the model's is "
+                    f"{list(self._shape(name))}. Check that config.json and the weights belong together."
+                )
+            begin, end = self._rows_of(name)
+            cut = self.window is not None and bool(value.dim())
+            if name in self.kinds:
+                made: Tensor = fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name))
+                self._place(name, made.detach()[begin:end].clone() if cut else made)
+            else:
+                value = value[begin:end].clone() if cut else value
+                self._place(name, value.to(self.device, self.dtype_of(name)))
+
+    # the model
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def _rows_of(self, name: str) -> Rows:
+        """The rows (or experts) of a parameter that are wanted."""
+        shape = self._shape(name)
+        if self.window is not None and shape:
+            return self.window(name, shape)
+        return 0, shape[0] if shape else 1
+
+    def _place(self, name: str, value: Tensor) -> None:
+        if self.place is not None:
+            self.place(name, value)
+            return
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._buffers:
+            module._buffers[leaf] = value
+        elif isinstance(value, nn.Parameter):
+            module._parameters[leaf] = value
+        else:
+            former = module._parameters[leaf]
+            trains = value.is_floating_point() and (former is None or former.requires_grad)
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=trains)
+
+
+def _height(pieces: tuple[Piece, ...]) -> int:
+    """Rows of a slot."""
+    return sum(piece.shape[0] for piece in pieces)
+
+
+def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) -> Iterator[Rows]:
+    """Row ranges of a few megabytes, each a multiple of `step` and of 128 rows long but for the last; of all rows, or
+    of `rows`."""
+    (first, last), width = rows or (0, shape[0]), max(1, torch.Size(shape[1:]).numel())
+    unit = step if step % 128 == 0 else step * 128
+    high = max(unit, _CHUNK // width // unit * unit)
+    for begin in range(first, last, high):
+        yield begin, min(last, begin + high)
+
+
+def scale_rows(scale: Tensor, spec: fp8.CastSpec, begin: int, end: int) -> Tensor:
+    """The scales of rows [begin, end), which begin with a block."""
+    if spec.block[0] == -1:
+        return scale
+    return scale[begin // spec.block[0] : -(-end // spec.block[0])]
+
+
+def cast_into(
+    codes: Tensor, scale: Tensor, spec: fp8.CastSpec, parts: Callable[[], Iterator[tuple[int, Tensor]]],
+    first: int = 0, over_ranks: Callable[[Tensor], Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Quantize a matrix that comes in rows into codes [N, K] and their scales: what `fp8.quantize` gives of the whole.
+
+    One scale for all of it needs its amax first, so that the rows are read twice. `first`: the row of the whole matrix
+    that codes begin with, at the border of a block; `over_ranks`: the largest amax of all ranks that have rows of it.
+    """
+    whole = None
+    if spec.block == (-1, -1):
+        amaxes = [values.abs().amax().float() for _, values in parts()]
+        amax = torch.stack(amaxes).amax() if amaxes else torch.zeros(())
+        whole = fp8.scale_from_amax(amax if over_ranks is None else over_ranks(amax), spec)
+        scale.fill_(whole)
+        if not bool(torch.isfinite(whole)):
+            return
+    for at, values in parts():
+        row = at - first
+        values = (values.float() if values.dtype is torch.float64 else values).to(codes.device)
+        if whole is None:
+            q = fp8.quantize(values, spec, "reference")
+            scale_rows(scale, spec, row, row + values.shape[0]).copy_(q.scale)
+        else:
+            q = fp8.quantize_with_scale(values, whole.to(codes.device), spec)
+        codes[row : row + values.shape[0]].copy_(q.data)
+
+
+def _finite(values: Tensor, stored: Stored) -> Tensor:
+    """The values, if they are some."""
+    if fp8.not_finite([(stored.name, values)]):
+        raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
+    return values
