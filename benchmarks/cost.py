@@ -1,8 +1,9 @@
 """Fits the constants of `octavo plan --cluster` to published tokens/s, and judges them on others.
 
     python benchmarks/cost.py --out benchmarks/results/cost.json            fit, judge, and print both halves
-    python benchmarks/cost.py --write                                        ... and let octavo/train/cost use the fit
-    python benchmarks/cost.py --table --out benchmarks/results/meshes.json   best meshes from 8 to 4,096 GPUs
+    python benchmarks/cost.py --write                                        ... and let octavo/train/estimate/step_time
+    use the fit python benchmarks/cost.py --table --out benchmarks/results/meshes.json   best meshes from 8 to 4,096
+    GPUs
 
 Published figures are what others claim of their software; nothing here ran on a GPU. Every run is of FSDP, context
 and expert parallelism alone: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
@@ -25,12 +26,12 @@ from scipy.optimize import least_squares
 from octavo.config import load_config
 from octavo.models.structure import shapes
 from octavo.parallel import Layout
-from octavo.train import planning
-from octavo.train.cost import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of
-from octavo.train.cost.cluster import SPEEDS_FILE
-from octavo.train.cost.search import in_short_rows
-from octavo.train.memory_plan import Card, Footprints
-from octavo.train.tokens import Tokens
+from octavo.train.estimate.memory import Card, Footprints
+from octavo.train.estimate.step_time import Cluster, Decoder, Group, Mesh, Rows, Speeds, Work, estimate, search, work_of
+from octavo.train.estimate.step_time.cluster import SPEEDS_FILE
+from octavo.train.estimate.step_time.search import in_short_rows
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens
 
 LINKS = 0.8  # of a link's speed, assumed: what these runs send is hidden behind computing, so they say little of it
 
@@ -261,7 +262,9 @@ def show_table(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
-    parser.add_argument("--write", action="store_true", help="keep the constants in octavo/train/cost/speeds.json")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the constants in octavo/train/estimate/step_time/speeds.json"
+    )
     parser.add_argument("--table", action="store_true", help="the best meshes on 8, 16, ... GPUs, and nothing else")
     parser.add_argument("--most", type=int, default=4096, help="GPUs of the table's last rows")
     asked = parser.parse_args()

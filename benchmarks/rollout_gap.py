@@ -18,7 +18,7 @@ from rich.table import Table
 
 from octavo import rl
 from octavo.config import load_config
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 
 LORA = ("lora={rank: 16}", "model.load_in_fp8=blockwise")
 CASES: dict[str, tuple[str, ...]] = {

@@ -31,9 +31,10 @@ from octavo.config import load_config_text
 from octavo.data.builtin import digits
 from octavo.fp8.weights.shards import local_of
 from octavo.models.tiny import tiny
-from octavo.train import cost, planning
-from octavo.train.memory_plan import Footprints
-from octavo.train.tokens import Tokens
+from octavo.train.estimate import step_time
+from octavo.train.estimate.memory import Footprints
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens
 
 SHAPE = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 16,
@@ -177,11 +178,11 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     tokens = Tokens(counts, 512, 64)
     sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
-    work = cost.work_of(sizes, cfg)
-    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
-    moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
+    work = step_time.work_of(sizes, cfg)
+    mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     kinds = sizes.of(cfg, size).kinds
-    return cost.by_collective(moved), sum(kinds[kind] for kind in HELD)
+    return step_time.by_collective(moved), sum(kinds[kind] for kind in HELD)
 
 
 def steps(place: str) -> list[dict[str, Any]]:

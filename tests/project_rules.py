@@ -72,7 +72,7 @@ NAMES_DEVICES = {
     "octavo.base.accelerator": "it asks for all others",
     "octavo.fp8.kernels": "kernels are written for one vendor's devices",
     "octavo.fp8.measuring.timing": "the clock of kernels: it holds a stream busy while they are queued",
-    "octavo.train.graphs": "CUDA graphs",
+    "octavo.train.step.cuda_graphs": "CUDA graphs",
     "octavo.generation.replayed": "CUDA graphs",
     "octavo.bench.suite_step": "CUDA graphs, beside which its candidates are timed",
     "octavo.fp8.planning.file_form": "a key of plan files: the toolkit that torch was built with",

@@ -14,9 +14,9 @@ from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.models.structure import shapes
 from octavo.models.tiny import tiny
-from octavo.train import base, planning
-from octavo.train.memory_plan import Card, Footprints
-from octavo.train.tokens import assumed
+from octavo.train.estimate.memory import Card, Footprints
+from octavo.train.setup import frozen_base, planning
+from octavo.train.setup.token_counts import assumed
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = sorted((EXAMPLES / "tiny").glob("*.yaml"))
@@ -67,7 +67,7 @@ def table(path: Path) -> list[str]:
     shape, card = (command[command.index(option) + 1] for option in ("--shape", "--card"))
     cfg = load_config(path, [f"model.path={shape}"])
     model, family = shapes.shape_model(shape)
-    base.prepare(model, family, cfg)
+    frozen_base.prepare(model, family, cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens, _ = assumed(cfg, family.components, model.config)
     usable = Card.parse(card).usable

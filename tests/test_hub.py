@@ -22,7 +22,7 @@ from octavo import data, train
 from octavo.base import hub
 from octavo.config import ConfigError, load_config_text
 from octavo.models.tiny import tiny
-from octavo.train.finished import export_model
+from octavo.train.artifacts import export_model
 
 SHA = "0123456789abcdef" * 2 + "01234567"
 

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from octavo import checkpoint
 from octavo.config import Config, to_yaml
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 from tests import ranks
 from tests.rl.forks import both
 from tests.train.conftest import make, place

@@ -68,7 +68,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
 @pytest.mark.parametrize(
     ("rule", "planted"),
     [
-        (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train import build"}),
+        (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train.setup import build"}),
         (imports_down, {"octavo.data.builtin.digits": "import transformers.models\nimport triton"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo.fp8 import planning"}),
         (fp8_imports_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
@@ -86,13 +86,13 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         (circles, {"octavo.cli.train": "from octavo.cli.main import COMMANDS"}),
         (circles, {"octavo.bench.suite_moe": "import octavo.bench as b"}),
         (circles, {"octavo.fp8.kernels.layout": "def f():\n    from octavo.fp8.kernels import backends"}),
-        (loaded_by_text, {"octavo.train.step": "import importlib\nimportlib.import_module('octavo.cli')"}),
-        (loaded_by_text, {"octavo.train.step": "import importlib as i\ni.import_module('.build', __package__)"}),
-        (loaded_by_text, {"octavo.train.step": "from importlib import import_module as i\ni(name)"}),
-        (loaded_by_text, {"octavo.train.step": "__import__('octavo.fp8')"}),
-        (loaded_by_text, {"octavo.train.step": "from sys import modules\nmodules['octavo.fp8']"}),
-        (loaded_by_text, {"octavo.train.step": "import sys\nm = sys.modules.get('octavo.fp8')"}),
-        (loaded_by_text, {"octavo.train.step": "import sys\nm = sys.modules[name]"}),
+        (loaded_by_text, {"octavo.train.step.step": "import importlib\nimportlib.import_module('octavo.cli')"}),
+        (loaded_by_text, {"octavo.train.step.step": "import importlib as i\ni.import_module('.build', __package__)"}),
+        (loaded_by_text, {"octavo.train.step.step": "from importlib import import_module as i\ni(name)"}),
+        (loaded_by_text, {"octavo.train.step.step": "__import__('octavo.fp8')"}),
+        (loaded_by_text, {"octavo.train.step.step": "from sys import modules\nmodules['octavo.fp8']"}),
+        (loaded_by_text, {"octavo.train.step.step": "import sys\nm = sys.modules.get('octavo.fp8')"}),
+        (loaded_by_text, {"octavo.train.step.step": "import sys\nm = sys.modules[name]"}),
         (inits, {"octavo.fp8.dense": '"""A sentence."""\nx = 1\n'}),
         (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE * 41}__all__ = ["Linear"]'}),
         (inits, {"octavo.fp8.dense": f"{FACE}__all__ = ['Linear']"}),
@@ -102,14 +102,14 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         (inits, {"octavo.fp8.dense": f'"""A sentence."""\n{FACE}__all__ = sorted(["Linear"])'}),
         (inits, {"octavo.fp8.dense": '"""A sentence."""\nfrom octavo.fp8.dense import linear  # its effect'}),
         (inits, {"octavo.fp8.dense": '"""A sentence."""\nfrom torch import nn\n__all__ = ["nn"]'}),
-        (reach_inside, {"octavo.train.step": "from octavo.fp8.dense.linear import Linear"}),
-        (reach_inside, {"octavo.train.step": "def f():\n    from octavo.fp8.weights import cache"}),
-        (reach_inside, {"octavo.train.step": "from octavo import fp8\nfp8.dense.gemms.Site"}),
-        (reach_inside, {"octavo.train.step": "from octavo.fp8 import dense as d\nd.gemms.Site"}),
-        (reach_inside, {"octavo.train.step": "import octavo.fp8\noctavo.fp8.dense.gemms.Site"}),
+        (reach_inside, {"octavo.train.step.step": "from octavo.fp8.dense.linear import Linear"}),
+        (reach_inside, {"octavo.train.step.step": "def f():\n    from octavo.fp8.weights import cache"}),
+        (reach_inside, {"octavo.train.step.step": "from octavo import fp8\nfp8.dense.gemms.Site"}),
+        (reach_inside, {"octavo.train.step.step": "from octavo.fp8 import dense as d\nd.gemms.Site"}),
+        (reach_inside, {"octavo.train.step.step": "import octavo.fp8\noctavo.fp8.dense.gemms.Site"}),
         (know_shards, {"octavo.fp8.dense.linear": "from octavo.fp8.weights.shards import is_dtensor"}),
         *(
-            (know_shards, {"octavo.train.step": says})
+            (know_shards, {"octavo.train.step.step": says})
             for says in (
                 "def f(w):\n    return w.full_tensor()",
                 "getattr(w, 'full_tensor')",
@@ -127,7 +127,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
             )
         ),
         *(
-            (names_no_device, {"octavo.train.step": says})
+            (names_no_device, {"octavo.train.step.step": says})
             for says in (
                 "import torch\ntorch.cuda.synchronize()",
                 "import torch as t\nx: t.cuda.Event",
@@ -150,7 +150,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
                 "WATCHERS = ('octavo.fp8.observe.counts',)",
                 "x = 'octavo.fp8.long_gone'",
                 "x = 'octavo.fp8'",
-                "x = 'octavo.train.build'",
+                "x = 'octavo.train.setup.build'",
                 "x = 'octavo.fp8.observe.counts.GemmCounts'",
                 "x = 'octavo.fp8.'",
                 "x = f'octavo.fp8.{name}'",
@@ -178,8 +178,8 @@ def test_words_that_name_no_device_may_be_said(tree: Tree) -> None:
     said = """\"torch.cuda in a docstring, and 'cuda'\"
 x = "cuda_graphs", "the GPU, cuda:0 or another", "peak_cuda", cfg.train.cuda_graphs, machine.cuda
 """
-    found = tree.planted({"octavo.train.step": said})
-    found.files = {"octavo.train.step": found.files["octavo.train.step"]}
+    found = tree.planted({"octavo.train.step.step": said})
+    found.files = {"octavo.train.step.step": found.files["octavo.train.step.step"]}
     assert not names_no_device(found)
 
 
@@ -209,9 +209,9 @@ def test_no_package_of_fp8_hides_a_public_function_or_grows_too_large() -> None:
 
 PATH = [
     "octavo/cli/train.py",
-    "octavo/train/loop.py",
-    "octavo/train/build.py",
-    "octavo/train/step.py",
+    "octavo/train/loop/loop.py",
+    "octavo/train/setup/build.py",
+    "octavo/train/step/step.py",
     "octavo/fp8/dense/linear.py",
     "octavo/fp8/dense/gemms.py",
     "octavo/fp8/arithmetic/cast.py",

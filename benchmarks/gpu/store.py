@@ -132,7 +132,7 @@ def collect(lines: Iterable[str], store: Store) -> int:
 
 
 def _placeless(value: Any) -> Any:
-    """Tracebacks name files as they are imported: torch/cuda/graphs.py, octavo/train/graphs.py."""
+    """Tracebacks name files as they are imported: torch/cuda/graphs.py, octavo/train/step/cuda_graphs.py."""
     if isinstance(value, dict):
         return {key: _placeless(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from octavo.config.sections.names import COMPONENTS
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
 from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
-from octavo.train import planning
+from octavo.train.setup import planning
 
 REFERENCE = "reference"  # the backend that is the specification
 

@@ -33,7 +33,7 @@ from octavo.report.evidence.run_reader import json_of
 from octavo.report.trial.memory_savings import storable, switches
 from octavo.report.trial.reuse import same_files
 from octavo.report.trial.runs import own_recipe
-from octavo.train import base
+from octavo.train.setup import frozen_base
 
 FINER = ("rowwise", "blockwise", "mxfp8")  # recipes that are tried in place of one that breaks, the fastest first
 MOST_SETS = 6
@@ -67,7 +67,7 @@ def bisect(
     directory = Path(directory)
     if fresh:
         _clear(directory)
-    original = base.counted(base.settled(cfg))
+    original = frozen_base.counted(frozen_base.settled(cfg))
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
         raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")

@@ -10,8 +10,8 @@ Under ``delayed`` the scales of a cast come from amax histories, which are in no
 begins with empty ones, takes other scales and trains another model. The callback puts them into ``trainer_state.json``
 of every checkpoint, with all else of it or not at all, and takes them out again. fp32 values are exact in JSON.
 
-Histories are local to a rank; after each step every rank gets the largest, as in :mod:`octavo.train.step`, so that one
-checkpoint serves all. A loop of one's own (Accelerate's) does the same with :func:`octavo.fp8.scaling_state`,
+Histories are local to a rank; after each step every rank gets the largest, as in :mod:`octavo.train.step.step`, so that
+one checkpoint serves all. A loop of one's own (Accelerate's) does the same with :func:`octavo.fp8.scaling_state`,
 :func:`octavo.fp8.load_scaling_state` and :func:`octavo.fp8.reduce_scaling_state`.
 
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through

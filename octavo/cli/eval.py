@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         cfg = load_config(args.config)
     found = generate.look(args, None if both else args.base)
 
-    from octavo.train import finished
+    from octavo.train import artifacts
 
-    work: Any = finished.compare_bases if both else finished.evaluate_target
+    work: Any = artifacts.compare_bases if both else artifacts.evaluate_target
     if args.answers is not None:
         from octavo import rl
 

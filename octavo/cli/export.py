@@ -45,7 +45,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo.checkpoint.export.files import size_of
-    from octavo.train.finished import export_model
+    from octavo.train.artifacts import export_model
 
     try:
         largest = size_of(args.max_shard_size)

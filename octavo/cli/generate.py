@@ -114,9 +114,9 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
 
     with arguments.importing():
         from octavo import fp8
-        from octavo.train import finished
+        from octavo.train import artifacts
 
-    found = finished.look(folder, base)
+    found = artifacts.look(folder, base)
     if args.step is not None and found.kind != "run":
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is no run directory; leave --step out")
     if args.backend != "auto" and args.recipe == "off":
@@ -195,7 +195,7 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     from octavo import data, fp8, generation, models
     from octavo.data.rows import audio_refs, image_refs
     from octavo.models.folder import chat
-    from octavo.train.forward import autocast_dtype
+    from octavo.train.forward.forward import autocast_dtype
 
     model, processor, notes = found.open(
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note

@@ -197,7 +197,7 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
     if isinstance(error, RuntimeError | MemoryError):  # torch is there, or nothing asked for much
-        from octavo.train.memory_full import SMALLER, what_is_full
+        from octavo.train.loop.out_of_memory import SMALLER, what_is_full
 
         if (full := what_is_full(error)) is not None:
             return f"{full}; {SMALLER}"

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.train.finished import merge_model
+    from octavo.train.artifacts import merge_model
 
     with terminal.progress("merge") as progress:
         done = merge_model(

@@ -96,16 +96,17 @@ def _run(args: argparse.Namespace) -> int:
 
     from octavo import fp8, models
     from octavo.cli import plan_cost, plan_memory
-    from octavo.train import base, planning, summary
-    from octavo.train.memory_plan import Card
+    from octavo.train.estimate.memory import Card
+    from octavo.train.loop import summary
+    from octavo.train.setup import frozen_base, planning
 
     for size in (args.card, args.fit):
         if size is not None:
             Card.parse(size)
     cluster = plan_cost.cluster_of(args)
-    cfg = cfg if args.shape is not None else base.with_video(base.settled(cfg))
+    cfg = cfg if args.shape is not None else frozen_base.with_video(frozen_base.settled(cfg))
     if args.shape is None and any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules):
-        cfg = base.counted(cfg)
+        cfg = frozen_base.counted(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
@@ -163,7 +164,7 @@ def _spans(plans: Any) -> list[dict[str, Any]]:
 def _of_layers_alone(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
     """The plan of a model that is not trained here: its layers are known, and what a step of it keeps is not."""
     from octavo import fp8
-    from octavo.train import summary
+    from octavo.train.loop import summary
 
     known = f"model_type {family.name!r} is planned here and not trained: {why}"
     if args.card is not None or args.fit is not None or args.cluster is not None or args.ranks > 1:
@@ -297,18 +298,19 @@ def _of_a_file(args: argparse.Namespace) -> Any:
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
     """(model without weights, family, what counts its tokens)."""
     from octavo.models.structure import shapes
-    from octavo.train import base, planning, tokens
+    from octavo.train.setup import frozen_base, planning
+    from octavo.train.setup import token_counts as tokens
 
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
-        base.prepare(model, family, cfg)
+        frozen_base.prepare(model, family, cfg)
     else:
         model, family = planning.model_of(cfg)
 
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        return tokens.count(base.data_settings(cfg), base.processor_of(cfg), family, model.config)
+        return tokens.count(frozen_base.data_settings(cfg), frozen_base.processor_of(cfg), family, model.config)
 
     return model, family, count
 
@@ -316,9 +318,11 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
 def _attention(cfg: Any, model: Any) -> Any:
     """The kernels of attention that a run on this machine would take; none where torch chooses at each call."""
     from octavo.base import accelerator
-    from octavo.train import attention
+    from octavo.train.forward import attention_kernel
 
-    return attention.choices(cfg, attention.heads_of(model.config, cfg.train.seq_length), accelerator.here())
+    return attention_kernel.choices(
+        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.here()
+    )
 
 
 def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
@@ -326,7 +330,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
     without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
     from octavo import models
     from octavo.models.folder.folder import at
-    from octavo.train import model_folder
+    from octavo.train.setup import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
@@ -348,7 +352,7 @@ def _need_a_gpu() -> None:
 
 def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count: Callable[[], Any]) -> tuple[Any, Any]:
     from octavo.base import accelerator
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     tokens = count()
     own = tokens.shared(cfg.parallel.context)

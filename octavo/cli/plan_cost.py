@@ -8,9 +8,9 @@ from typing import Any
 
 from octavo.cli import terminal
 from octavo.cli.arguments import UsageError
-from octavo.train import cost
-from octavo.train.memory_plan import gb
-from octavo.train.memory_plan.mesh import layout_of
+from octavo.train.estimate import step_time
+from octavo.train.estimate.memory import gb
+from octavo.train.estimate.memory.mesh import layout_of
 
 ASSUMED = (
     "by data sheets and constants fitted to figures that others publish (docs/scale.md); no GPU of ours measured them"
@@ -29,7 +29,7 @@ def cluster_of(args: argparse.Namespace) -> Any:
     something else."""
     if args.cluster is None:
         return None
-    cluster = cost.Cluster.parse(args.cluster)
+    cluster = step_time.Cluster.parse(args.cluster)
     if args.ranks not in (1, cluster.ranks):
         raise UsageError(
             f"--ranks {args.ranks} and --cluster {args.cluster} contradict each other: that cluster has "
@@ -42,14 +42,14 @@ def cluster_of(args: argparse.Namespace) -> Any:
 def of(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
     """(work of a micro-batch, mesh) of the configuration. Raises TrainError for a mesh of another number of ranks."""
     layout = layout_of(sizes.cfg, args.ranks)
-    work = cost.work_of(sizes, sizes.cfg)
-    return work, cost.Mesh.of(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
+    work = step_time.work_of(sizes, sizes.cfg)
+    return work, step_time.Mesh.of(layout, sizes.cfg.parallel.ulysses, work.decoder.heads)
 
 
 def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Everything that is printed, for programs: bytes and FLOPs of one micro-batch on one rank."""
     work, mesh = of(sizes, args)
-    moved = cost.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
+    moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
     sharers = mesh.layout.context
     found: dict[str, Any] = {
         "mesh": {**vars(mesh.layout), "ulysses": mesh.ulysses},
@@ -57,8 +57,8 @@ def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any
         "wire": moved,
     }
     if cluster is not None:
-        best = cost.search(sizes, cluster, work.decoder)
-        own = cost.evaluate(sizes, sizes.cfg, cluster)
+        best = step_time.search(sizes, cluster, work.decoder)
+        own = step_time.evaluate(sizes, sizes.cfg, cluster)
         found["cluster"] = {"gpus": cluster.ranks, "own": _told(own), "meshes": [_told(f, best[0]) for f in best]}
     return found
 
@@ -74,8 +74,8 @@ def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
         f"{work.model_flops / sharers / 1e12:.4g} TFLOP of the model ({work.model_flops / max(1, tokens) / 1e9:.4g} "
         f"GFLOP a token), {again:+.0%} that is computed again"
     )
-    moved = cost.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
-    rows = [(kind, gb(size), cost.CARRIED[kind], WHERE.get(kind, "waited for")) for kind, size in moved.items()]
+    moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
+    rows = [(kind, gb(size), step_time.CARRIED[kind], WHERE.get(kind, "waited for")) for kind, size in moved.items()]
     if rows:
         terminal.show_table(("on the wire", "to each rank", "collective", ""), rows, right=(1,))
     if cluster is not None:
@@ -83,7 +83,7 @@ def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
 
 
 def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
-    own, found = cost.evaluate(sizes, sizes.cfg, cluster), cost.search(sizes, cluster, work.decoder)
+    own, found = step_time.evaluate(sizes, sizes.cfg, cluster), step_time.search(sizes, cluster, work.decoder)
     best = found[0]
     print()
     print(

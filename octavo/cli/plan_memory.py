@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.cli import arguments, terminal
-from octavo.train.memory_plan import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
-from octavo.train.tokens import assumed
+from octavo.train.estimate.memory import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
+from octavo.train.setup.token_counts import assumed
 
 BEYOND = ("reference", "kv_cache")  # kinds of phases rl and preference alone
 

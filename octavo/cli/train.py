@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the file and run it: :mod:`octavo.train.loop`, in the phase that the file names (:mod:`octavo.rl.run`)."""
+    """Read the file and run it: :mod:`octavo.train.loop.loop`, in the phase that the file names
+    (:mod:`octavo.rl.run`)."""
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
     cfg = arguments.need_files(cfg, args.file)
 
@@ -65,7 +66,7 @@ def teller(verbose: bool, predicted: Callable[[Any], None] = lambda found: None)
     """What makes the lines about the plan: in short, or layer by layer. `predicted` gets the memory that they tell."""
     from octavo import rl
     from octavo.cli.plan import layers
-    from octavo.train.summary import in_full, summary
+    from octavo.train.loop.summary import in_full, summary
 
     def tell(planned: Any) -> list[str]:
         cfg = planned.cfg

@@ -10,7 +10,8 @@ all_to_all      what the others have for it
 broadcast       the tensor, but to the rank that has it
 =============== ====================================================================================
 
-:class:`Counted` counts them of the calls that a stretch of code makes; :mod:`octavo.train.cost` predicts them.
+:class:`Counted` counts them of the calls that a stretch of code makes; :mod:`octavo.train.estimate.step_time` predicts
+them.
 """
 
 from __future__ import annotations

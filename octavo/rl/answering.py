@@ -16,10 +16,10 @@ from octavo.rl.reinforcing import rewards_of
 from octavo.rl.rolling import held_out
 from octavo.rl.settings import sampling_of
 from octavo.train import TrainError
-from octavo.train.finished import Target
-from octavo.train.finished import evaluate_target as judged
-from octavo.train.finished.evaluate import Say
-from octavo.train.forward import Forward
+from octavo.train.artifacts import Target
+from octavo.train.artifacts import evaluate_target as judged
+from octavo.train.artifacts.evaluate import Say
+from octavo.train.forward.forward import Forward
 
 
 def evaluate_target(

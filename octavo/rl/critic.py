@@ -1,5 +1,5 @@
 """The critic in a step of PPO, whose arithmetic is in :mod:`octavo.rl.ppo`, and whose parameters in
-:mod:`octavo.train.critic`:
+:mod:`octavo.train.forward.critic`:
 
     remember  the values of the rollout's tokens, by the weights that wrote it
     judge     rewards of tokens, advantages by GAE, whitened over the tokens of the step, of all ranks; returns
@@ -23,9 +23,9 @@ from octavo.rl.learner import Learner
 from octavo.rl.penalties import kl
 from octavo.rl.ppo import gae_of_parts, moments, token_rewards, value_loss, whiten
 from octavo.rl.roles import watched_by_nobody
-from octavo.train import critic, losses
-from octavo.train.memory import Memory
-from octavo.train.update import Loss
+from octavo.train.forward import critic, losses
+from octavo.train.step.memory_report import Memory
+from octavo.train.step.update import Loss
 
 
 class Critic:

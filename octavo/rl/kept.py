@@ -34,8 +34,10 @@ from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
 from octavo.rl.preference import answer_logps
 from octavo.rl.roles import Base, Copy, Reference
-from octavo.train import TrainError, datafiles, losses, rundir
-from octavo.train.step import Stepper
+from octavo.train import TrainError
+from octavo.train.forward import losses
+from octavo.train.run_dir import datafiles, run_dir
+from octavo.train.step.step import Stepper
 
 FILE = "reference.safetensors"
 EVERY = 30.0
@@ -134,7 +136,7 @@ def kept_for(
     kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
-    key = _key(stepper, directory / rundir.PLAN)
+    key = _key(stepper, directory / run_dir.PLAN)
     done = world.from_main(lambda: _done(kept, key, step, total, world.size, say))
     if done:
         kept.read()
@@ -226,9 +228,9 @@ def _steps(mixture: data.Mixture, rows: int, steps: int) -> list[int]:
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """What decides the numbers, as digests: `run` of what a run keeps to its end, `first` of plan and first weights."""
     cfg, world = stepper.cfg, stepper.world
-    run = world.from_main(lambda: _digest([rundir.settings(cfg), datafiles.fingerprints(cfg)]))
+    run = world.from_main(lambda: _digest([run_dir.settings(cfg), datafiles.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(fp8.weight_sums(stepper.model))))
-    rows = world.from_main(lambda: _digest((rundir.read_json(plan) or {}).get("rows")))
+    rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}
 
 
@@ -259,4 +261,4 @@ def _first_weights(stepper: Stepper, directory: Path, step: int, say: Callable[[
     if step == 0 or stepper.cfg.lora is not None:
         return Base(stepper)
     say(f"note: {directory / FILE} is not there, and weights have moved: the first ones are loaded for it once more")
-    return Copy.of(stepper, directory / rundir.PLAN, say)
+    return Copy.of(stepper, directory / run_dir.PLAN, say)

@@ -14,7 +14,7 @@ from octavo.rl.experience import Rollout
 from octavo.rl.figures import Figures
 from octavo.rl.objectives import Counts
 from octavo.rl.settings import Settings
-from octavo.train.forward import Forward
+from octavo.train.forward.forward import Forward
 
 
 class Learner(Protocol):

@@ -7,8 +7,8 @@ from octavo.rl.algorithms import PREFERENCES
 from octavo.rl.preferring import settings
 from octavo.rl.roles import kind_of
 from octavo.rl.settings import Settings
-from octavo.train import critic
-from octavo.train.planning import micro_steps_of, samples_of
+from octavo.train.forward import critic
+from octavo.train.setup.planning import micro_steps_of, samples_of
 
 
 def reference_of(cfg: Config) -> str | None:

@@ -25,13 +25,14 @@ from octavo.rl.kept import Computed, Kept, kept_for
 from octavo.rl.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.preference import PairCounts, Pairs, answer_logps
 from octavo.rl.roles import kind_of, reference_for, watched_by_nobody, with_bytes
-from octavo.train import Observe, losses
-from octavo.train.evaluation import Answer
-from octavo.train.forward import log_probs
-from octavo.train.phase import Phase
-from octavo.train.rundir import PLAN
-from octavo.train.step import Batches, Stepper, StepResult
-from octavo.train.update import Loss
+from octavo.train import Observe
+from octavo.train.forward import losses
+from octavo.train.forward.evaluation import Answer
+from octavo.train.forward.forward import log_probs
+from octavo.train.run_dir.run_dir import PLAN
+from octavo.train.setup.phase import Phase
+from octavo.train.step.step import Batches, Stepper, StepResult
+from octavo.train.step.update import Loss
 
 
 class Preferring(Phase):

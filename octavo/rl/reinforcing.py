@@ -24,10 +24,10 @@ from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
-from octavo.train.evaluation import Answer
-from octavo.train.phase import Phase
-from octavo.train.rundir import PLAN, PROOF, read_json
-from octavo.train.step import Stepper
+from octavo.train.forward.evaluation import Answer
+from octavo.train.run_dir.run_dir import PLAN, PROOF, read_json
+from octavo.train.setup.phase import Phase
+from octavo.train.step.step import Stepper
 
 
 class Reinforcing(Phase):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
-from octavo.train import base, critic
-from octavo.train.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
-from octavo.train.memory import weight_bytes
-from octavo.train.step import Stepper, StepResult
+from octavo.train.forward import critic
+from octavo.train.forward.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
+from octavo.train.setup import frozen_base
+from octavo.train.step.memory_report import weight_bytes
+from octavo.train.step.step import Stepper, StepResult
 
 
 class Reference(Protocol):
@@ -87,9 +88,9 @@ class Copy:
         if cfg.run.start_from is not None:
             checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
         model.requires_grad_(False).eval()
-        base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's is
+        frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        base.into_codes(model, plan)
+        frozen_base.into_codes(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)

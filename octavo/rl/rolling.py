@@ -17,7 +17,7 @@ from octavo.parallel import World
 from octavo.rl.experience import Rollout, prompt_of
 from octavo.rl.rewards import Rewards
 from octavo.rl.room import free_bytes, slots_for
-from octavo.train.evaluation import SHOWN, Answer
+from octavo.train.forward.evaluation import SHOWN, Answer
 
 
 def written(

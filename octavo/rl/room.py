@@ -11,8 +11,8 @@ from octavo.base import accelerator
 from octavo.config.sections.rl import RlSection
 from octavo.generation import Engine, Prompt, Sampling
 from octavo.train import TrainError
-from octavo.train.memory_plan import gb
-from octavo.train.memory_plan.rollout import check_pages
+from octavo.train.estimate.memory import gb
+from octavo.train.estimate.memory.rollout import check_pages
 
 SHARE = 0.9
 """Of what is free: the rest is what an allocator cannot use."""

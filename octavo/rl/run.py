@@ -8,7 +8,7 @@ from octavo import train
 from octavo.config import Config
 from octavo.rl.preferring import Preferring
 from octavo.rl.reinforcing import Reinforcing
-from octavo.train.phase import SFT, Phase
+from octavo.train.setup.phase import SFT, Phase
 
 
 def phase_of(cfg: Config) -> Phase:

@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.base.encryption import SUFFIX, append
 from octavo.rl.experience import Rollout
-from octavo.train.metrics import finite
-from octavo.train.rundir import truncate_metrics
+from octavo.train.callbacks.metrics import finite
+from octavo.train.run_dir.run_dir import truncate_metrics
 
 COMPLETIONS = "completions.jsonl"
 

@@ -38,11 +38,12 @@ from octavo.rl.roles import Reference, as_in_rollouts, watched_by_nobody, with_b
 from octavo.rl.rolling import means, of_groups, scored, written
 from octavo.rl.settings import Settings
 from octavo.rl.shown import Shown, shown_lines
-from octavo.train import Observe, losses
-from octavo.train.forward import log_probs
-from octavo.train.memory import Memory
-from octavo.train.step import VISION, Batches, Stepper, StepResult
-from octavo.train.update import Loss
+from octavo.train import Observe
+from octavo.train.forward import losses
+from octavo.train.forward.forward import log_probs
+from octavo.train.step.memory_report import Memory
+from octavo.train.step.step import VISION, Batches, Stepper, StepResult
+from octavo.train.step.update import Loss
 
 DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room for others
 

@@ -19,9 +19,9 @@ from octavo.checkpoint.export.values import values_of
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
-from octavo.train import loop
+from octavo.train.artifacts import merge_model
 from octavo.train.errors import TrainError
-from octavo.train.finished import merge_model
+from octavo.train.loop import loop
 from tests.adapters.conftest import inputs, logits
 from tests.adapters.test_merge import adapted, filled, near
 

@@ -16,7 +16,7 @@ from octavo.fp8.dense import gemms
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.models.tiny import tiny
-from octavo.train import loop
+from octavo.train.loop import loop
 
 FIRST, DOWN = (f"model.layers.{n}.mlp.down_proj" for n in range(2))
 pytestmark = pytest.mark.long

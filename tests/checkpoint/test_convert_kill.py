@@ -99,7 +99,7 @@ def test_two_at_a_time_is_refused(folder, tmp_path):
 MEASURED = """
 import sys
 from octavo.checkpoint import convert
-from octavo.train.memory import peak_rss
+from octavo.train.step.memory_report import peak_rss
 before = peak_rss()
 convert.hf_to_dcp(sys.argv[1], sys.argv[2], workers=2)
 convert.dcp_to_hf(sys.argv[2], sys.argv[3], workers=2)

@@ -18,8 +18,8 @@ from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
+from octavo.train.artifacts import export_model
 from octavo.train.errors import TrainError
-from octavo.train.finished import export_model
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 

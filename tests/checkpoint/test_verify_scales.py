@@ -16,7 +16,7 @@ from octavo.checkpoint import verify
 from octavo.checkpoint.export import MARKER
 from octavo.models import ModelError
 from octavo.models.folder.quantization import is_cache_scale
-from octavo.train.finished import export_model
+from octavo.train.artifacts import export_model
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
 

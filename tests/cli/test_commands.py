@@ -69,7 +69,7 @@ def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys
     """In short by default, layer by layer with --verbose; the end names what was written and the next command."""
     from octavo.cli.train import teller
     from octavo.config import load_config
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     assert main(["train", "run.yaml", "run.dir=told", "run.hf=true", "fp8.activations=fp8"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -218,7 +218,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     from octavo import fp8
     from octavo.cli import plan as command
     from octavo.fp8.measuring.timing import Timed
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     def timer(case, calls, device):
         wide = case.n > case.k

@@ -11,7 +11,7 @@ from octavo import rl
 from octavo.cli import plan_memory
 from octavo.cli.main import main
 from octavo.config import load_config
-from octavo.train.memory_plan import Switch
+from octavo.train.estimate.memory import Switch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama2_7b_coat.yaml"
 

@@ -16,7 +16,8 @@ from octavo.config import load_config_text
 from octavo.data import DataError, content
 from octavo.data.storage import cache, remote
 from octavo.data.storage.open_rows import open_rows
-from octavo.train import TrainError, datafiles
+from octavo.train import TrainError
+from octavo.train.run_dir import datafiles
 
 
 @pytest.fixture(autouse=True)

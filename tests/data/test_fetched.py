@@ -26,7 +26,7 @@ from octavo.data.loaders.loader import micro_batches
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
 from octavo.data.storage.open_rows import open_rows
-from octavo.train import datafiles
+from octavo.train.run_dir import datafiles
 from tests.data.test_tar import packed, talk
 
 SHARDS, ROWS = 6, 10  # and rows in each

@@ -16,7 +16,7 @@ from octavo.data.formats import arrow_rows
 from octavo.data.storage import cache
 from octavo.data.storage import open_rows as files
 from octavo.data.storage.open_rows import open_rows
-from octavo.train import datafiles
+from octavo.train.run_dir import datafiles
 
 
 def test_json_and_jsonl_give_the_same_rows(folder):

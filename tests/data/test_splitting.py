@@ -19,7 +19,7 @@ from octavo.data import (
 )
 from octavo.data.rows.conversations import Text, Turn
 from octavo.data.tasks.splitting import questions, split
-from octavo.train import evaluation
+from octavo.train.forward import evaluation
 from tests.data.test_thinking import CALL, ENDED, TOOL, TURNS, WITHIN, as_messages, block, learned, row
 
 USER, SAID, TOLD, SYSTEM = (Turn(role, (Text("x"),)) for role in ("user", "assistant", "tool", "system"))

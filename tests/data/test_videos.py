@@ -34,7 +34,7 @@ from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
 from octavo.models.processors.video import Videos
 from octavo.models.tiny import tiny
 from octavo.parallel import World
-from octavo.train.forward import Forward
+from octavo.train.forward.forward import Forward
 
 av = pytest.importorskip("av", reason="rows with videos need the extra `video`")
 KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")

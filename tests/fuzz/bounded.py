@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.memory import peak_rss
+from octavo.train.step.memory_report import peak_rss
 
 SECONDS = 120.0  # of one case by the clock, for one that waits: a slow or shared machine must not fail a test
 CPU = 20.0  # of one case, of processor time; a slow machine takes one

@@ -21,7 +21,7 @@ import torch
 
 from octavo import checkpoint
 from octavo.checkpoint.run_state import files
-from octavo.train.rundir import Progress
+from octavo.train.run_dir.run_dir import Progress
 from tests.checkpoint.models import One, fresh, load, same, save, snapshot, trained
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, command, outcome

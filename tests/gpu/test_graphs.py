@@ -15,8 +15,8 @@ pytest.importorskip("pyarrow")
 
 from octavo import fp8, models
 from octavo.fp8.kernels import CudaGraph
-from octavo.train.graphs import Graphs
-from octavo.train.update import Loss
+from octavo.train.step.cuda_graphs import Graphs
+from octavo.train.step.update import Loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -18,7 +18,7 @@ from octavo.checkpoint.live.write import save_hf
 from octavo.generation import Engine, Sampling
 from octavo.generation.prompts import prompt_of
 from octavo.parallel import World
-from octavo.train.finished import export_model
+from octavo.train.artifacts import export_model
 
 #: family -> the token that ends its answers
 ENDS = {

@@ -24,7 +24,7 @@ from octavo.models.custom import mpt
 from octavo.models.forward import packed
 from octavo.models.processors.processors import load_tokenizer
 from octavo.models.tiny import tiny
-from octavo.train import planning
+from octavo.train.setup import planning
 
 SIZES = {"d_model": 24, "n_heads": 3, "n_layers": 2, "max_seq_len": 16, "vocab_size": 40}
 

@@ -51,7 +51,7 @@ def test_an_unknown_shape_lists_the_known():
 def test_time_and_memory_of_the_largest():
     code = (
         "import time; from octavo import models; t = time.time(); models.shape_model('qwen3_vl_30b_a3b'); "
-        "from octavo.train.memory import peak_rss; print(time.time() - t, peak_rss())"
+        "from octavo.train.step.memory_report import peak_rss; print(time.time() - t, peak_rss())"
     )
     seconds, peak = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

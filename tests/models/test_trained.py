@@ -11,8 +11,8 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5O
 from octavo import models
 from octavo.models.processors import image
 from octavo.models.structure import support
-from octavo.train.build import check_family
 from octavo.train.errors import TrainError
+from octavo.train.setup.build import check_family
 
 
 def test_what_trains_has_a_processor():

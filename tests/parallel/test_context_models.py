@@ -17,7 +17,7 @@ from octavo.models.structure import anyres
 from octavo.models.tiny import tiny
 from octavo.parallel import Images, World, context_of
 from octavo.parallel.images import deal, dealt
-from octavo.train.forward import Forward
+from octavo.train.forward.forward import Forward
 from tests import ranks
 
 FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "internvl", "qwen3_vl_moe", "mistral3", "llavaonevision1_5",

@@ -10,7 +10,7 @@ from octavo import fp8
 from octavo.fp8.optim import gradient_norm
 from octavo.parallel import Layout, World, WorldError, shard
 from octavo.parallel.experts import deal
-from octavo.train.update import _limited
+from octavo.train.step.update import _limited
 from tests import ranks
 from tests.fp8.moe.expert_modules import FAMILIES, H
 from tests.parallel.differences import worst_difference

@@ -18,10 +18,10 @@ from octavo.config import Config
 from octavo.rl.experience import micro_batches
 from octavo.rl.objectives import Batch
 from octavo.rl.step import RlStepper
-from octavo.train import critic, losses
-from octavo.train.critic import ValueHead
-from octavo.train.optim import FACTOR
-from octavo.train.update import AfterBackward
+from octavo.train.forward import critic, losses
+from octavo.train.forward.critic import ValueHead
+from octavo.train.step.optimizer import FACTOR
+from octavo.train.step.update import AfterBackward
 from tests.rl.test_ppo import plain
 from tests.rl.test_reinforcing import LORA, rows_of
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Phimoe
 from octavo import adapters, models, rl
 from octavo.config import Config
 from octavo.config.sections.train import LoraSection
-from octavo.train import build, planning
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import build, planning
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 Make = Callable[..., Config]

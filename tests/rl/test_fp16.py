@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo import generation, rl, train
-from octavo.train import loss_scale
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.step import loss_scale
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("uncounted")]
 

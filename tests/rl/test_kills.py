@@ -20,7 +20,7 @@ from octavo.generation.batch import Batch
 from octavo.rl.preferring import PreferenceStepper
 from octavo.rl.shown import COMPLETIONS
 from octavo.rl.step import RlStepper
-from octavo.train.update import AfterBackward
+from octavo.train.step.update import AfterBackward
 from tests import ranks
 from tests.rl.forks import both
 from tests.rl.test_reinforcing import LORA, rows_of

@@ -13,11 +13,13 @@ from octavo.rl import preferring as preferences
 from octavo.rl import rolling
 from octavo.rl import step as rollouts
 from octavo.rl.room import slots_for
-from octavo.train import TrainError, losses, planning
-from octavo.train.memory_plan.footprint import Footprint, Footprints
-from octavo.train.memory_plan.switches import savings
-from octavo.train.rundir import read_rows
-from octavo.train.tokens import Tokens, _patches, assumed, count
+from octavo.train import TrainError
+from octavo.train.estimate.memory.footprint import Footprint, Footprints
+from octavo.train.estimate.memory.switches import savings
+from octavo.train.forward import losses
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens, _patches, assumed, count
 from tests.generation.test_memory import Peak
 
 pytestmark = pytest.mark.usefixtures("unseen")

@@ -14,7 +14,7 @@ from octavo.rl.algorithms import ALGORITHMS
 from octavo.rl.experience import Experience, Rollout
 from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
 from octavo.rl.step import RlStepper
-from octavo.train.losses import IGNORE
+from octavo.train.forward.losses import IGNORE
 from tests.rl import oracle
 from tests.rl.batches import batch, close, leaf
 from tests.rl.test_figures import Alone

@@ -14,7 +14,7 @@ from octavo.rl.algorithms import ALGORITHMS
 from octavo.rl.figures import add_up
 from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
 from octavo.rl.penalties import kl
-from octavo.train.critic import ValueHead
+from octavo.train.forward.critic import ValueHead
 from tests.rl.batches import batch, close, leaf, masks
 
 CASES = [(5, 6, 0, 1.0, 1.0), (4, 7, 1, 0.99, 0.95), (1, 1, 2, 0.9, 0.5), (3, 5, 3, 1.0, 0.0), (8, 4, 4, 0.0, 0.7)]

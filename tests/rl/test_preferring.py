@@ -16,7 +16,7 @@ from octavo import rl, train
 from octavo.config import Config, ConfigError, override
 from octavo.config.sections.rl import OPTIONS
 from octavo.rl.algorithms import PREFERENCES
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")

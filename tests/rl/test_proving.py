@@ -21,7 +21,7 @@ from octavo.rl.differing import first_difference, rounding
 from octavo.rl.reinforcing import Reinforcing
 from octavo.rl.step import RlStepper
 from octavo.train import TrainError
-from octavo.train.update import AfterBackward
+from octavo.train.step.update import AfterBackward
 from tests.rl.test_reinforcing import LORA, rows_of
 from tests.train.conftest import at
 

@@ -27,8 +27,9 @@ from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
 from octavo.rl.shown import COMPLETIONS
 from octavo.rl.step import RlStepper
-from octavo.train import TrainError, stopping
-from octavo.train.rundir import read_rows
+from octavo.train import TrainError
+from octavo.train.callbacks import stopping
+from octavo.train.run_dir.run_dir import read_rows
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")

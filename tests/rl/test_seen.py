@@ -15,7 +15,7 @@ from octavo.config import Config
 from octavo.report.evidence.rl_claims import PANELS
 from octavo.report.trial.rl_plots import Side, learning_figure
 from octavo.rl.figures import TRL_NAMES
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -27,7 +27,7 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
     critic = ("rl.algorithm=ppo", "rl.eval_prompts=3")
     cfg = reinforcing(*critic, "run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
     heard: list[str] = []
-    monkeypatch.setattr("octavo.train.progress.Display.doing", lambda self, what: heard.append(what))
+    monkeypatch.setattr("octavo.train.callbacks.progress.Display.doing", lambda self, what: heard.append(what))
     result = rl.run(cfg)
     rows = read_rows(result.dir / "metrics.jsonl")
     assert all(row["training_tokens_per_s"] > 0 < row["rollout_tokens_per_s"] for row in rows)

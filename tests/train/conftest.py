@@ -15,7 +15,7 @@ from octavo import train
 from octavo.config import Config, load_config_text
 from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
-from octavo.train.memory import Memory
+from octavo.train.step.memory_report import Memory
 
 STEPS = 6
 

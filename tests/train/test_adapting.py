@@ -21,8 +21,11 @@ from octavo.fp8.adapting import Limits
 from octavo.models.tiny import tiny
 from octavo.report.evidence import trust_table
 from octavo.report.run import run_page
-from octavo.train import finished, loop, planning, rundir
-from octavo.train.rundir import read_rows
+from octavo.train import artifacts
+from octavo.train.loop import loop
+from octavo.train.run_dir import run_dir
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
 from tests import ranks
 from tests.rl.forks import both
 
@@ -112,7 +115,7 @@ def losses(cfg: Config) -> list[float]:
 
 
 def moves(cfg: Config) -> list[dict[str, Any]]:
-    return read_rows(Path(cfg.run.dir) / rundir.ADAPT)
+    return read_rows(Path(cfg.run.dir) / run_dir.ADAPT)
 
 
 def short(found: list[dict[str, Any]], gemm: str) -> list[tuple[int, str, str]]:
@@ -169,13 +172,13 @@ def test_without_a_fault_nothing_moves_and_no_bit_changes(make):
     adapts, plain = make("train.steps=15", dir="healthy"), make("train.steps=15", "fp8.adapt=false", dir="plain")
     train.run(adapts)
     train.run(plain)
-    assert losses(adapts) == losses(plain) and not (Path(adapts.run.dir) / rundir.ADAPT).exists()
+    assert losses(adapts) == losses(plain) and not (Path(adapts.run.dir) / run_dir.ADAPT).exists()
     assert "fp8_share" not in rows_of(plain)[0] and rows_of(adapts)[0]["fp8_share"] == 1.0
     assert "spans" not in json.loads((Path(adapts.run.dir) / "proof.json").read_text())
 
 
 def test_a_checkpoint_opens_in_the_plan_of_its_step(planted):
-    target = finished.look(planted[0].run.dir)
+    target = artifacts.look(planted[0].run.dir)
     for step, recipe in ((20, "tensorwise hybrid"), (40, "tensorwise hybrid fwd=bf16 wgrad=rowwise")):
         model = target.open(step=step).model
         assert str(model.get_submodule(LAYER).recipe) == recipe
@@ -209,7 +212,7 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     train.run(override(cfg, [f"run.resume={cfg.run.dir}/checkpoints/step_8"]))
     proof = json.loads((Path(cfg.run.dir) / "proof.json").read_text())
     assert [s["steps"] for s in proof["spans"]] == [[1, 4], [5, 7], [8, 8], [9, None]]
-    model = finished.look(cfg.run.dir).open().model
+    model = artifacts.look(cfg.run.dir).open().model
     assert type(model.get_submodule(LAYER)).__name__ == "Linear" and not isinstance(
         model.get_submodule(LAYER), fp8.Linear
     )

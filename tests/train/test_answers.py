@@ -8,8 +8,8 @@ import torch
 from octavo.base import encryption
 from octavo.data.batching.collate import Meta
 from octavo.rl.shown import Shown
-from octavo.train.answers import ANSWERS, LENGTH, Answers
-from octavo.train.evaluation import Answer, Place, _shown
+from octavo.train.callbacks.answer_samples import ANSWERS, LENGTH, Answers
+from octavo.train.forward.evaluation import Answer, Place, _shown
 
 WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}
 TOKENIZER = SimpleNamespace(

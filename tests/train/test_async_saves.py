@@ -16,8 +16,8 @@ from octavo.checkpoint.run_state.files import read_state
 from octavo.checkpoint.run_state.manifest import here
 from octavo.checkpoint.run_state.staging import Staging
 from octavo.config import override
-from octavo.train.memory_plan import states
-from octavo.train.rundir import read_rows
+from octavo.train.estimate.memory import states
+from octavo.train.run_dir.run_dir import read_rows
 from tests import ranks
 
 from .conftest import Rows, at

@@ -13,9 +13,9 @@ from octavo import fp8, models, train
 from octavo.checkpoint.run_state.files import read_state
 from octavo.models.attention import attention as registry
 from octavo.parallel import World
-from octavo.train import attention
-from octavo.train.attention import Heads, choose, decide
 from octavo.train.errors import TrainError
+from octavo.train.forward import attention_kernel
+from octavo.train.forward.attention_kernel import Heads, choose, decide
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -59,7 +59,7 @@ def test_on_a_gpu_the_fastest_over_all_parts_is_taken(monkeypatch: pytest.Monkey
     def timer(calls: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return {name: SimpleNamespace(device=call()) for name, call in calls.items()}
 
-    monkeypatch.setattr(attention, "_tried", tried)
+    monkeypatch.setattr(attention_kernel, "_tried", tried)
     seconds["efficient", 4] = 0.1
     found = choose("auto", (TEXT, TOWER), torch.device("cuda"), timer)
     assert found is not None and (found.kernel, found.why[:35]) == ("flash", "the fastest here (4000.000 ms forwa")
@@ -104,7 +104,7 @@ def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatc
     assert any(note.startswith("attention by flash, the first that works") for note in notes)
     saved = first.dir / "checkpoints" / "step_1"
     assert read_state(saved)["counters"]["attention"] == "flash"
-    monkeypatch.setattr(attention, "choose", lambda *_: pytest.fail("a run that goes on chose anew"))
+    monkeypatch.setattr(attention_kernel, "choose", lambda *_: pytest.fail("a run that goes on chose anew"))
     again = train.run(make(*over, "model.attention=auto", f"run.resume={saved}", dir="again"))
     assert again.losses() == {2: plain.losses()[2]}
     assert str(decide(make("model.attention=auto"), World(), "cudnn")[0]) == "attention by cudnn, as this run began"

@@ -11,7 +11,7 @@ import pytest
 
 from octavo import train
 from octavo.config import override
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 
 from .conftest import at
 

@@ -12,8 +12,8 @@ import pytest
 
 from octavo import train
 from octavo.config import ConfigError, load_config_text, to_yaml
-from octavo.train import collecting
-from octavo.train.rundir import read_rows
+from octavo.train.callbacks import garbage_collection
+from octavo.train.run_dir.run_dir import read_rows
 
 pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")
 
@@ -57,7 +57,7 @@ class Collector:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """What a run asks in place of `gc`; it leaves it, and Python's, as they were."""
-    monkeypatch.setattr(collecting, "gc", made := Collector())
+    monkeypatch.setattr(garbage_collection, "gc", made := Collector())
     before = gc.isenabled(), gc.get_threshold()
     yield made
     assert (gc.isenabled(), gc.get_threshold(), made.frozen) == (*before, False)
@@ -71,8 +71,8 @@ class Look(train.Callback):
         self.collected: list[int] = []
 
     def before_step(self, run: train.Run, number: int, batches: Any) -> None:
-        self.seen.append((gc.isenabled(), gc.get_threshold(), collecting.gc.get_freeze_count() > 0))
-        self.collected.append(collecting.gc.collected)
+        self.seen.append((gc.isenabled(), gc.get_threshold(), garbage_collection.gc.get_freeze_count() > 0))
+        self.collected.append(garbage_collection.gc.collected)
 
 
 def looked(make: Any, *over: str, dir: str = "run") -> tuple[Look, list[float]]:
@@ -83,7 +83,7 @@ def looked(make: Any, *over: str, dir: str = "run") -> tuple[Look, list[float]]:
 
 def test_what_each_word_does(make, uncounted, collector, monkeypatch) -> None:
     """Losses are the same; the file that a run leaves says the same again."""
-    monkeypatch.setattr(collecting, "SETTLED", 2)
+    monkeypatch.setattr(garbage_collection, "SETTLED", 2)
     whole = gc.get_threshold()
     plain, losses = looked(make)
     assert plain.seen == [(True, whole, False)] * 3
@@ -108,7 +108,7 @@ def test_every_so_many_steps_it_collects_and_then_alone(make, uncounted, collect
 
 def test_it_is_as_it_was_after_a_run_that_failed(thawed) -> None:
     for how in ("freeze", 5, (5, 5, 5)):
-        with pytest.raises(ZeroDivisionError), collecting.collecting(how):
+        with pytest.raises(ZeroDivisionError), garbage_collection.collecting(how):
             gc.freeze() if how == "freeze" else None
             raise ZeroDivisionError
         assert gc.isenabled() and gc.get_threshold() != (5, 5, 5)
@@ -118,11 +118,11 @@ def test_what_another_program_froze_stays_frozen(thawed) -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with collecting.collecting("freeze"):
+        with garbage_collection.collecting("freeze"):
             gc.freeze()
         assert gc.get_freeze_count() >= count > 0
         gc.disable()
-        with collecting.collecting((700, 10, 1000)):
+        with garbage_collection.collecting((700, 10, 1000)):
             pass
         assert not gc.isenabled(), "it was off before"
     finally:

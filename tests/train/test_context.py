@@ -12,9 +12,9 @@ from octavo import parallel, train
 from octavo.config import Config, ConfigError, load_config_text
 from octavo.models.tiny import tiny
 from octavo.parallel import World
-from octavo.train import planning
-from octavo.train.rundir import read_rows
-from octavo.train.tokens import Tokens, attention_flops
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens, attention_flops
 from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("bare_forward")

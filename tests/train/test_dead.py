@@ -15,8 +15,8 @@ from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.config import Config, load_config, override
 from octavo.parallel import World
-from octavo.train import finished
-from octavo.train.update import AfterBackward
+from octavo.train import artifacts
+from octavo.train.step.update import AfterBackward
 
 from .. import ranks
 
@@ -175,13 +175,13 @@ def test_a_poisoned_checkpoint_by_name_is_refused(old: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=rf"step_6: {NORM} holds NaN or infinity \(tensors that do: 1\)"):
         train.run(override(cfg, [f"run.resume={run}/checkpoints/step_6"]))
     for step in (4, 2):  # whole, and its weights are sound: it may be evaluated, not gone on from
-        assert finished.look(run).open(step=step).notes[0] == f"step {step}"
+        assert artifacts.look(run).open(step=step).notes[0] == f"step {step}"
     with pytest.raises(CheckpointError, match=f"step_6: {NORM} holds NaN"):
-        finished.look(run).open(step=6)
+        artifacts.look(run).open(step=6)
     with pytest.raises(CheckpointError, match=f"step_6: {NORM} holds NaN"):
-        finished.export_model(run, tmp_path / "out", "bf16", step=6)
+        artifacts.export_model(run, tmp_path / "out", "bf16", step=6)
     said: list[str] = []
-    finished.export_model(run, tmp_path / "out", "bf16", say=said.append)
+    artifacts.export_model(run, tmp_path / "out", "bf16", say=said.append)
     assert [line.split(":")[0] for line in said[:3]] == [
         "checkpoint step_6 is passed over", "checkpoint step_4 is passed over", str(run)
     ]  # fmt: skip
@@ -208,8 +208,8 @@ def test_a_folder_with_such_a_value_is_refused_wherever_it_is_read(place: Path, 
         lambda: models.load(folder),
         lambda: models.load(folder, torch.bfloat16, load_in_fp8="rowwise"),
         lambda: models.load_split(folder),
-        lambda: finished.look(folder).open(),
-        lambda: finished.export_model(folder, tmp_path / "out", "fp8-dynamic"),
+        lambda: artifacts.look(folder).open(),
+        lambda: artifacts.export_model(folder, tmp_path / "out", "fp8-dynamic"),
         lambda: train.run(cfg),
     ]
     for work in works:
@@ -234,10 +234,10 @@ def test_adapters_that_are_not_finite_are_neither_written_nor_merged(make, tmp_p
         train.run(cfg, callbacks=[Writes(2, float("nan"), name)])
     assert steps_in(cfg) == [1] and not (Path(cfg.run.dir) / "adapter").exists()
     run = Path(cfg.run.dir)
-    finished.merge_model(run, tmp_path / "merged")  # of the good one
+    artifacts.merge_model(run, tmp_path / "merged")  # of the good one
     from octavo import adapters
 
-    model = finished.look(run).open().model
+    model = artifacts.look(run).open().model
     model.get_parameter(name).data.fill_(float("nan"))
     with pytest.raises(adapters.AdapterError, match="holds NaN or infinity"):
         adapters.save(model, tmp_path / "adapter", base=cfg.model.path)
@@ -279,7 +279,7 @@ def on_two_ranks(world: World, folder: str) -> list[str]:
         cfg = override(load_config(f"{folder}/cfg.yaml"), [f"run.dir={folder}/{step}"])
         try:
             with pytest.MonkeyPatch.context() as patched:  # the group is this test's
-                patched.setattr("octavo.train.loop.parallel.setup", lambda *_, **axes: world)
+                patched.setattr("octavo.train.loop.loop.parallel.setup", lambda *_, **axes: world)
                 patched.setattr(World, "close", lambda self: None)
                 train.run(cfg, callbacks=[Spoils()])
         except (train.TrainError, CheckpointError) as error:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from octavo import data, models, train
-from octavo.train.losses import IGNORE
+from octavo.train.forward.losses import IGNORE
 
 
 @pytest.fixture(scope="module")

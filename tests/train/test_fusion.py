@@ -11,7 +11,8 @@ from octavo import fp8, train
 from octavo.config import load_config_text, override
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.models.tiny import tiny
-from octavo.train import planning, rundir
+from octavo.train.run_dir import run_dir
+from octavo.train.setup import planning
 
 from .test_ranks import losses, on_ranks
 
@@ -109,7 +110,7 @@ def test_compiled_blocks_are_fused_unless_their_weights_are_fp8(make):
 def test_auto_of_version_0_4_0_is_off_and_says_so(make):
     """Its configurations say it, as the default of then: such a run goes on."""
     old, new = make("fp8.fuse=auto"), make()
-    assert rundir.settings(old) == rundir.settings(new)
+    assert run_dir.settings(old) == run_dir.settings(new)
     plan, _, notes = planning.plan_for(old)
     assert not plan.blocks and any(note.startswith("fuse: auto is off") for note in notes)
     text = "model: {path: m}\ndata: {train: [{path: d}]}\ntrain: {steps: 1}\nfp8: {plan: p.json, fuse: auto}"

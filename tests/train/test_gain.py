@@ -17,9 +17,9 @@ from octavo import fp8, train
 from octavo.checkpoint.run_state.files import read_state
 from octavo.cli.train import conclude
 from octavo.config import override
-from octavo.train import gain
-from octavo.train.rundir import read_rows
-from octavo.train.step import Stepper
+from octavo.train.callbacks import fp8_gain
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.step.step import Stepper
 
 from .conftest import at
 from .test_ranks import on_ranks
@@ -44,13 +44,13 @@ def plain(make, recipe: str, kept: dict[str, train.RunResult]) -> train.RunResul
 @pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recipe: str, plain, monkeypatch):
-    real = gain._run
+    real = fp8_gain._run
 
     def run(stepper, batches):  # a model with dropout would draw as much
         torch.rand(3), random.random(), numpy.random.rand()
         real(stepper, batches)
 
-    monkeypatch.setattr(gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run", run)
     assert plain.gain is None and not (plain.dir / "gain.json").exists(), "nobody asked for it"
     cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2")
     first = train.run(cfg, callbacks=[at(4, signal.SIGTERM)])
@@ -65,8 +65,10 @@ def test_losses_are_the_same_bits_with_the_window_and_after_a_resume(make, recip
 
 
 def test_the_random_generators_are_put_back(make, monkeypatch):
-    real = gain._run
-    monkeypatch.setattr(gain, "_run", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args)))
+    real = fp8_gain._run
+    monkeypatch.setattr(
+        fp8_gain, "_run", lambda *args: (torch.rand(3), random.random(), numpy.random.rand(), real(*args))
+    )
     cfg = make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]")
     drawn = []
     for asked in (cfg, override(cfg, ["run.gain_steps=0", f"run.dir={cfg.run.dir}-plain"])):
@@ -88,7 +90,7 @@ def test_it_is_reported_and_kept(make):
 
 def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypatch):
     """SIGTERM in the third of ten passes: step 3 has its row and its checkpoint already, no fourth pass is made."""
-    real, passes = gain._run, []
+    real, passes = fp8_gain._run, []
     over = ("train.steps=4", "data.eval=[]", "run.log_every=50", "run.save_every=3", "run.keep=9")
     cfg = make(*over, "run.gain_steps=4", "run.tensorboard=true")
 
@@ -100,7 +102,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
         real(stepper, batches)
 
     plain = train.run(make(*over, dir="plain"))
-    monkeypatch.setattr(gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run", run)
     console = Console(record=True, width=300, force_terminal=False)
     first = train.run(cfg, console=console)
     assert passes == [True] * 3 and first.status == "stopped" and first.steps == 3 and first.gain is None
@@ -121,16 +123,16 @@ def test_a_window_of_steps_that_are_run_again_is_taken_again(make):
 
 
 def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
-    seen, real = [], gain._run
+    seen, real = [], fp8_gain._run
 
     def run(stepper, batches):
         layer = next(m for n, m in stepper.model.named_modules() if n.endswith("layers.0.mlp.up_proj"))
         seen.append("8" if isinstance(layer, fp8.Linear) else "h")
         real(stepper, batches)
 
-    monkeypatch.setattr(gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run", run)
     ticks = iter(range(1000))
-    monkeypatch.setattr(gain.measure, "__defaults__", (lambda: False, lambda: float(next(ticks))))
+    monkeypatch.setattr(fp8_gain.measure, "__defaults__", (lambda: False, lambda: float(next(ticks))))
     result = train.run(make("run.gain_steps=3", "train.steps=1", "train.warmup=0", "data.eval=[]"))
     assert "".join(seen) == "8h" + "h8" + "8h" + "h8"
     assert result.gain["gain"] == 0.0
@@ -139,7 +141,7 @@ def test_it_runs_both_kinds_in_both_orders(make, monkeypatch):
 @pytest.mark.usefixtures("seen")
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.long)])
 def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypatch, plain, recipe):
-    real, passes = gain._run, []
+    real, passes = fp8_gain._run, []
 
     def run(stepper, batches):
         passes.append(len(batches))
@@ -148,7 +150,7 @@ def test_a_window_without_the_memory_is_noted_and_changes_nothing(make, monkeypa
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
         real(stepper, batches)
 
-    monkeypatch.setattr(gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run", run)
     console = Console(record=True, width=300, force_terminal=False)
     cfg = make(f"fp8.recipe={recipe}", *SIX, "run.gain_steps=2", "run.tensorboard=true")
     result = train.run(cfg, console=console, callbacks=[at(4, signal.SIGTERM)])
@@ -164,7 +166,7 @@ def test_another_error_in_the_window_is_not_hidden(make, monkeypatch):
     def run(stepper, batches):
         raise RuntimeError("device-side assert")
 
-    monkeypatch.setattr(gain, "_run", run)
+    monkeypatch.setattr(fp8_gain, "_run", run)
     with pytest.raises(RuntimeError, match="device-side assert"):
         train.run(make("run.gain_steps=1", "train.steps=1", "train.warmup=0", "data.eval=[]"))
 

@@ -16,11 +16,12 @@ from octavo import fp8, models, train
 from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph
 from octavo.parallel import World
-from octavo.train import graphs, loss_scale, planning
 from octavo.train.errors import TrainError
-from octavo.train.graphs import Graphs
-from octavo.train.rundir import read_rows
-from octavo.train.update import Loss
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.step import cuda_graphs, loss_scale
+from octavo.train.step.cuda_graphs import Graphs
+from octavo.train.step.update import Loss
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -79,8 +80,8 @@ def test_losses_counts_and_weights_are_those_without_graphs(
             super().__init__(model, *more, lambda: Again(model))
             made.append(self)
 
-    monkeypatch.setattr(graphs, "Graphs", Here)
-    monkeypatch.setattr(graphs, "why_never", lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "Graphs", Here)
+    monkeypatch.setattr(cuda_graphs, "why_never", lambda *_: None)
     monkeypatch.setattr(loss_scale, "INTERVAL", 2)
     freeze = "model.freeze=[image_encoder, image_projector]" if model == "tiny" else "model.freeze=[]"
     over = (f"model.path={place / model}", f"data.train={counting}", "data.eval=[]", freeze, "run.health_every=4",
@@ -175,11 +176,13 @@ def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
 
 def test_only_so_many_shapes_are_captured() -> None:
     _, found, said = small()
-    for length in range(3, 4 + graphs.MOST):
+    for length in range(3, 4 + cuda_graphs.MOST):
         found.run(*batch(length=length))
-        assert (found.run(*batch(length=length)) is None) == (length == 3 + graphs.MOST)
-    assert said == [f"train.cuda_graphs: runs without a graph: {graphs.MOST} shapes of micro-batches are captured, and "
-                    "this is another one"]  # fmt: skip
+        assert (found.run(*batch(length=length)) is None) == (length == 3 + cuda_graphs.MOST)
+    assert said == [
+        f"train.cuda_graphs: runs without a graph: {cuda_graphs.MOST} shapes of micro-batches are captured, and this is "
+        "another one"
+    ]
     assert found.run(*batch(length=3)) is not None
 
 
@@ -214,7 +217,7 @@ def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was(error: Ex
 
 
 def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(make, monkeypatch) -> None:
-    monkeypatch.setattr("octavo.train.build.assemble_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("octavo.train.setup.build.assemble_model", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(TrainError, match="train.cuda_graphs: true cannot be: it needs a GPU, and this runs on cpu. Or"):
         train.run(make("train.cuda_graphs=true"))
 
@@ -231,19 +234,19 @@ def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(mak
 def test_why_nothing_could_be_captured(make, over: str, ranks: int, why: str | None) -> None:
     cfg = make(over)
     plan, _, _ = planning.plan_for(cfg)
-    found = graphs.why_never(plan, World(0, ranks, device=torch.device("cuda")))
+    found = cuda_graphs.why_never(plan, World(0, ranks, device=torch.device("cuda")))
     assert found is None if why is None else why in str(found)
 
 
 def test_why_not_this_model(make, place: Path) -> None:
     model, family = planning.model_of(make())
-    assert "vision tower that is trained" in str(graphs.why_not_this(model, family, 0.0))
+    assert "vision tower that is trained" in str(cuda_graphs.why_not_this(model, family, 0.0))
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
-    assert graphs.why_not_this(model, family, 0.0) is None
-    assert "routers" in str(graphs.why_not_this(model, family, 0.1))
+    assert cuda_graphs.why_not_this(model, family, 0.0) is None
+    assert "routers" in str(cuda_graphs.why_not_this(model, family, 0.1))
     model.model.visual.add_module("drop", nn.Dropout(0.1))
-    assert "dropout (model.visual.drop)" in str(graphs.why_not_this(model, family, 0.0))
+    assert "dropout (model.visual.drop)" in str(cuda_graphs.why_not_this(model, family, 0.0))
 
 
 def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:

@@ -25,8 +25,8 @@ from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
 from octavo.data.loaders.loader import _Chunks, by_workers
-from octavo.train.signals import StopRequest
-from octavo.train.step import Stepper
+from octavo.train.callbacks.signals import StopRequest
+from octavo.train.step.step import Stepper
 from tests import ranks
 
 pytestmark = [

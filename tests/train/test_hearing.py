@@ -14,10 +14,11 @@ from octavo import fp8, models, train
 from octavo.cli.main import main
 from octavo.data import BadSample
 from octavo.models.tiny import tiny
-from octavo.train import build, graphs, planning, tokens
-from octavo.train.memory_plan import states
-from octavo.train.memory_plan.footprint import Footprints, changed
-from octavo.train.memory_plan.switches import savings
+from octavo.train.estimate.memory import states
+from octavo.train.estimate.memory.footprint import Footprints, changed
+from octavo.train.estimate.memory.switches import savings
+from octavo.train.setup import build, planning, token_counts
+from octavo.train.step import cuda_graphs
 from tests.train.memory_plan.test_predicted import ONE, agree, counted, predicted
 
 from .conftest import Make
@@ -101,7 +102,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)
-    assert "takes sound" in graphs.why_not_this(model, models.describe(model), 0.0)
+    assert "takes sound" in cuda_graphs.why_not_this(model, models.describe(model), 0.0)
     assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
     assert "has a place for a sound (<audio>), and none can be given" in capsys.readouterr().err
     tone(tmp_path / "1.flac", 400, 2.0)
@@ -117,19 +118,19 @@ def test_the_plan_counts_sounds(hears):
     frozen = {row.row.frozen for row in plan.rows if row.component == "audio_encoder"}
     assert frozen == {True} and {row.row.frozen for row in plan.rows if row.component == "audio_projector"} == {False}
     config = models.read_config(cfg.model.path)
-    assumed, words = tokens.assumed(cfg, family.components, config)
+    assumed, words = token_counts.assumed(cfg, family.components, config)
     assert assumed.counts["audio_encoder"] == 2 * 50 and assumed.counts["audio_projector"] == 2 * 25
     assert assumed.sound == 50 and "in each a sound of the longest" in words
-    counted = tokens.count(cfg, models.load_processor(cfg.model.path), family, config)
+    counted = token_counts.count(cfg, models.load_processor(cfg.model.path), family, config)
     assert 50 < counted.counts["audio_encoder"] <= 112 and counted.sound == 50
-    asked = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 100})
+    asked = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 100})
     assert asked.counts["audio_projector"] == 50 and asked.sound == 50
-    several = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 600})  # six in a row, each by itself
+    several = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 600})  # six in a row, each by itself
     assert several.sound == 50
     narrow = cfg.model_copy(update={"train": cfg.train.model_copy(update={"seq_length": 16})})  # short ones fit
-    assert tokens.assumed(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
-    silent = tokens.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
-    assert tokens.attention_flops(config, asked) > tokens.attention_flops(config, silent)
+    assert token_counts.assumed(narrow, family.components, config)[0].counts["audio_encoder"] == 2 * 50
+    silent = token_counts.given(cfg, family, {"foundation": 256, "audio_encoder": 0})
+    assert token_counts.attention_flops(config, asked) > token_counts.attention_flops(config, silent)
     sizes = Footprints(cfg, planning.model_of(cfg)[0], family, plan, assumed, device="cpu")
     full = sizes.of(changed(cfg, {"train.logits": "full"})).kinds  # which chunked cannot better here, nor is it offered
     assert sizes.of(cfg).kinds == full and "train.logits" not in {one.key for one in savings(sizes)}

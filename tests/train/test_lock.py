@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from octavo import train
-from octavo.train import lock as lock_file
-from octavo.train.lock import RunLock
+from octavo.train.run_dir import run_lock as lock_file
+from octavo.train.run_dir.run_lock import RunLock
 from tests import ranks
 
 from .conftest import Rows
@@ -42,7 +42,7 @@ def test_a_second_run_in_a_directory_in_use_is_refused_at_once(make):
 @pytest.mark.long
 def test_a_process_that_was_killed_holds_nothing_and_neither_do_its_workers(tmp_path: Path):
     code = (
-        "import os, signal, sys, time; from pathlib import Path; from octavo.train.lock import RunLock\n"
+        "import os, signal, sys, time; from pathlib import Path; from octavo.train.run_dir.run_lock import RunLock\n"
         "RunLock.take(lock := RunLock(), Path(sys.argv[1]))\n"
         "worker = os.fork()\n"
         "if not worker: time.sleep(60)\n"

@@ -18,8 +18,8 @@ from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import export
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.config import Config, load_config, override
-from octavo.train import base, planning
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import frozen_base, planning
 from tests.train.conftest import at
 from tests.train.memory_plan.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import losses, on_ranks
@@ -293,10 +293,10 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     named = make(*over, "lora={rank: 4}", dir="lora")
     sections = {name: getattr(named, name) for name in Config.model_fields if name != "fp8"}
     cfg = Config(**sections)  # nobody names a recipe
-    assert base.settled(cfg).fp8.recipe == "rowwise" and base.settled(named).fp8.recipe == "blockwise"
+    assert frozen_base.settled(cfg).fp8.recipe == "rowwise" and frozen_base.settled(named).fp8.recipe == "blockwise"
     result = train.run(cfg)
     written = load_config(result.dir / "config.yaml")
-    assert written.fp8.recipe == "rowwise" and base.settled(written) == written
+    assert written.fp8.recipe == "rowwise" and frozen_base.settled(written) == written
     assert result.base["fp8"]["weights"] == 14
     stored = dict(models.values.stream(in_rows))
     kept = _model(written)

@@ -9,7 +9,8 @@ import pytest
 
 from octavo import train
 from octavo.adapters import AdapterError
-from octavo.train import TrainError, planning
+from octavo.train import TrainError
+from octavo.train.setup import planning
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 

@@ -16,12 +16,13 @@ from octavo import fp8, models, train
 from octavo.config import Config, override
 from octavo.parallel import World
 from octavo.report.trial.runs import high_precision
-from octavo.train import finished, loss_scale, step
+from octavo.train import artifacts
 from octavo.train.errors import TrainError
-from octavo.train.forward import autocast_dtype
-from octavo.train.loss_scale import LossScale
-from octavo.train.rundir import read_rows
-from octavo.train.update import AfterBackward, InBackward, Loss
+from octavo.train.forward.forward import autocast_dtype
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.step import loss_scale, step
+from octavo.train.step.loss_scale import LossScale
+from octavo.train.step.update import AfterBackward, InBackward, Loss
 
 from ..rl.forks import both
 
@@ -286,7 +287,7 @@ def test_a_fixed_scale_learns_what_a_dynamic_one_learns(text):
 def test_fp16_trains_near_fp32_and_is_evaluated_in_fp16(make, monkeypatch):
     """With images, and evaluated from its directory as it computed: the same loss to the last bit."""
     over, seen = ("train.steps=4", "train.warmup=0"), set[torch.dtype]()
-    run = finished.evaluate.Forward.__call__
+    run = artifacts.evaluate.Forward.__call__
 
     def watched(self: Any, *more: Any) -> Tensor:
         seen.add(self.autocast)
@@ -294,8 +295,8 @@ def test_fp16_trains_near_fp32_and_is_evaluated_in_fp16(make, monkeypatch):
 
     exact = train.run(make(*over, dir="fp32"))
     low = train.run(make(*over, "train.precision=fp16", dir="fp16"))
-    monkeypatch.setattr(finished.evaluate.Forward, "__call__", watched)
-    judged = finished.evaluate_target(finished.look(low.dir))
+    monkeypatch.setattr(artifacts.evaluate.Forward, "__call__", watched)
+    judged = artifacts.evaluate_target(artifacts.look(low.dir))
     assert list(low.losses().values()) == pytest.approx(list(exact.losses().values()), rel=5e-3)
     assert judged["loss"] == low.eval["loss"] and seen == {torch.float16}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
-from octavo.train import losses
+from octavo.train.forward import losses
 
 B, T, V = 6, 9, 11
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from octavo.train.memory import Memory
+from octavo.train.step.memory_report import Memory
 
 FAMILY = SimpleNamespace(layers=lambda model: [], component_of=lambda name: None)
 

@@ -15,8 +15,8 @@ from octavo.checkpoint import verify
 from octavo.cli.main import main
 from octavo.config import Config, to_yaml
 from octavo.models.weights import loading
-from octavo.train import model_folder
-from octavo.train.finished import merge_model
+from octavo.train.artifacts import merge_model
+from octavo.train.setup import model_folder
 
 pytestmark = pytest.mark.usefixtures("unseen", "uncounted")
 SETTINGS = "generation_config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.train.nonfinite import first_source
+from octavo.train.step.nonfinite import first_source
 
 
 class Overflow(nn.Module):

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from octavo import models, train
 from octavo.checkpoint.verify import verify
 from octavo.models.tiny import tiny
-from octavo.train.finished import merge_model
+from octavo.train.artifacts import merge_model
 from tests.models.conftest import batch, conversation, some_image
 from tests.models.published import as_published
 from tests.models.three_folders import split

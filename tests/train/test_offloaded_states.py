@@ -15,9 +15,9 @@ from octavo import train
 from octavo.config import override
 from octavo.fp8.optim import offload as offload_file
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW
-from octavo.train import build
-from octavo.train.optim import adamw
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import build
+from octavo.train.step.optimizer import adamw
 from tests.fp8.optim.test_offload import Late
 
 from .conftest import at

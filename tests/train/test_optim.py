@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo.train import TrainError
-from octavo.train.optim import adamw, set_lr, spares
+from octavo.train.step.optimizer import adamw, set_lr, spares
 
 
 class Small(nn.Module):

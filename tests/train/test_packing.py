@@ -18,13 +18,14 @@ from octavo.config import Config, load_config, override
 from octavo.data import collate, collate_pack
 from octavo.fp8 import PlanError
 from octavo.parallel import World
-from octavo.train import evaluation, losses, planning
 from octavo.train.errors import TrainError
-from octavo.train.forward import Forward
-from octavo.train.routing import ExpertLoad
-from octavo.train.rundir import read_rows
-from octavo.train.tokens import assumed, attention_flops
-from octavo.train.tokens import count as tokens_of
+from octavo.train.forward import evaluation, losses
+from octavo.train.forward.forward import Forward
+from octavo.train.forward.routing import ExpertLoad
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import assumed, attention_flops
+from octavo.train.setup.token_counts import count as tokens_of
 from tests.train.conftest import at
 from tests.train.test_ranks import on_ranks
 

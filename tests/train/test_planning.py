@@ -13,8 +13,8 @@ from rich.console import Console
 from octavo import data, fp8, models, parallel, train
 from octavo.config import override
 from octavo.fp8.measuring.timing import Timed
-from octavo.train import planning, tokens
-from octavo.train.planning import plan_for, policy_from
+from octavo.train.setup import planning, token_counts
+from octavo.train.setup.planning import plan_for, policy_from
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -109,7 +109,7 @@ def plan_on_a_gpu(cfg, saved=None):
     processor = models.load_processor(cfg.model.path)
 
     def count(family, model):
-        return tokens.count(cfg, processor, family, model.config)
+        return token_counts.count(cfg, processor, family, model.config)
 
     world = parallel.World(device=torch.device("cuda"))
     plans, *rest = planning.plan_run(cfg, world, count, saved, lambda text: None)
@@ -135,10 +135,10 @@ def test_tokens_are_those_that_the_loader_gives(make):
     cfg = make("data.workers=1")
     processor = models.load_processor(cfg.model.path)
     model, family = planning.model_of(cfg)
-    found = tokens.count(cfg, processor, family, model.config)
+    found = token_counts.count(cfg, processor, family, model.config)
     small = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})})
     loader = data.train_loader(small, processor)
-    batches = [batch for _ in range(tokens.MICRO_BATCHES) for batch in next(loader)]
+    batches = [batch for _ in range(token_counts.MICRO_BATCHES) for batch in next(loader)]
     loader.close()
     mean = sum(b["input_ids"].numel() for b in batches) / len(batches)
     patches = sum(len(b["pixel_values"]) for b in batches) / len(batches)
@@ -149,15 +149,15 @@ def test_tokens_are_those_that_the_loader_gives(make):
 def test_tokens_of_a_model_without_images(make, place):
     cfg = make(f"model.path={place / 'text'}")
     model, family = planning.model_of(cfg)
-    given = tokens.given(cfg, family, {"foundation": 256})
+    given = token_counts.given(cfg, family, {"foundation": 256})
     assert given.counts == {"foundation": 256, "lm_head": 256} and given.row == 128
     text = model.config
     want = 3.5 * 2 * 256 * 128 * text.head_dim * text.num_attention_heads * text.num_hidden_layers
-    assert tokens.attention_flops(model.config, given) == want
+    assert token_counts.attention_flops(model.config, given) == want
     with pytest.raises(train.TrainError, match="tokens were given for image_encoder, which qwen3 lacks"):
-        tokens.given(cfg, family, {"foundation": 1, "image_encoder": 1})
+        token_counts.given(cfg, family, {"foundation": 1, "image_encoder": 1})
     with pytest.raises(train.TrainError, match="tokens are missing for foundation"):
-        tokens.given(cfg, family, {})
+        token_counts.given(cfg, family, {})
 
 
 def test_auto_by_component_measures_that_component_alone(make, fake_gpu):
@@ -223,7 +223,9 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     assert second.losses()[2] == first.losses()[2]
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
-    monkeypatch.setattr("octavo.train.build.read_state", lambda path: {"counters": {}})  # as an older run wrote it
+    monkeypatch.setattr(
+        "octavo.train.setup.build.read_state", lambda path: {"counters": {}}
+    )  # as an older run wrote it
     with pytest.raises(train.TrainError, match=r"is in neither that checkpoint nor .*Copy the run's plan.json"):
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))
 

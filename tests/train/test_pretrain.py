@@ -10,8 +10,9 @@ import pytest
 
 from octavo import data, models, train
 from octavo.config import ConfigError
-from octavo.train import base, finished
-from octavo.train.rundir import read_rows
+from octavo.train import artifacts
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import frozen_base
 from tests.train.test_ranks import losses, on_ranks
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
@@ -45,7 +46,7 @@ def pretrain(make, place, tmp_path, monkeypatch):
 
 def test_an_epoch_of_joined_documents_is_all_their_tokens_once(pretrain):
     cfg = pretrain("train.epochs=2", "train.steps=null", "train.warmup=0")
-    counted = base.counted(cfg)
+    counted = frozen_base.counted(cfg)
     samples = len(data.train_loader(counted, models.load_processor(cfg.model.path)).mixture.sources[0])
     assert samples > 60 and counted.train.steps == -(-2 * samples // cfg.train.global_batch)  # 30 documents
 
@@ -62,10 +63,10 @@ def test_text_from_nothing_learns_goes_on_to_the_bit_and_is_a_model(pretrain, tm
     assert models.load(Path(cfg.run.dir) / "hf").config.model_type == "qwen3"
     # the run is a model though its base has no weights, and is judged as it was
     pieces: list = []
-    found = finished.evaluate_target(finished.look(cfg.run.dir), pieces=pieces)
+    found = artifacts.evaluate_target(artifacts.look(cfg.run.dir), pieces=pieces)
     assert found["loss"] == pytest.approx(result.eval["loss"], rel=1e-6) and found["questions"] == 0
     assert sum(piece["tokens"] for piece in pieces) == found["tokens"]
-    apart = finished.evaluate_target(finished.look(cfg.run.dir), pretrain("data.join=false", "train.seq_length=512"))
+    apart = artifacts.evaluate_target(artifacts.look(cfg.run.dir), pretrain("data.join=false", "train.seq_length=512"))
     assert apart["tokens"] > found["tokens"] and 0.5 < apart["loss"] / found["loss"] < 2
 
 

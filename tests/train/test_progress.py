@@ -11,9 +11,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from octavo.cli.train import conclude
-from octavo.train.metrics import MetricsLog
-from octavo.train.progress import Display
-from octavo.train.saving import interval
+from octavo.train.callbacks.checkpointing import interval
+from octavo.train.callbacks.metrics import MetricsLog
+from octavo.train.callbacks.progress import Display
 
 SFT = {"step": 1, "loss": 0.5, "lr": 1e-3, "tokens_per_s": 1500.0}
 RL = SFT | {"loss": 1e-9, "reward": 0.25, "length": 7.5, "rollout_tokens_per_s": 900.0, "training_tokens_per_s": 4000.0}

@@ -19,7 +19,7 @@ import octavo
 from octavo.base import encryption, environment
 from octavo.config import Config, override, to_yaml
 from octavo.config.sections.text_types import FilePath
-from octavo.train.rank_facts import LOCAL, PLACES, rank_facts
+from octavo.train.run_dir.rank_facts import LOCAL, PLACES, rank_facts
 from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")

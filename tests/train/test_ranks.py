@@ -16,7 +16,7 @@ import pytest
 from octavo import train
 from octavo.config import Config, override, to_yaml
 from octavo.models.tiny import tiny
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 from tests import ranks
 from tests.rl.forks import both
 

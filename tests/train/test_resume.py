@@ -21,7 +21,7 @@ from octavo.config import Config, load_config, override
 from octavo.data import DataError
 from octavo.fp8.arithmetic import moments
 from octavo.models import ModelError
-from octavo.train.rundir import read_rows, settings
+from octavo.train.run_dir.run_dir import read_rows, settings
 
 from .. import ranks
 from .conftest import STEPS, Rows, at
@@ -74,7 +74,7 @@ def test_an_evaluation_that_fails_costs_no_step(make, monkeypatch: pytest.Monkey
         raise DataError("held.json, row 1: is no conversation")
 
     with monkeypatch.context() as planted, pytest.raises(DataError, match="row 1"):
-        planted.setattr("octavo.train.phase.evaluate", fails)
+        planted.setattr("octavo.train.setup.phase.evaluate", fails)
         train.run(cfg)
     directory = Path(cfg.run.dir)
     assert checkpoint.steps(directory / "checkpoints") == [2] and steps_of(directory) == [1, 2]

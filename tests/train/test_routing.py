@@ -15,9 +15,10 @@ from octavo import fp8, models, train
 from octavo.fp8 import recompute
 from octavo.models.tiny import tiny
 from octavo.parallel import World
-from octavo.train import losses, planning, routing
-from octavo.train.rundir import read_rows
-from octavo.train.step import Stepper
+from octavo.train.forward import losses, routing
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.step.step import Stepper
 from tests.train.test_ranks import on_ranks
 
 FIGURES = ("loss", "aux_loss", "grad_norm", "expert_load_max", "expert_load_min", "experts_idle", "experts")

@@ -13,7 +13,7 @@ from rich.console import Console
 from octavo import fp8, models, train
 from octavo.config import load_config
 from octavo.models import load_processor
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 
 from .conftest import STEPS, Rows
 

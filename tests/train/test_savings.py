@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from octavo import train
 from octavo.config import override
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 
 from .conftest import STEPS, at
 from .test_ranks import losses, on_ranks
@@ -89,7 +89,7 @@ def test_stock_transformers_loads_what_was_trained(make, over):
 def test_second_moments_that_became_zero_are_counted(make, over, monkeypatch):
     rows = read_rows(train.run(make(SHORT, *over, "run.health_every=2")).dir / "metrics.jsonl")
     assert [row["zeroed_v"] for row in rows if "health" in row] == [0] * 3
-    monkeypatch.setattr("octavo.train.optim.decode", lambda p, group, state: (None, torch.zeros(p.numel())))
+    monkeypatch.setattr("octavo.train.step.optimizer.decode", lambda p, group, state: (None, torch.zeros(p.numel())))
     lost = train.run(make(SHORT, *over, "run.health_every=2", "train.steps=2", "train.warmup=0", dir="lost"))
     assert read_rows(lost.dir / "metrics.jsonl")[1]["zeroed_v"] > 1000
 
@@ -159,7 +159,7 @@ def test_two_ranks_train_as_one_and_one_resumes_what_two_saved(make, over, toler
 
 def test_a_plan_file_decides_what_blocks_keep_and_attention_with_them(make, tmp_path: Path):
     from octavo import fp8
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     asked = make(SHORT, "fp8.activations=fp8", "train.steps=1", "train.warmup=0", dir="asked")
     plan, _, _ = planning.plan_for(asked)

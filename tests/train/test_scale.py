@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import main
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 from tests import ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "scale.yaml"

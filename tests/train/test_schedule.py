@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.train.schedule import SCHEDULES, lr_at
+from octavo.train.step.lr_schedule import SCHEDULES, lr_at
 
 
 def curve(name: str, steps: int = 20, **more: float) -> list[float]:

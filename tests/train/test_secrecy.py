@@ -8,7 +8,8 @@ import pytest
 
 from octavo.base import encryption
 from octavo.config import Config, load_config
-from octavo.train import TrainError, secrecy
+from octavo.train import TrainError
+from octavo.train.run_dir import encryption_rules
 
 
 def config(folder: Path, reward: str) -> Config:
@@ -27,14 +28,14 @@ def test_a_key_in_the_environment_with_rewards_of_a_file_is_refused(tmp_path, mo
     monkeypatch.delenv(encryption.FILE, raising=False)
     monkeypatch.setenv(encryption.VALUE, bytes(range(32)).hex())
     with pytest.raises(TrainError, match=r"OCTAVO_KEY is set, and rl\.rewards names .*own\.py:score") as refusal:
-        secrecy.check(config(tmp_path, "own.py:score"))
+        encryption_rules.check(config(tmp_path, "own.py:score"))
     assert "--key-file" in str(refusal.value) and bytes(range(32)).hex() not in str(refusal.value)
-    secrecy.check(config(tmp_path, "exact_match"))  # no code of others
+    encryption_rules.check(config(tmp_path, "exact_match"))  # no code of others
 
 
 def test_a_key_in_a_file_with_rewards_of_a_file_is_taken(tmp_path, monkeypatch):
     monkeypatch.delenv(encryption.VALUE, raising=False)
-    secrecy.check(config(tmp_path, "own.py:score"))
+    encryption_rules.check(config(tmp_path, "own.py:score"))
     encryption.write_new(tmp_path / "key")
     monkeypatch.setenv(encryption.FILE, str(tmp_path / "key"))
-    secrecy.check(config(tmp_path, "own.py:score"))
+    encryption_rules.check(config(tmp_path, "own.py:score"))

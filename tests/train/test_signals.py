@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from octavo.checkpoint.run_state.collective_errors import dcp_errors
-from octavo.train.signals import StopRequest
+from octavo.train.callbacks.signals import StopRequest
 
 
 def interrupt() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.checkpoint import CheckpointError, SafeReader
 from octavo.config import ConfigError, load_config
-from octavo.train.rundir import read_rows
+from octavo.train.run_dir.run_dir import read_rows
 from tests.train.conftest import at
 from tests.train.test_ranks import losses, on_ranks
 

@@ -9,9 +9,9 @@ import torch
 
 from octavo import fp8, models, train
 from octavo.parallel import World
-from octavo.train.forward import autocast_dtype, model_dtype
-from octavo.train.rundir import read_rows
-from octavo.train.update import AfterBackward, InBackward, Loss
+from octavo.train.forward.forward import autocast_dtype, model_dtype
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.step.update import AfterBackward, InBackward, Loss
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -70,7 +70,7 @@ def poison(cfg, tensor: str, value: float, monkeypatch: pytest.MonkeyPatch) -> N
             model.get_parameter(tensor).fill_(value)
         return model
 
-    monkeypatch.setattr("octavo.train.build.models.load", poisoned)
+    monkeypatch.setattr("octavo.train.setup.build.models.load", poisoned)
 
 
 def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_and_name_the_layer(make, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_weight_that_is_not_finite_is_named_itself(make, monkeypatch):
 
 
 def test_a_skipped_step_leaves_no_amax_in_the_histories(make, monkeypatch):
-    from octavo.train.step import Stepper
+    from octavo.train.step.step import Stepper
 
     run, before, after = Stepper.run, [], []
 

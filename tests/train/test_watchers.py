@@ -9,7 +9,7 @@ import pytest
 
 from octavo import rl, train
 from octavo.report.run.live_page import Page
-from octavo.train import trackers
+from octavo.train.callbacks import trackers
 from octavo.train.errors import TrainError
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from octavo.models.errors import ModelError
 
 VALUE_HEAD = "value_head"
-"""A module that training may put beside a model's own (:mod:`octavo.train.critic`): of no component."""
+"""A module that training may put beside a model's own (:mod:`octavo.train.forward.critic`): of no component."""
 
 PROJECTORS: Mapping[str, str] = {
     "merger": "Qwen, GLM and others map patches into the decoder's width inside the tower",

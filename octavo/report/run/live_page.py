@@ -18,7 +18,7 @@ from octavo.base.safe_read import finite, first_line
 from octavo.report.evidence.run_reader import rows_of
 from octavo.report.run import run_page
 from octavo.report.run.history import History
-from octavo.train.memory_plan import Footprint
+from octavo.train.estimate.memory import Footprint
 
 PAGE, MEMORY = "page.html", "memory.json"
 SHARE = 0.01

@@ -66,7 +66,7 @@ def compare(
     each precision, of which one makes no interval. ``accuracy_margin``: a share, how much lower FP8's may be (None:
     0.01, in those phases 0.02). ``factorial`` names two to four components: every combination of them is trained in FP8
     with ``seeds`` seeds, and the effect of each judged (``docs/trials.md``). ``tell`` makes the lines about the plan,
-    told once, before the first run (None: `octavo.train.summary.summary`).
+    told once, before the first run (None: `octavo.train.loop.summary.summary`).
     What the trial can be expected to decide is said before the first run (:mod:`octavo.report.trial.design`).
     An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
     trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
@@ -108,7 +108,7 @@ def compare(
     told = [f"{count} of them {word}" for count, word in more if count]
     _say(console, f"{', '.join([f'{len(of.runs)} runs', *told])}; they are in {of.directory / 'arms'}")
     if console is not None:
-        from octavo.train.summary import summary
+        from octavo.train.loop.summary import summary
 
         for line in (line for plan in plans for line in (tell or summary)(plan)):
             _say(console, line)
@@ -184,7 +184,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
     there = (Path(run.cfg.model.path) / "config.json").is_file()
     if run.kind != "fp8" or not there or (not fresh and finished(run) is not None):
         return []
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     if planning.policy_from(run.cfg).asks_auto:
         return []

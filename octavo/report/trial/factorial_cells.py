@@ -79,7 +79,7 @@ def check_asked(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> No
 
 def in_fp8(cfg: Config) -> dict[str, list[str]]:
     """Component -> its layers that a configuration runs in FP8, by its plan. Raises what planning raises."""
-    from octavo.train import planning
+    from octavo.train.setup import planning
 
     found: dict[str, list[str]] = {}
     plan, _, _ = planning.plan_for(cfg)

@@ -86,18 +86,19 @@ def _kept(
         return known
     import torch
 
-    from octavo.train import base, finished
+    from octavo.train import artifacts
+    from octavo.train.setup import frozen_base
 
-    found = finished.look(target)
+    found = artifacts.look(target)
     if found.kind == "folder":  # what training began with
-        found = dataclasses.replace(found, random=base.drawn(cfg))
+        found = dataclasses.replace(found, random=frozen_base.drawn(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)
     pieces: list[dict[str, Any]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(cfg.run.threads or threads)
     try:
-        result = finished.evaluate_target(found, cfg, recipe=recipe, pieces=pieces)
+        result = artifacts.evaluate_target(found, cfg, recipe=recipe, pieces=pieces)
     finally:
         torch.set_num_threads(threads)
     gc.collect()

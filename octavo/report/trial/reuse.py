@@ -47,7 +47,8 @@ def check_reusable(run: Run) -> None:
 def same_files(cfg: Config, directory: Path) -> None:
     """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
     something else when it goes on: its runs would be of different data."""
-    from octavo.train import TrainError, datafiles
+    from octavo.train import TrainError
+    from octavo.train.run_dir import datafiles
 
     now, file = datafiles.fingerprints(cfg), directory / "files.json"
     if not file.exists():

@@ -21,7 +21,7 @@ from octavo.models import ModelError, describe, freeze_all, load, load_processor
 from octavo.models.structure.skeleton import SCORING
 from octavo.models.structure.support import TRAINED
 from octavo.rl.rewards.entry import RewardError
-from octavo.train.finished.target import fitting
+from octavo.train.artifacts.load_target import fitting
 
 
 class RewardModel:

@@ -364,7 +364,7 @@ area(
         "fp8/optim/test_sharded.py",
     ),
     (
-        "decay-of-norms", "train/optim.py",
+        "decay-of-norms", "train/step/optimizer.py",
         'parameter.ndim < 2 or last == "bias"', 'last == "bias"',
         "weights of norms are decayed",
         "train/test_optim.py",
@@ -398,19 +398,19 @@ area(
 area(
     "outside the linears",
     (
-        "graphs-not-zeroed", "train/graphs.py",
+        "graphs-not-zeroed", "train/step/cuda_graphs.py",
         "torch._foreach_zero_(fresh)", "pass",
         "a step adds to the gradients of the step before",
         "train/test_graphs.py",
     ),
     (
-        "graphs-lose-eager-gradients", "train/graphs.py",
+        "graphs-lose-eager-gradients", "train/step/cuda_graphs.py",
         "mine.copy_(p.grad)", "pass",
         "gradients of micro-batches that ran without a graph are lost",
         "train/test_graphs.py",
     ),
     (
-        "graphs-uncounted", "train/graphs.py",
+        "graphs-uncounted", "train/step/cuda_graphs.py",
         "observe.replayed(found.tape)", "pass",
         "GEMMs of a replay are counted by nobody",
         "train/test_graphs.py",
@@ -422,7 +422,7 @@ area(
         "parallel/test_gather.py",
     ),
     (
-        "attention-slowest", "train/attention.py",
+        "attention-slowest", "train/forward/attention_kernel.py",
         "best = min(times", "best = max(times",
         "the slowest kernel of attention is taken",
         "train/test_attention.py",

@@ -5,19 +5,19 @@ from faults.fault import area
 area(
     "cost",
     (
-        "cost-gathers-once", "train/cost/wire.py",
+        "cost-gathers-once", "train/estimate/step_time/wire.py",
         "gathers = 1 + group.again", "gathers = 1",
         "weights that backward gathers again are not counted",
         "train/cost/test_formulas.py",
     ),
     (
-        "cost-no-block-ahead", "train/cost/groups.py",
+        "cost-no-block-ahead", "train/estimate/step_time/groups.py",
         "return frozenset(found + ahead)", "return frozenset(found)",
         "the frozen block that FSDP2 fetches for nothing is not counted",
         "train/cost/test_counted.py",
     ),
     (
-        "cost-gradients-of-keys-in-16-bits", "train/cost/wire.py",
+        "cost-gradients-of-keys-in-16-bits", "train/estimate/step_time/wire.py",
         "(gathering - 1) * shard * 4,", "(gathering - 1) * shard * 2,",
         "gradients of gathered keys are summed in fp32 and told in half of it",
         "train/cost/test_formulas.py",
@@ -29,13 +29,13 @@ area(
         "parallel/test_wire.py",
     ),
     (
-        "cost-experts-all-gathered", "train/memory_plan/states.py",
+        "cost-experts-all-gathered", "train/estimate/memory/states.py",
         "shape=(-(-p.shape[0] // ways), *p.shape[1:])", "shape=p.shape",
         "ranks that share experts are told to gather all of them",
         "train/memory_plan/test_footprint.py",
     ),
     (
-        "cost-what-does-not-fit-is-best", "train/cost/search.py",
+        "cost-what-does-not-fit-is-best", "train/estimate/step_time/search.py",
         "return found.over > 0, not near,", "return False, not near,",
         "the best mesh does not fit the card",
         "train/cost/test_formulas.py",

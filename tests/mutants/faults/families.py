@@ -73,7 +73,7 @@ area(
         "data/test_sounds.py",
     ),
     (
-        "sounds-places-of-a-row", "train/tokens.py",
+        "sounds-places-of-a-row", "train/setup/token_counts.py",
         "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
         'sound = counts["audio_encoder"] // rows',
         "several sounds of a row attend to each other, in figures of a plan",
@@ -129,7 +129,7 @@ area(
         "parallel/test_context_models.py",
     ),
     (
-        "plan-kinds-of-tokens", "train/memory_plan/micro_batch.py",
+        "plan-kinds-of-tokens", "train/estimate/memory/micro_batch.py",
         '_KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")', '_KINDS = ("mm_token_type_ids",)',
         "a forward without values attends without Gemma's mask and runs no experts for images",
         "train/memory_plan/test_predicted.py",

@@ -65,25 +65,25 @@ area(
         "data/test_packing.py",
     ),
     (
-        "packs-balance-padding", "train/forward.py",
+        "packs-balance-padding", "train/forward/forward.py",
         "if not boundaries.samples:", "if True:",
         "routers are balanced over padding too",
         "train/test_packing.py",
     ),
     (
-        "packs-other-plans", "train/step.py",
+        "packs-other-plans", "train/step/step.py",
         "if float(plans) != plan * self.world.size:", "if False:",
         "ranks that planned other packs train on",
         "train/test_packing.py",
     ),
     (
-        "context-counts-rows-twice", "train/step.py",
+        "context-counts-rows-twice", "train/step/step.py",
         "once = self.world.context_rank == 0", "once = True",
         "rows that ranks share count once for each",
         "train/test_context.py",
     ),
     (
-        "context-balances-its-own-tokens", "train/balance.py",
+        "context-balances-its-own-tokens", "train/forward/balance.py",
         "context.sum(chosen).float()", "chosen.float()",
         "routers are balanced over each rank's tokens alone",
         "parallel/test_context_models.py",
@@ -101,7 +101,7 @@ area(
         "parallel/test_context_models.py",
     ),
     (
-        "context-labels-cut-with-tokens", "train/step.py",
+        "context-labels-cut-with-tokens", "train/step/step.py",
         "(target != losses.IGNORE).any(dim=0)[part]", "(target != losses.IGNORE).any(dim=0)[part][:-1]",
         "the last token of each rank predicts nothing",
         "train/test_context.py",

@@ -225,13 +225,13 @@ area(
         "cli/test_plan_memory.py",
     ),
     (
-        "gradients-in-a-rollout", "train/memory_plan/footprint.py",
+        "gradients-in-a-rollout", "train/estimate/memory/footprint.py",
         'if name != "gradients" and kinds[name]', "if kinds[name]",
         "gradients are counted while completions are written",
         "rl/test_memory.py",
     ),
     (
-        "cache-without-its-slots", "train/memory_plan/rollout.py",
+        "cache-without-its-slots", "train/estimate/memory/rollout.py",
         '"kv_cache": found.held', '"kv_cache": found.cache',
         "what is kept of each sequence is not predicted",
         "rl/test_memory.py",

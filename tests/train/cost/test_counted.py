@@ -12,10 +12,11 @@ import torch
 from octavo import parallel
 from octavo.fp8 import moe
 from octavo.models.tiny import tiny
-from octavo.train import cost, planning
-from octavo.train.memory_plan import Footprints
-from octavo.train.step import Stepper
-from octavo.train.tokens import Tokens
+from octavo.train.estimate import step_time
+from octavo.train.estimate.memory import Footprints
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens
+from octavo.train.step.step import Stepper
 from tests import ranks
 from tests.rl.forks import both
 
@@ -55,10 +56,10 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     assert len(tokens) == 1 or cfg.parallel.context == 1
     counts = dict.fromkeys(family.components, 0) | {"foundation": tokens[0]}
     sizes = Footprints(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
-    work = cost.work_of(sizes, cfg)
+    work = step_time.work_of(sizes, cfg)
     layout = parallel.Layout.of(size, **cfg.parallel.axes)
-    mesh = cost.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
-    moved = cost.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
+    mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
+    moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []
     for rank in range(size):
         found, batches, _, rows = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
@@ -71,7 +72,7 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
             there, back = (of(layers, width) / layers for of in (work.decoder.rows, work.decoder.gradients))
             come, gone = (n // forwards * work.decoder.hidden for n in rows)
             exact["dispatch"] = come * (there * forwards + back) + gone * width * (forwards + 1)
-        assert out[-1] == cost.by_collective(exact)
+        assert out[-1] == step_time.by_collective(exact)
     return out
 
 

@@ -10,21 +10,22 @@ import pytest
 from octavo.config import load_config
 from octavo.models.structure import shapes
 from octavo.parallel import Layout
-from octavo.train import cost, planning
-from octavo.train.cost import wire
-from octavo.train.cost.search import in_short_rows
-from octavo.train.cost.seconds import Ring, _carried
 from octavo.train.errors import TrainError
-from octavo.train.memory_plan import Footprints
-from octavo.train.tokens import Tokens
+from octavo.train.estimate import step_time
+from octavo.train.estimate.memory import Footprints
+from octavo.train.estimate.step_time import wire
+from octavo.train.estimate.step_time.search import in_short_rows
+from octavo.train.estimate.step_time.seconds import Ring, _carried
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens
 
-QWEN_8B = cost.Decoder(36, 4096, 32, 8, 128)
-QWEN_235B = cost.Decoder(94, 4096, 64, 4, 128, 94, 128, 8)
-QWEN_30B = cost.Decoder(48, 2048, 32, 4, 128, 48, 128, 8)
+QWEN_8B = step_time.Decoder(36, 4096, 32, 8, 128)
+QWEN_235B = step_time.Decoder(94, 4096, 64, 4, 128, 94, 128, 8)
+QWEN_30B = step_time.Decoder(48, 2048, 32, 4, 128, 48, 128, 8)
 
 
-def mesh(ulysses: int = 1, **axes: int) -> cost.Mesh:
-    return cost.Mesh(Layout(**axes), ulysses)
+def mesh(ulysses: int = 1, **axes: int) -> step_time.Mesh:
+    return step_time.Mesh(Layout(**axes), ulysses)
 
 
 def settings(name: str, *overrides: str):
@@ -40,7 +41,7 @@ def sizes(name: str, tokens: Tokens | None = None, *overrides: str) -> Footprint
 
 
 def test_fsdp_moves_each_shard_to_all_others() -> None:
-    block, root = cost.Group("layers.0", 4, 100, 50, True), cost.Group("", 4, 10, 5, False)
+    block, root = step_time.Group("layers.0", 4, 100, 50, True), step_time.Group("", 4, 10, 5, False)
     assert wire.weights([block, root], 1) == {"gather": 3 * (2 * 100 + 10), "reduce": 3 * 55, "sum": 0}
     assert wire.weights([block, root], 2)["sum"] == 50 + 2 * 3  # 2 (R - 1) / R of a shard, in pieces of whole bytes
     twice = wire.weights([block, root], 1, twice=True)
@@ -49,7 +50,7 @@ def test_fsdp_moves_each_shard_to_all_others() -> None:
 
 def test_context_moves_heads_or_keys() -> None:
     """A layer: Ulysses 4 (Hq + Hk) D b T / P (U - 1) / U; gathered keys 2 Hk D b T (C - 1) / C, gradients in fp32."""
-    rows = cost.Rows(1024)
+    rows = step_time.Rows(1024)
     four = wire.context(QWEN_8B, rows, mesh(4, context=4))
     assert four == {"ulysses": 36 * 4 * 40 * 128 * 2 * 256 * 3 // 4, "keys": 0, "keys_grad": 0, "features": 0}
     gathered = wire.context(QWEN_8B, rows, mesh(1, context=4))
@@ -63,12 +64,12 @@ def test_context_moves_heads_or_keys() -> None:
 
 
 @pytest.mark.parametrize(("decoder", "even"), [(QWEN_8B, 10 / 3), (QWEN_30B, 6), (QWEN_235B, 34 / 3)])
-def test_gathered_keys_are_fewer_bytes_up_to_a_number_of_ranks(decoder: cost.Decoder, even: float) -> None:
+def test_gathered_keys_are_fewer_bytes_up_to_a_number_of_ranks(decoder: step_time.Decoder, even: float) -> None:
     """Equal at P = (Hq / Hk + 1) 2 b / (b + 4)."""
 
     def moved(ranks: int, ulysses: int) -> int:
         many = replace(decoder, kv_heads=decoder.kv_heads * 8, heads=decoder.heads * 8)  # so that any number divides
-        return sum(wire.context(many, cost.Rows(2**20), mesh(ulysses, context=ranks)).values())
+        return sum(wire.context(many, step_time.Rows(2**20), mesh(ulysses, context=ranks)).values())
 
     assert (decoder.heads / decoder.kv_heads + 1) * 4 / 6 == pytest.approx(even)
     below, above = (1 << (int(even).bit_length() - 1)), 1 << int(even).bit_length()
@@ -77,18 +78,20 @@ def test_gathered_keys_are_fewer_bytes_up_to_a_number_of_ranks(decoder: cost.Dec
 
 def test_experts_move_rows_of_their_tokens() -> None:
     """8 k d bytes a token and layer in BF16."""
-    found = wire.experts(QWEN_30B, cost.Rows(4096), mesh(shard=8, expert=8))
+    found = wire.experts(QWEN_30B, step_time.Rows(4096), mesh(shard=8, expert=8))
     assert found["dispatch"] + found["combine"] == 48 * 8 * 8 * 2048 * 4096 * 7 // 8
     assert found["counts"] == 48 * 8 * 128 * 7 // 8
-    assert not any(wire.experts(QWEN_30B, cost.Rows(4096), mesh(shard=8)).values())
+    assert not any(wire.experts(QWEN_30B, step_time.Rows(4096), mesh(shard=8)).values())
 
 
 @pytest.mark.parametrize(("value", "gradient", "tokens"), [(2, 4, 36_864), (1, 2, 18_432)])
 def test_experts_pay_below_a_number_of_tokens(value: int, gradient: int, tokens: int) -> None:
     """Of Qwen3-30B-A3B: gathering all experts and sending tokens to them are as many bytes at 37k tokens a rank."""
     ranks, layer = 2**20, 128 * 3 * 2048 * 768
-    group = cost.Group("experts", ranks, value * layer // ranks, gradient * layer // ranks, True)
-    found = wire.experts(replace(QWEN_30B, sparse=1, experts=ranks), cost.Rows(tokens), mesh(shard=ranks, expert=ranks))
+    group = step_time.Group("experts", ranks, value * layer // ranks, gradient * layer // ranks, True)
+    found = wire.experts(
+        replace(QWEN_30B, sparse=1, experts=ranks), step_time.Rows(tokens), mesh(shard=ranks, expert=ranks)
+    )
     gathered = wire.weights([group], 1)
     assert found["dispatch"] + found["combine"] == pytest.approx(gathered["gather"] + gathered["reduce"], rel=1e-3)
 
@@ -104,12 +107,12 @@ def test_flops_of_a_token_are_the_published_ones(name: str, short: float, long: 
         if "vl" in name:
             counts |= {"image_encoder": 0, "image_projector": 0}
         of = sizes(name, Tokens(counts, row, 0))
-        assert cost.work_of(of, of.cfg).model_flops / row / 1e9 == pytest.approx(expected, abs=0.6)
+        assert step_time.work_of(of, of.cfg).model_flops / row / 1e9 == pytest.approx(expected, abs=0.6)
 
 
 def test_experts_dealt_to_ranks_are_gathered_by_fewer() -> None:
     of = sizes("qwen3_vl_30b_a3b")
-    work = cost.work_of(of, of.cfg)
+    work = step_time.work_of(of, of.cfg)
     plain, dealt = (work.groups(Layout(shard=16, expert=n)) for n in (1, 8))
     assert {group.ranks for group in plain} == {16} and {group.ranks for group in dealt} == {16, 2}
     assert sum(g.reduced * g.ranks for g in plain) == sum(
@@ -119,7 +122,7 @@ def test_experts_dealt_to_ranks_are_gathered_by_fewer() -> None:
 
 def test_links() -> None:
     """8 in a node: a gather over 16 takes each node's 8 adapters; of an all-to-all half goes to the other node."""
-    cluster = cost.Cluster.parse("h100x8x2")
+    cluster = step_time.Cluster.parse("h100x8x2")
     links, slow = cluster.speeds.links, replace(cluster, network=5e9)
     assert _carried("gather", 7e9, Ring(8, 1), cluster) == pytest.approx(7e9 / 450e9 / links)
     assert _carried("gather", 15e9, Ring(16, 1), cluster) == pytest.approx(15e9 / 450e9 / links)  # NVLink is slower
@@ -147,8 +150,8 @@ def test_the_best_mesh_fits_and_every_other_says_why_not() -> None:
         "train.recompute=full",
         "train.logits=chunked",
     )
-    cluster = cost.Cluster.parse("h100x8x2")
-    found = cost.search(of, cluster, cost.work_of(of, of.cfg).decoder)
+    cluster = step_time.Cluster.parse("h100x8x2")
+    found = step_time.search(of, cluster, step_time.work_of(of, of.cfg).decoder)
     best = found[0]
     assert best.over <= 0 and best.mesh.layout.ranks == 16
     assert len({(*vars(f.mesh.layout).values(),) for f in found}) == len(found) > 20
@@ -169,8 +172,8 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     lines = "gpu: ours\nbf16: 1e15\nfp8: 2e15\nmemory: 96GB\nhbm: 2.4e12\nper_node: 8\nnodes: 2\nnvlink: 450e9\n"
     file.write_text(lines + "network: 50e9\nspeeds: {bf16: 0.5}\n")
-    cluster = cost.Cluster.parse(str(file))
-    assert cluster.ranks == 16 and cluster.speeds == replace(cost.Cluster.parse("h100x8x2").speeds, bf16=0.5)
+    cluster = step_time.Cluster.parse(str(file))
+    assert cluster.ranks == 16 and cluster.speeds == replace(step_time.Cluster.parse("h100x8x2").speeds, bf16=0.5)
     assert cluster.memory.size == 96 * 10**9
     for text, said in (
         (lines, "network missing"), (lines + "network: 0\n", "network must be above 0"),
@@ -186,10 +189,10 @@ def test_a_cluster_of_a_file(tmp_path: Path) -> None:
     ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(TrainError, match=said):
-            cost.Cluster.parse(str(file))
+            step_time.Cluster.parse(str(file))
 
 
 @pytest.mark.parametrize("text", ["h100", "h100x8", "h10x8x8", "h100x0x8", "x8x8"])
 def test_what_is_no_cluster_is_refused(text: str) -> None:
     with pytest.raises(TrainError, match=r"(mean h100x8x8|as in h100x8x8)|above 0"):
-        cost.Cluster.parse(text)
+        step_time.Cluster.parse(text)

@@ -13,8 +13,8 @@ import torch
 from octavo import adapters, fp8, models, train
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export.values import values_of
-from octavo.train import TrainError, finished
-from octavo.train.finished import target
+from octavo.train import TrainError, artifacts
+from octavo.train.artifacts import load_target
 
 LORA = ("model.load_in_fp8=row", "lora={rank: 2}", "fp8.recipe=rowwise", "run.hf=true")
 
@@ -45,21 +45,21 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_each_is_told_apart(runs, place):
-    full, lora = finished.look(runs / "full"), finished.look(runs / "lora")
+    full, lora = artifacts.look(runs / "full"), artifacts.look(runs / "lora")
     assert (full.kind, full.lora, full.kinds) == ("run", False, {})
     assert (lora.kind, lora.lora, lora.kinds) == ("run", True, {"foundation": "row"})
-    plain, coded = finished.look(place / "tiny"), finished.look(runs / "fp8")
+    plain, coded = artifacts.look(place / "tiny"), artifacts.look(runs / "fp8")
     assert (plain.kind, plain.quantization) == ("folder", None)
     assert (coded.kind, str(coded.quantization)) == ("folder", "fp8 block 128x128")
-    worn = finished.look(runs / "lora" / "adapter")
+    worn = artifacts.look(runs / "lora" / "adapter")
     assert (worn.kind, worn.lora, worn.base.resolve()) == ("adapter", True, (place / "tiny").resolve())
     assert "trained over rowwise codes of its base: --load-in-fp8 rowwise computes so again" in worn.notes[0]
-    assert finished.look(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
-    assert finished.look(runs / "lora", runs / "fp8").moved
+    assert artifacts.look(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
+    assert artifacts.look(runs / "lora", runs / "fp8").moved
 
 
 def test_a_lora_run_opens_with_the_codes_that_it_trained_over(runs):
-    model, _, notes = finished.look(runs / "lora").open()
+    model, _, notes = artifacts.look(runs / "lora").open()
     assert {fp8.codes_of_frozen(w).spec.block for _, w in fp8.frozen_weights(model)} == {(1, -1)}
     assert any(
         float(p.detach().abs().max()) > 0 for n, p in adapters.adapter_parameters(model) if "lora_B" in n
@@ -71,17 +71,17 @@ def test_a_lora_run_opens_with_the_codes_that_it_trained_over(runs):
 
 
 def test_the_adapter_folder_computes_as_its_run(runs):
-    run, _, _ = finished.look(runs / "lora").open()
-    worn, _, notes = finished.look(runs / "lora/adapter").open(load_in_fp8="row", dtype=torch.bfloat16)
+    run, _, _ = artifacts.look(runs / "lora").open()
+    worn, _, notes = artifacts.look(runs / "lora/adapter").open(load_in_fp8="row", dtype=torch.bfloat16)
     assert torch.equal(logits(run), logits(worn))
     assert "frozen codes" in notes[-1]
-    other, _, _ = finished.look(runs / "lora/adapter").open(dtype=torch.bfloat16)
+    other, _, _ = artifacts.look(runs / "lora/adapter").open(dtype=torch.bfloat16)
     assert not list(fp8.frozen_weights(other))  # the base as its folder has it
     assert fp8.calc_diff(logits(run), logits(other)) < 1e-2
 
 
 def test_codes_are_multiplied_as_they_are_or_dequantized(runs):
-    found = finished.look(runs / "fp8")
+    found = artifacts.look(runs / "fp8")
     kernels, _, (note,) = found.open(backend="reference")
     assert "blockwise on reference" in note
     same, _, _ = found.open(recipe="off")
@@ -99,22 +99,22 @@ def test_only_the_layers_with_codes_run_in_fp8(runs):
     """Layers that an export left in high precision stay there under the fitting recipe."""
     model = models.load(runs / "fp8")
     family = models.describe(model.config)
-    policy = target.fitting(model, family)
+    policy = load_target.fitting(model, family)
     assert policy is not None and policy.recipe == "off"
     plan = fp8.plan(model, policy, family.components)
     coded = {name.removesuffix(".weight") for name, _ in fp8.frozen_weights(model)}
     assert {row.name for row in plan.rows if row.fp8} == coded
-    assert target.fitting(models.load(runs / "full/../fp8", keep_fp8=False), family) is None
+    assert load_target.fitting(models.load(runs / "full/../fp8", keep_fp8=False), family) is None
 
 
 def test_a_full_run_takes_another_recipe_and_no_other_base(runs):
-    found = finished.look(runs / "full")
+    found = artifacts.look(runs / "full")
     assert "blockwise on" in found.open(step=2).notes[1]
     assert found.open(recipe="off").notes == ("step 2", "high precision")
     with pytest.raises(TrainError, match="load_in_fp8 quantizes a frozen base, and .*full trained all weights"):
         found.open(load_in_fp8="row")
     with pytest.raises(TrainError, match="a base was given .* trained all weights: only adapters have one"):
-        finished.look(runs / "full", runs / "fp8")
+        artifacts.look(runs / "full", runs / "fp8")
     with pytest.raises(TrainError, match="has no checkpoint of step 9; there are 2"):
         found.open(step=9)
 
@@ -124,47 +124,49 @@ def test_a_base_that_changed_since_is_refused(runs, tmp_path, place):
     shutil.copytree(runs / "lora", tmp_path / "run")
     text = (tmp_path / "run/config.yaml").read_text().replace(str(place / "tiny"), str(tmp_path / "base"))
     (tmp_path / "run/config.yaml").write_text(text)
-    finished.look(tmp_path / "run").open()
+    artifacts.look(tmp_path / "run").open()
     file = tmp_path / "base/model.safetensors"
     data = bytearray(file.read_bytes())
     data[-9] ^= 64
     file.write_bytes(data)
     with pytest.raises(TrainError, match="is not the one that .* was trained beside"):
-        finished.look(tmp_path / "run").open()
+        artifacts.look(tmp_path / "run").open()
 
 
 def test_both_bases_are_compared(runs):
-    found = finished.look(runs / "lora")
-    result = finished.compare_bases(found)
+    found = artifacts.look(runs / "lora")
+    result = artifacts.compare_bases(found)
     assert [row["base"] for row in result["bases"]] == ["fp8", "fp8, dequantized", "high precision"]
     assert result["bases"][0]["fp8_gemms"] > 0 == result["bases"][1]["fp8_gemms"] == result["bases"][2]["fp8_gemms"]
     first, last = result["bases"][0], result["bases"][2]
     assert result["gap"]["loss"] == first["loss"] - last["loss"] and abs(result["gap"]["loss"]) < 0.1
     assert 0.01 < result["weights"]["relative"] < 0.05 and 25 < result["weights"]["sqnr_db"] < 40
-    assert finished.evaluate_target(found)["loss"] == first["loss"]
-    assert math.isfinite(finished.compare_bases(found, recipe="off")["gap"]["exact_match"])
+    assert artifacts.evaluate_target(found)["loss"] == first["loss"]
+    assert math.isfinite(artifacts.compare_bases(found, recipe="off")["gap"]["exact_match"])
 
 
 def test_what_has_no_two_bases_says_so(runs, place):
     with pytest.raises(TrainError, match="has no adapters, so it has one base"):
-        finished.compare_bases(finished.look(runs / "full"))
+        artifacts.compare_bases(artifacts.look(runs / "full"))
     with pytest.raises(TrainError, match="holds FP8 codes .* and no high-precision weights"):
-        finished.compare_bases(finished.look(runs / "lora", runs / "fp8"))
+        artifacts.compare_bases(artifacts.look(runs / "lora", runs / "fp8"))
     outside = runs / "worn"
     if not outside.exists():
         shutil.copytree(runs / "lora/adapter", outside)
-    cfg = target.configuration(runs / "lora")
+    cfg = load_target.configuration(runs / "lora")
     with pytest.raises(TrainError, match="was not trained over an FP8 base, and none is asked for"):
-        finished.compare_bases(finished.look(outside, place / "tiny"), cfg)
-    assert finished.compare_bases(finished.look(outside, place / "tiny"), cfg, load_in_fp8="block", recipe="off")["gap"]
+        artifacts.compare_bases(artifacts.look(outside, place / "tiny"), cfg)
+    assert artifacts.compare_bases(artifacts.look(outside, place / "tiny"), cfg, load_in_fp8="block", recipe="off")[
+        "gap"
+    ]
 
 
 def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
-    found, cfg = finished.look(runs / "fp8"), target.configuration(runs / "full")
+    found, cfg = artifacts.look(runs / "fp8"), load_target.configuration(runs / "full")
     with pytest.raises(TrainError, match="names no held-out data: give the configuration that does"):
-        finished.evaluate_target(found)
+        artifacts.evaluate_target(found)
     done: list[tuple[int, int]] = []
-    result = finished.evaluate_target(found, cfg, progress=lambda n, total: done.append((n, total)))
+    result = artifacts.evaluate_target(found, cfg, progress=lambda n, total: done.append((n, total)))
     assert "step" not in result and result["questions"] > 0 and result["fp8_gemms"] > 0
     assert done[-1][0] == done[-1][1] == len(done)
 
@@ -201,7 +203,7 @@ def test_everything_else_gets_a_sentence(tmp_path, files, words):
     for name, text in files.items():
         (folder / name).write_text(text)
     with pytest.raises((TrainError, models.ModelError), match=words):
-        finished.look(folder)
+        artifacts.look(folder)
 
 
 def test_paths_that_are_no_folders(tmp_path, runs):
@@ -213,12 +215,12 @@ def test_paths_that_are_no_folders(tmp_path, runs):
         ("nowhere", "there is no folder"),
     ):
         with pytest.raises(TrainError, match=words):
-            finished.look(tmp_path / path)
+            artifacts.look(tmp_path / path)
     with pytest.raises(TrainError, match="Octavo reads local folders alone: download the model first"):
-        finished.look("Qwen/Qwen3-VL-8B-Instruct")
+        artifacts.look("Qwen/Qwen3-VL-8B-Instruct")
     with pytest.raises(TrainError, match="folder of a run's checkpoints; name the run"):
-        finished.look(runs / "full/checkpoints")
+        artifacts.look(runs / "full/checkpoints")
     with pytest.raises(TrainError, match="has no config.json; name a local Hugging Face folder"):
-        finished.look(runs / "lora", tmp_path)
+        artifacts.look(runs / "lora", tmp_path)
     with pytest.raises(TrainError, match="is a whole model: only adapters have a base"):
-        finished.look(runs / "fp8", tmp_path)
+        artifacts.look(runs / "fp8", tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.train import TrainError
-from octavo.train.finished import look
+from octavo.train.artifacts import look
 from tests.fuzz import mutate
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from octavo.config import load_config_text, override
-from octavo.train import planning
-from octavo.train.memory_plan.fit import LINK, TIE, _fastest, _settings, propose, settings_of
-from octavo.train.memory_plan.footprint import CONTEXT, FRAGMENTS, Card, Footprints
-from octavo.train.tokens import Tokens
+from octavo.train.estimate.memory.fit import LINK, TIE, _fastest, _settings, propose, settings_of
+from octavo.train.estimate.memory.footprint import CONTEXT, FRAGMENTS, Card, Footprints
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens
 
 TRAIN = ("logits", "offload_activations", "recompute", "micro_batch")
 

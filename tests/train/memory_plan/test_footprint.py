@@ -8,13 +8,13 @@ import pytest
 
 from octavo import models
 from octavo.models.structure import shapes
-from octavo.train import planning
 from octavo.train.errors import TrainError
-from octavo.train.memory_plan import states
-from octavo.train.memory_plan.footprint import Card, Footprints, changed
-from octavo.train.memory_plan.micro_batch import _whole
-from octavo.train.memory_plan.switches import savings
-from octavo.train.tokens import Tokens, assumed
+from octavo.train.estimate.memory import states
+from octavo.train.estimate.memory.footprint import Card, Footprints, changed
+from octavo.train.estimate.memory.micro_batch import _whole
+from octavo.train.estimate.memory.switches import savings
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens, assumed
 
 
 def sizes(cfg, tokens: Tokens) -> Footprints:

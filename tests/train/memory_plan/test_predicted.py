@@ -9,10 +9,11 @@ import pytest
 
 from octavo import data, models, train
 from octavo.models.tiny import tiny
-from octavo.train import losses, planning
-from octavo.train.memory_plan.footprint import Footprint, Footprints
-from octavo.train.rundir import read_rows
-from octavo.train.tokens import Tokens, _patches
+from octavo.train.estimate.memory.footprint import Footprint, Footprints
+from octavo.train.forward import losses
+from octavo.train.run_dir.run_dir import read_rows
+from octavo.train.setup import planning
+from octavo.train.setup.token_counts import Tokens, _patches
 from tests.train.test_ranks import on_ranks
 
 STILL = ("weights", "master", "gradients", "optimizer", "codes")

@@ -1,0 +1,210 @@
+"""Using what was trained: a run, a folder or an adapter back as a model, and its evaluation."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import data, fp8, models, parallel
+from octavo.base import accelerator
+from octavo.config import Config
+from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, configuration, look
+from octavo.train.errors import TrainError
+from octavo.train.forward.evaluation import evaluate
+from octavo.train.forward.forward import Forward, autocast_dtype
+from octavo.train.setup.frozen_base import data_settings, processor_of
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
+More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float]]
+
+
+def _nothing_more(model: nn.Module, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float]:
+    return {}
+
+
+def load_run(
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+) -> tuple[nn.Module, Any, Config]:
+    """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
+
+    step    the checkpoint to load; None: the newest whole one
+    recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
+    say     gets which newer checkpoints are damaged and were passed over
+
+    One process. Raises TrainError where the directory is no run or has no such checkpoint.
+    """
+    configuration(Path(run_dir))
+    found = look(run_dir)
+    model, processor, _ = found.open(step=step, recipe=recipe, say=say)
+    return model, processor, found.run_config(recipe, "auto")
+
+
+def evaluate_run(
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+) -> dict[str, Any]:
+    """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated. See `load_run`.
+
+    Raises TrainError where the run's configuration names no held-out data.
+    """
+    configuration(Path(run_dir))
+    return evaluate_target(look(run_dir), step=step, recipe=recipe, say=say)
+
+
+def evaluate_target(
+    found: Target,
+    cfg: Config | None = None,
+    *,
+    load_in_fp8: str | Mapping[str, str] | None = None,
+    recipe: str | None = None,
+    backend: str = "auto",
+    step: int | None = None,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total: None,
+    pieces: list[dict[str, Any]] | None = None,
+    more: More = _nothing_more,
+) -> dict[str, Any]:
+    """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
+
+    cfg       whose data.eval is asked; None: the run's own
+    progress  gets batches done and batches in all
+    pieces    gets what was judged, answer by answer, as `evaluate` says, and the `source` of each (`EvalSet.origin`)
+    more      makes further figures of the opened model
+    others    as `Target.open` takes them
+
+    Raises TrainError where there is no held-out data, and what opening raises.
+    """
+    cfg = _asked(found, cfg)
+    step = _step(found, step, say)
+    opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
+    say(f"{found.path}: {', '.join(opened.notes)}")
+    result = _judge(found, cfg, opened.model, progress, pieces, more)
+    return result if step is None else {"step": step, **result}
+
+
+def compare_bases(
+    found: Target,
+    cfg: Config | None = None,
+    *,
+    load_in_fp8: str | None = None,
+    recipe: str | None = None,
+    backend: str = "auto",
+    step: int | None = None,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
+
+    {"bases": one row each, "gap": FP8 minus high precision, "weights": how far the codes are from the folder's weights}
+    The rows: the FP8 base as its recipe computes it, the same codes dequantized (so that the error of weights and that
+    of activations can be told apart), the folder's own weights. Sizes of weights: `sqnr_db` the geometric mean over
+    all weights, `relative` |W - W'| / |W|. Arguments as for `evaluate_target`.
+
+    Raises TrainError for what has no adapters, no FP8 base, or a folder without high-precision weights.
+    """
+    if not found.lora:
+        raise TrainError(f"{found.path} has no adapters, so it has one base: the model itself. Leave --base out")
+    if found.quantization is not None:
+        raise TrainError(
+            f"the base {found.base} holds FP8 codes ({found.quantization}) and no high-precision weights to compare "
+            "with. Evaluate once as it is, and once with --base FOLDER, the folder that it was made from"
+        )
+    kinds: str | Mapping[str, str] = load_in_fp8 or found.kinds or found.trained_kinds
+    if not kinds or kinds == HIGH:
+        raise TrainError(
+            f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
+            "--load-in-fp8 rowwise, blockwise or tensorwise"
+        )
+    from octavo import adapters
+
+    cfg = _asked(found, cfg)
+    as_trained = load_in_fp8 is None and bool(found.kinds)
+    ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
+    ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
+    ways += [("high precision", HIGH, "off")]
+    step = _step(found, step, say)
+    rows, weights = [], None
+    for name, load, how in ways:
+        opened = found.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
+        say(f"{name}: {', '.join(opened.notes)}")
+        rows.append({"base": name, **_judge(found, cfg, opened.model, progress)})
+        if weights is None:
+            dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
+            weights = adapters.base_errors(opened.model, models.load(found.base, dtype=dtype))
+        del opened
+    assert weights is not None
+    finite = [row.sqnr for row in weights.rows if row.sqnr != float("inf")]
+    first, last = rows[0], rows[-1]
+    return {
+        **({} if step is None else {"step": step}),
+        "bases": rows,
+        "gap": {key: first[key] - last[key] for key in ("loss", "exact_match") if key in first},
+        "weights": {
+            "count": len(weights.rows),
+            "relative": weights.relative,
+            "sqnr_db": statistics.fmean(finite) if finite else None,
+            "worst": {"name": weights.worst.name, "relative": weights.worst.relative},
+        },
+    }
+
+
+def _step(found: Target, step: int | None, say: Say) -> int | None:
+    """Of a run the step whose checkpoint is opened, which is part of the answer."""
+    if found.kind != "run":
+        return step
+    here = parallel.World(device=accelerator.here())
+    return int(checkpoint_of(found.path, step, here, say).name.removeprefix("step_"))
+
+
+def _asked(found: Target, cfg: Config | None) -> Config:
+    """The configuration whose data.eval is asked. Raises TrainError where there is none, DataError where of it and of
+    the model one is sealed, or both with different keys."""
+    chosen = cfg or found.cfg
+    if chosen is None:
+        raise TrainError(
+            f"{found.path} is no run, so it names no held-out data: give the configuration that does, "
+            "--config FILE.yaml (its data.eval)"
+        )
+    if not chosen.data.eval:
+        where = f"the run {found.path}" if cfg is None else "the configuration that was given"
+        raise TrainError(
+            f"{where} names no held-out data; give a configuration whose data.eval does: --config FILE.yaml"
+        )
+    model = chosen.model.model_copy(update={"path": str(found.base)})
+    held_out = chosen.data.model_copy(update={"train": []})
+    data.check_sealed(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
+    return chosen
+
+
+def _judge(
+    found: Target,
+    cfg: Config,
+    model: nn.Module,
+    progress: Progress,
+    pieces: list[dict[str, Any]] | None = None,
+    more: More = _nothing_more,
+) -> dict[str, Any]:
+    processor = processor_of(cfg, found.base)
+    evalset = data.eval_set(data_settings(cfg), processor)
+    assert evalset is not None
+    world = parallel.World(device=next(model.parameters()).device)
+    wide = next(model.parameters()).dtype == torch.float32
+    forward = Forward(model, world, autocast_dtype(found.cfg or cfg, world.device) if wide else None)
+    with fp8.count_gemms() as counts:
+        result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
+    for piece in pieces or ():
+        piece["source"] = evalset.origin(piece["file"], piece["row"], piece["answer"])
+    return {**result, **more(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}
+
+
+def _with_progress(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
+    """Held-out batches that report their progress."""
+    for done, batch in enumerate(evalset, 1):
+        yield batch
+        progress(done, len(evalset))

@@ -1,0 +1,67 @@
+"""A run or a model folder as a checkpoint that servers load.
+
+A run is opened as it trained, at its newest whole checkpoint or at the one asked for; its layers give the codes that
+their forwards multiply by. A folder is read tensor by tensor, and no model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from octavo import models
+from octavo.base import accelerator
+from octavo.checkpoint.export import LARGEST, Exported, Progress, check_target, export
+from octavo.checkpoint.export.values import Value, values_of
+from octavo.train.artifacts.load_target import look
+from octavo.train.errors import TrainError
+
+
+def export_model(
+    path: str | Path,
+    directory: str | Path,
+    format: str,
+    *,
+    include: Iterable[str] = (),
+    largest: int = LARGEST,
+    step: int | None = None,
+    device: torch.device | str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total, name: None,
+) -> Exported:
+    """Export what `path` holds, a run directory or a model folder (also one in FP8), into `directory`.
+
+    format   bf16, fp8-block, fp8-dynamic or fp8-tensor
+    include  components to be in FP8 beside the foundation
+    largest  bytes of a file at most
+    step     of a run: this checkpoint; None: the newest whole one
+    device   where a run is opened and casts run; None: a GPU if there is one
+
+    Raises TrainError for adapters, which octavo merge folds into a model, and for a step of what is no run; what
+    `checkpoint.export.export` and opening raise.
+    """
+    found = look(path)
+    if found.lora:
+        kind = "a LoRA run" if found.kind == "run" else "an adapter"
+        raise TrainError(
+            f"{path} is {kind} over {found.base}: servers load the adapter as it is beside its base, or octavo merge "
+            f"writes both as one model (octavo merge {path} DIR --format {format})"
+        )
+    if step is not None and found.kind != "run":
+        raise TrainError(f"step {step} chooses a checkpoint of a run, and {path} is no run directory")
+    check_target(Path(directory), (found.path, found.base))  # before anything is loaded
+    device = torch.device(device or accelerator.here())
+    values: Iterator[tuple[str, Value]]
+    if found.kind == "run":
+        opened = found.open(step=step, device=device, say=say)
+        say(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
+        values = values_of(opened.model)
+    else:
+        say(f"{path}: {found.quantization or 'high precision'}")
+        values = models.stream(found.base)
+    return export(
+        values, found.base, directory, format, include=include, largest=largest, device=device, protect=(found.path,),
+        say=say, progress=progress,
+    )  # fmt: skip

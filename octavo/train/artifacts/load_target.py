@@ -1,0 +1,425 @@
+"""What a path holds, and its model: a run, a Hugging Face folder or a PEFT adapter, looked at once and opened alike.
+
+    found = look("runs/lora")              # reads configurations alone; errors say what was found instead
+    model, processor, notes = found.open()        # ready to evaluate or to generate
+
+=======  ===================  ======================================================================================
+kind     known by             opened as
+=======  ===================  ======================================================================================
+run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint in the plan of its
+                              step; of a LoRA run the base with its codes, and the trained adapters
+folder   config.json          a model in high precision, or FP8 codes as they are in the recipe that fits them; `hf/` in
+                              a run, and what octavo merge or export wrote, are such folders
+adapter  adapter_config.json  its base (named in that file, or given), and the adapters; `adapter/` in a run is one
+=======  ===================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from octavo import checkpoint, fp8, models, parallel
+from octavo.base import accelerator, safe_read
+from octavo.base.seal_note import check_adapter
+from octavo.checkpoint.run_state.files import read_state
+from octavo.config import Config, load_config, override
+from octavo.config.sections.model import FITTING
+from octavo.models.folder.folder import pickles, read_json
+from octavo.models.folder.quantization import Quantization, read_quantization
+from octavo.train.errors import TrainError
+from octavo.train.forward import critic
+from octavo.train.forward.forward import model_dtype
+from octavo.train.run_dir import datafiles, run_dir
+from octavo.train.setup import frozen_base as bases
+from octavo.train.setup import planning
+from octavo.train.setup.build import scaling_of
+from octavo.train.step.precision_schedule import Course
+
+Say = Callable[[str], None]
+Kind = Literal["run", "folder", "adapter"]
+
+MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+#: the recipe whose casts make codes of a kind (`fp8.FROZEN`), so that its GEMMs multiply by them as they are
+RECIPE_OF = {kind: recipes[0] for kind, recipes in FITTING.items()}
+_STANDS = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
+#: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
+HIGH = "off"
+
+
+class Opened(NamedTuple):
+    """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
+
+    model: nn.Module
+    processor: Any
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `look` found.
+
+    path          as it was named
+    kind          run, folder or adapter
+    base          the Hugging Face folder with configuration, tokenizer and weights (of a full run: where it began)
+    adapter       the PEFT folder, for an adapter
+    cfg           the configuration, for a run
+    quantization  how the base is quantized on disk; None in high precision
+    moved         True where another base was given than the one that was trained on
+    trained_kinds component -> kind of the codes that an adapter in a run directory was trained over
+    random        (seed, standard deviation or None) of weights that are drawn, where the base has none to be read
+    notes         what a reader should know about how this was found
+    """
+
+    path: Path
+    kind: Kind
+    base: Path
+    adapter: Path | None = None
+    cfg: Config | None = None
+    quantization: Quantization | None = None
+    moved: bool = False
+    trained_kinds: Mapping[str, str] = field(default_factory=dict)
+    random: tuple[int, float | None] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lora(self) -> bool:
+        """Whether a base and adapters belong to it."""
+        return self.kind == "adapter" or (self.cfg is not None and self.cfg.lora is not None)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """component -> kind of the codes that the base is quantized to at load: what the run's configuration says."""
+        return {} if self.cfg is None else self.cfg.model.load_in_fp8.kinds
+
+    def open(
+        self,
+        *,
+        load_in_fp8: str | Mapping[str, str] | None = None,
+        recipe: str | None = None,
+        backend: str = "auto",
+        step: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        say: Say = lambda text: None,
+    ) -> Opened:
+        """(model, processor, notes).
+
+        load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": values in
+                     high precision, codes dequantized; None: as the run did, and folders as they are
+        recipe       an FP8 recipe for the whole model; "off": none, frozen codes are dequantized where they are used;
+                     None: of a run its own, else the recipe that fits the codes, where there are any
+        backend      the kernels of the recipe's GEMMs: auto, or a name such as reference
+        step         of a run: this checkpoint; None: the newest whole one
+        device       None: the GPU if there is one
+        dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
+        say          gets what happens on the way, such as damaged checkpoints that were passed over
+
+        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
+        """
+        device = torch.device(device or accelerator.here())
+        if self.cfg is not None:
+            return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, say)
+        if step is not None:
+            raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
+        dtype = dtype or accelerator.low_precision(device) or torch.float32
+        model = self._load(dtype, device, load_in_fp8 or None, say)
+        known = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
+        notes = [*known, *_convert(model, recipe, backend)]
+        if self.adapter is not None:
+            from octavo import adapters
+
+            adapters.load(model, self.adapter, say)
+        model.eval()
+        return Opened(model, models.load_processor(self.base), (*notes, *_ignored(model)))
+
+    def _load(
+        self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, say: Say
+    ) -> Any:
+        if self.random is not None:
+            return models.fresh(self.base, dtype, device, *self.random)
+        high = load_in_fp8 == HIGH
+        kinds = None if high else load_in_fp8
+        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, say=say)
+
+    def _open_run(
+        self,
+        load_in_fp8: str | Mapping[str, str] | None,
+        recipe: str | None,
+        backend: str,
+        step: int | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        say: Say,
+    ) -> Opened:
+        """As it was trained; over another base, or one in another precision, as any base with codes computes."""
+        if load_in_fp8 is not None and not self.lora:
+            raise TrainError(
+                f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
+                "the recipe, or octavo export the run in an FP8 format and use that folder"
+            )
+        cfg, world = bases.begun(self.run_config(recipe, backend)), parallel.World(device=device)
+        path = checkpoint_of(self.path, step, world, say)
+        before = read_state(path)["counters"]
+        if not self.moved:  # another tokenizer or processor would ask the model other questions
+            datafiles.same_folder(before.get("model"), datafiles.of_folder(self.base), path, str(self.base))
+        as_trained = load_in_fp8 is None and not self.moved
+        wanted = dtype or model_dtype(cfg)
+        if as_trained:
+            plan, family, _ = planning.plan_for(cfg, saved=self.path / run_dir.PLAN if recipe is None else None)
+            if recipe is None:  # the plan of that step
+                plan = Course.of(cfg, planning.scheduled(cfg, plan), before).at(before["step"])
+            codes = None if self.kinds or bases.keeps_codes(cfg) else HIGH
+            model = self._load(wanted, device, self.kinds or codes, say)
+            bases.freeze(model, family, cfg)
+            fp8.apply(model, plan)
+            notes = [_about(model, plan)]
+        else:
+            model = self._load(wanted, device, load_in_fp8 or None, say)
+            family = models.describe(model.config)
+            model.requires_grad_(False)
+            notes = _convert(model, recipe, backend)
+        if cfg.lora is not None:
+            from octavo import adapters
+
+            adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
+            # The base must be the one that the adapters were trained beside.
+            if as_trained and dtype is None and before.get("base"):
+                now = bases.Base.of(model, bases.digests(model, world), world).whole
+                bases.same(before["base"], now, path, str(self.base))
+        restored = checkpoint.load(path, model=model, optimizer=None, world=world, spare=critic.owns)
+        histories = scaling_of(restored.extra)
+        if recipe is None and histories and as_trained:
+            fp8.load_scaling_state(model, histories)
+        model.eval()
+        processor = bases.processor_of(cfg, self.base)
+        return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
+
+    def run_config(self, recipe: str | None, backend: str) -> Config:
+        """The run's configuration with another recipe or backend, if asked."""
+        assert self.cfg is not None
+        cfg = self.cfg
+        if recipe == "off":  # whatever formats, components and rules the run had
+            return cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
+        if backend != "auto" and recipe is None and planning.leaves_open(cfg):
+            raise TrainError(
+                f"the plan of {self.path} was measured or comes from a file, backends included; name a recipe beside "
+                f"the backend {backend}"
+            )
+        changes = [] if recipe is None else [f"fp8.recipe={recipe}", "fp8.plan=null"]
+        changes += [] if backend == "auto" else [f"fp8.backend={backend}"]
+        return override(cfg, changes) if changes else cfg
+
+
+def look(path: str | Path, base: str | Path | None = None) -> Target:
+    """What `path` holds; no weights are read.
+
+    base  another base for a LoRA run or an adapter than the one it names
+
+    Raises TrainError for a path that holds none of the three, saying what was found and what to do with it, for
+    weights in pickles, for an adapter whose base is not there or of another key than it (`octavo seal`), and for a base
+    given to what has none. ModelError for a configuration that cannot be read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise TrainError(_no_folder(folder))
+    for name, wanted in _STANDS.items():
+        if (what := _instead(folder / name)) not in (None, wanted):
+            raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
+    has_adapter = (folder / ADAPTER).is_file()
+    if (folder / run_dir.CONFIG).is_file():
+        found = _run(folder, base)
+    elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
+        found = _adapter(folder, base)
+    elif has_adapter and (folder / MODEL).is_file():
+        raise TrainError(
+            f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
+            "told. Move one of them into a folder of its own"
+        )
+    elif (folder / MODEL).is_file():
+        if base is not None:
+            raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
+        found = Target(folder, "folder", folder)
+    else:
+        raise TrainError(_unknown(folder))
+    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
+        check_adapter(of, found.base, TrainError)
+    return replace(found, quantization=read_quantization(found.base))
+
+
+def _instead(path: Path) -> str | None:
+    """What stands at a path; None for nothing."""
+    try:
+        return safe_read.kind_of(path) or "a file"
+    except OSError:
+        return "a link that leads nowhere" if path.is_symlink() else None
+
+
+def configuration(directory: Path) -> Config:
+    """The configuration that a run was made with. Raises TrainError for a directory that holds no run."""
+    file = directory / run_dir.CONFIG
+    if not file.is_file():
+        raise TrainError(
+            f"{directory} is not a run directory: it has no {run_dir.CONFIG}. Name one that octavo train wrote"
+        )
+    return load_config(file)
+
+
+def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
+    """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
+    folder = directory / run_dir.CHECKPOINTS
+    steps = checkpoint.steps(folder)
+    asked = folder / f"step_{step}"
+    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
+        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+            raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
+        return asked
+    if not steps:
+        raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
+    if step is None:
+        found = checkpoint.latest(folder, world, say)
+        assert found is not None
+        return found
+    raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+
+
+def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
+    """The policy under which every frozen layer multiplies by its very codes, and all others stay as they are.
+
+    None for a model without frozen weights. A component takes the recipe of most of its codes; layers of other kinds,
+    and those in high precision, are named one by one.
+    """
+    kinds = {spec.block: kind for kind, spec in fp8.FROZEN.items()}
+    wanted: dict[str, str] = {}
+    for name, weight in fp8.frozen_weights(model):
+        kind = kinds.get(fp8.codes_of_frozen(weight).spec.block)
+        if kind is not None:
+            wanted[name.removesuffix(".weight")] = RECIPE_OF[kind]
+    if not wanted:
+        return None
+    by_component: dict[str, list[tuple[str, str]]] = {}
+    for row in fp8.topology(model, family.components):
+        by_component.setdefault(row.component, []).append((row.name, wanted.get(row.name, "off")))
+    components, rules = {}, []
+    for component, rows in by_component.items():
+        if component not in models.WITHOUT_HEAD:
+            continue
+        recipes = [recipe for _, recipe in rows]
+        usual = max(sorted(set(recipes)), key=recipes.count)
+        components[component] = fp8.ComponentPolicy(recipe=usual)
+        rules += [fp8.Rule(name, recipe=recipe) for name, recipe in rows if recipe != usual]
+    return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
+
+
+def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
+    """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
+    family = models.describe(model.config)
+    policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
+    if policy is None or recipe == "off":
+        return [_about(model, None)]
+    plan = fp8.plan(model, policy, family.components)
+    fp8.apply(model, plan)
+    return [_about(model, plan)]
+
+
+def _ignored(model: Any) -> tuple[str, ...]:
+    """What of a model's generation settings is not followed: answers and evaluations are greedy."""
+    note = models.ignored_settings(model)
+    return () if note is None else (note,)
+
+
+def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
+    """What computes how."""
+    codes = sum(1 for _ in fp8.frozen_weights(model))
+    rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
+    if not rows:
+        return f"{codes} FP8 weights, dequantized where they are used" if codes else "high precision"
+    used = sorted({f"{r.recipe.name} on {r.backend.backend.name}" for r in rows if r.recipe and r.backend})
+    return f"{len(rows)} layers in FP8 ({', '.join(used)})" + (f", {codes} weights frozen codes" if codes else "")
+
+
+def _run(folder: Path, base: str | Path | None) -> Target:
+    cfg = configuration(folder)
+    if base is None:
+        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=bases.drawn(cfg))
+    if cfg.lora is None:
+        raise TrainError(f"a base was given ({base}), and the run {folder} trained all weights: only adapters have one")
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(_base_folder(base, folder))})})
+    return Target(folder, "run", Path(cfg.model.path), cfg=cfg, moved=True)
+
+
+def _adapter(folder: Path, base: str | Path | None) -> Target:
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = pickles(folder)
+        raise TrainError(
+            f"{folder} has {ADAPTER} and no {ADAPTER_WEIGHTS}"
+            + (
+                f", only {pickled[0]}: a pickle can run code when it is read, so Octavo reads safetensors alone. Save "
+                "the adapter with save_pretrained (safetensors is its format)"
+                if pickled
+                else ": it is no whole PEFT adapter. Save or download it again"
+            )
+        )
+    named = read_json(folder / ADAPTER).get("base_model_name_or_path")
+    run = folder.resolve().parent
+    inside = configuration(run) if (run / run_dir.CONFIG).is_file() else None
+    notes, trained_kinds = [], {} if inside is None else inside.model.load_in_fp8.kinds
+    if trained_kinds:
+        kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
+        fix = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
+        notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {fix} computes so again")
+    if base is not None:
+        return Target(folder, "adapter", _base_folder(base, folder), folder, moved=True, notes=tuple(notes))
+    places = [] if not isinstance(named, str) or not named else [Path(named), folder / named]
+    places += [] if inside is None else [Path(inside.model.path)]
+    for place in places:
+        if (place / MODEL).is_file():
+            return Target(folder, "adapter", place, folder, trained_kinds=trained_kinds, notes=tuple(notes))
+    raise TrainError(
+        f"the base of the adapter {folder} is not there: its {ADAPTER} names {named!r}, which is no Hugging Face "
+        "folder on this machine. Download it, and name it with --base FOLDER"
+    )
+
+
+def _base_folder(base: str | Path, of: Path) -> Path:
+    folder = Path(base)
+    if not (folder / MODEL).is_file():
+        there = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+    return folder
+
+
+def _no_folder(path: Path) -> str:
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return f"{path} is a configuration; name what came of it, its run.dir"
+    if path.is_file():
+        return f"{path} is a file; name the folder of a run, of a Hugging Face checkpoint or of a PEFT adapter"
+    named = str(path).count("/") == 1 and not path.parent.exists()  # such as Qwen/Qwen3-VL-8B-Instruct
+    download = ". Octavo reads local folders alone: download the model first" if named else ""
+    return f"there is no folder {path}; name a run directory, a Hugging Face folder or a PEFT adapter{download}"
+
+
+def _unknown(folder: Path) -> str:
+    """What a folder that is none of the three seems to be, and what to do with it."""
+    names = sorted(p.name for p in folder.iterdir())
+    about = f"{folder} is not a run directory, a Hugging Face folder or a PEFT adapter"
+    lacks = f"it has no {run_dir.CONFIG}, {MODEL} is missing, and so is {ADAPTER}"
+    if "state.json" in names and ".metadata" in names:
+        run = folder.resolve().parent.parent
+        step = folder.name.removeprefix("step_")
+        return f"{about} but one checkpoint of the run {run}; name the run, and --step {step}"
+    if ".metadata" in names:
+        return f"{about} but a DCP checkpoint (.metadata); make a Hugging Face folder of it: octavo convert dcp_to_hf"
+    if checkpoint.steps(folder):
+        return f"{about} but the folder of a run's checkpoints; name the run, {folder.resolve().parent}"
+    if any(n.endswith(".safetensors") for n in names):
+        return f"{about}: there are weights, but {lacks}. Copy the configuration from where the model came"
+    if not names:
+        return f"{about}: it is empty"
+    visible = [n for n in names if not n.startswith(".")] or names
+    return f"{about}: {lacks}. It holds {', '.join(visible[:4])}{' ...' if len(visible) > 4 else ''}"

@@ -1,0 +1,1 @@
+"""What watches a run from outside: metrics, checkpoints, evaluation, health, trackers."""

@@ -1,0 +1,112 @@
+"""``run.check_every``: GEMMs of some steps computed again, so that a device that errs in silence is found and named.
+
+The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
+evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
+write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.stale_codes`).
+
+Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
+compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
+again, after a fault was found, has another line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from octavo import fp8
+from octavo.base import environment
+from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.train.callbacks.callback import Callback, Run, Step
+from octavo.train.errors import TrainError
+from octavo.train.run_dir import run_dir
+from octavo.train.step.step import Batches
+
+NAMED = 3  # faults that a message tells
+
+
+class Checking(Callback):
+    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is written or saved;
+    rows of checked steps say how many GEMMs were computed again (`checked`, of all ranks)."""
+
+    def begin(self, run: Run) -> None:
+        self.clean = 0
+        self.exchanged = True  # weights may have been, since the last step
+        every, count = run.cfg.run.check_every, len(sites(run.job.plan))
+        size = size_of(count)
+        run.say(
+            f"every {every} steps {size} of {count} FP8 GEMMs are computed again; all have come round after "
+            f"{every * -(-count // max(size, 1))} steps (run.check_every)"
+        )
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> None:
+        every, seed = run.cfg.run.check_every, run.cfg.run.seed
+        if number % every == 0:
+            chosen = drawn(sites(run.job.plan), seed, number // every - 1)
+            run.job.stepper.check = Check(chosen, draw=number)
+        elif self.exchanged:
+            run.job.stepper.check = Check((), draw=number)
+        self.exchanged = False
+
+    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+        self.exchanged = True
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        self.exchanged = True
+
+    def after_step(self, run: Run, step: Step) -> None:
+        check, run.job.stepper.check = run.job.stepper.check, None
+        if check is None:
+            return
+        run.world.at(f"step {step.number}, gathering what its check found")
+        mine = {"done": asdict(check.done), "faults": _told(run, check), "stale": check.stale}
+        found = run.world.gather_objects(mine)
+        done = {key: sum(one["done"][key] for one in found) for key in mine["done"]}
+        faults = [fault for one in found for fault in one["faults"]]
+        stale = list(dict.fromkeys(name for one in found for name in one["stale"]))
+        if check.sites:
+            step.row["checked"] = done["products"]
+        if run.world.is_main and (check.sites or stale):
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            asked = [list(site) for site in check.sites]
+            line = {"step": step.number, "time": now, "sites": asked, **done, "faults": faults}
+            _append(run, line | ({"stale": stale} if stale else {}))
+        if faults:
+            raise TrainError(_sentence(step.number, faults, self.clean))
+        if stale:
+            raise TrainError(f"step {step.number}: {fp8.stale_sentence(stale)} The step is not saved")
+        if check.sites:
+            self.clean = step.number
+
+
+def _told(run: Run, check: Check) -> list[dict[str, Any]]:
+    """The faults of this rank, with all that tells its device from others."""
+    if not check.faults:
+        return []
+    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.device_words(run.world.device)}
+    return [{**where, **fault.to_json()} for fault in check.faults]
+
+
+def _append(run: Run, line: dict[str, Any]) -> None:
+    with (run.directory / run_dir.CHECKS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
+    who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
+    told = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
+    more = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
+    return (
+        f"step {number} computed wrongly on {' and '.join(who)}. {told}{more}. The step is not saved ({since}). "
+        "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
+        "checkpoint with run.resume=PATH if a later one is in doubt"
+    )

@@ -1,0 +1,149 @@
+"""What a run proves and measures of itself: GEMMs against the plan, FP8 health, memory by kind, load of experts,
+held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo import fp8
+from octavo.base import safe_read
+from octavo.train.callbacks.answer_samples import Answers
+from octavo.train.callbacks.callback import Callback, Run, Step
+from octavo.train.callbacks.result import RunResult
+from octavo.train.errors import TrainError
+from octavo.train.forward.evaluation import Answer
+from octavo.train.run_dir import run_dir
+from octavo.train.step.nonfinite import refuse_weights
+from octavo.train.step.step import Batches, Observe
+
+
+class Proof(Callback):
+    """Counts the GEMMs of the first step that reaches a component and holds them against the plan; again wherever
+    another plan begins. A mismatch stops the run; proof.json says which. What a phase proves stands there as of the
+    newest checkpoint."""
+
+    def begin(self, run: Run) -> None:
+        course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
+        parts = course.schedule.parts if course.varies else ()
+        self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
+        before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if course.varies and run.step else {}
+        safe_read.check_form(
+            before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
+        )
+        # The span that the checkpoint lies in ends with it: what holds from here on is proven anew.
+        self.before = [
+            {**span, "steps": [first, min(last or run.step, run.step)]}
+            for span in before.get("spans", ())
+            for first, last in (span["steps"],)
+            if first < run.first
+        ]
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
+        if run.job.plan is not self.proof.plan:
+            self.proof.follow(run.job.plan, number)
+        reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}
+        return Observe(gemms=number == run.first or bool(self.proof.pending & reached))
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if step.result.counts is None:
+            return
+        try:
+            self.proof.observe(step.result.counts, run.job.stepper.forwards(step.batches))
+        finally:
+            self._write(run)
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        self.more = run.job.phase.proof(run.job.stepper)
+        if self.more:
+            self._write(run)
+
+    def end(self, run: Run, result: RunResult) -> None:
+        if self.proof.pending:
+            run.say(f"no step reached {', '.join(sorted(self.proof.pending))}: its FP8 is planned, not proven")
+
+    def _write(self, run: Run) -> None:
+        if run.world.is_main:
+            found = self.proof.report()
+            if self.before or "spans" in found:
+                found["spans"] = [*self.before, *self.proof.spans]
+            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**found, **self.more}))
+
+
+class Figures(Callback):
+    """Asks for health every `run.health_every` steps, for memory at the first step and beside health, for the load of
+    experts wherever a row is written; and puts what came of it into the row."""
+
+    def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
+        every = run.cfg.run.health_every
+        health = run.fp8 and every > 0 and (number % every == 0 or number == run.cfg.train.steps)
+        memory = number == run.first or (every > 1 and number % every == 1)
+        return Observe(health=health, memory=memory, experts=run.logs(number))
+
+    def after_step(self, run: Run, step: Step) -> None:
+        result, base = step.result, run.job.base
+        if result.memory is not None:
+            step.row["memory"] = run.memory = result.memory
+            if base is not None and base.taken["weights"]:
+                step.row["base"] = base.taken
+        if result.health is not None:
+            step.row["health"] = result.health.table()
+            run.job.progress.health = result.health.summary()
+        if result.zeroed is not None:
+            step.row["zeroed_v"] = result.zeroed
+
+
+class Evaluation(Callback):
+    """Evaluates every `run.eval_every` steps and after the last one. What a stop leaves due is made on resume."""
+
+    def begin(self, run: Run) -> None:
+        done = run.row.get("step") == run.step
+        seen = done and "eval" in run.row
+        if run.world.is_main and run.job.evalset is not None:
+            self.answers = Answers(
+                run.directory, run.job.processor.tokenizer, run.step - (not seen), run.cfg.run.encrypt
+            )
+        if not run.step or not due(run, run.step) or not run.world.any(run.world.is_main and not seen):
+            return
+        run.row = {**(run.row if done else {"step": run.step}), "eval": self._evaluate(run)}
+        run.reopen_log()
+        if run.log is not None:
+            run.log.write(run.row)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        if due(run, step.number) and not run.stopping:
+            try:
+                step.row["eval"] = self._evaluate(run)
+            except ValueError:  # of held-out rows, of answers to them or their rewards: it must not cost the step
+                if run.world.size == 1 and step.result.applied:  # saving is for all ranks, and one may have failed
+                    self._rescue(run, step)
+                raise
+
+    def _rescue(self, run: Run, step: Step) -> None:
+        if run.log is not None:
+            run.log.write(step.row)
+        run.row = step.row
+        run.save()
+        run.settle()
+        run.say(
+            f"step {step.number} is saved: octavo eval, generate and export read it, and run.resume=auto makes the "
+            "evaluation again"
+        )
+
+    def _evaluate(self, run: Run) -> Mapping[str, Any]:
+        assert run.job.evalset is not None
+        run.world.at(f"step {run.step}, evaluating")
+        refuse_weights(run.model, run.world, f"after step {run.step}")
+        shown: list[Answer] = []
+        run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)
+        if run.world.is_main and shown:
+            self.answers.write(run.step, shown)
+        run.notify("evaluated", run.eval)
+        return run.eval
+
+
+def due(run: Run, number: int) -> bool:
+    """Whether an evaluation belongs to a step."""
+    every = run.cfg.run.eval_every
+    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))

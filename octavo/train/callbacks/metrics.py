@@ -1,0 +1,79 @@
+"""What a run writes down while it trains: metrics.jsonl and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.base.safe_read import finite
+from octavo.train.run_dir.run_dir import METRICS, truncate_metrics
+
+
+class MetricsLog:
+    """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank makes one.
+
+    A row is JSON without NaN or infinity: what is not finite is written as null. `names`: figures of a step or an
+    evaluation that TensorBoard has under another name.
+    """
+
+    def __init__(self, directory: Path, tensorboard: bool, first_step: int, names: Mapping[str, str] = {}) -> None:
+        self._names = names
+        self._path = directory / METRICS
+        self._file = self._path.open("a", encoding="utf-8")
+        self._events = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step hides what a killed run wrote after the checkpoint.
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
+
+    def write(self, row: Mapping[str, Any], summary: Mapping[str, float] | None = None) -> None:
+        """One line. `summary`: flat FP8 health figures, for TensorBoard alone (the row has the whole table)."""
+        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.flush()
+        if self._events is None:
+            return
+        self._scalars(flat(row, summary, self._names), row["step"])
+
+    def amend(self, row: Mapping[str, Any], part: str) -> None:
+        """Write the last line again, now that `row` has the group `part` as well."""
+        self._file.close()
+        truncate_metrics(self._path, row["step"] - 1)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.flush()
+        self._scalars(flat({part: row[part]}, None, self._names), row["step"])
+
+    def _scalars(self, found: Mapping[str, Any], step: int) -> None:
+        """To TensorBoard, which has no word for a figure of nothing (None)."""
+        for name, value in found.items():
+            if self._events is not None and value is not None:
+                self._events.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Everything written so far is on the disk: called before a checkpoint that counts on it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def flat(row: Mapping[str, Any], summary: Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, Any]:
+    """The numbers of a row as trackers and TensorBoard have them: `train/`, `memory/`, `eval/`, `gain/` and of the
+    health summary `fp8/`. What is not a number, or of nothing (None), is left out."""
+    groups = {name: row.get(name) for name in ("memory", "eval", "gain")} | {"fp8": summary}
+    groups["train"] = {key: value for key, value in row.items() if key != "step"}
+    return {
+        f"{group}/{names.get(key, key)}": value
+        for group, values in groups.items()
+        for key, value in (values or {}).items()
+        if isinstance(value, int | float)
+    }

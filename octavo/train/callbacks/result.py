@@ -1,0 +1,57 @@
+"""How a run ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.train.run_dir import run_dir
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    dir      the run directory
+    status   "finished", or "stopped" (a signal or `Run.stop`; saved, continue with run.resume=auto)
+    steps    optimizer steps done
+    final    the last row of metrics.jsonl without seconds, time, eval, health, memory, gain, experts and base
+    eval     the last evaluation, None where there was none
+    health   the last FP8 health summary (worst and median figures)
+    memory   bytes by kind, as last measured
+    gain     what FP8 gained, where run.gain_steps asked for it; {"failed": why, "step"} without the memory for it
+    base     of a frozen base: how many weights, that they are what they were, what its FP8 codes take (see base.json)
+    skipped  steps that were not applied because loss or gradient were not finite
+    overflowed    steps that were not applied because gradients overflowed FP16, and the loss scale fell
+    seconds  of training, all sessions of the run together
+    signal   the signal that stopped it, None: a callback did
+    """
+
+    dir: Path
+    status: str
+    steps: int
+    final: Mapping[str, Any] = field(default_factory=dict)
+    eval: Mapping[str, Any] | None = None
+    health: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    gain: Mapping[str, Any] | None = None
+    base: Mapping[str, Any] | None = None
+    skipped: int = 0
+    overflowed: int = 0
+    seconds: float = 0.0
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0; 128 + the signal's number for a run that a signal stopped (143 SIGTERM, 130 SIGINT, 129 SIGHUP)."""
+        return 128 + self.signal if self.signal else 0
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, as metrics.jsonl has them."""
+        rows = run_dir.read_rows(self.dir / run_dir.METRICS)
+        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "dir": str(self.dir)}

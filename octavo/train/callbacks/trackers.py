@@ -1,0 +1,171 @@
+"""`run.trackers`: the rows of a run, its configuration and at the end its page, in wandb, trackio, MLflow or SwanLab.
+
+Each library is opened by one function here, in its own words, which gives what all have in common (:class:`Opened`). A
+tracker is a watcher of the run (:mod:`octavo.train.callbacks.callback`): the main rank alone has it, and one that fails
+later than at the beginning ends no run. Where a library keeps its data, and whether it goes online, is for its own
+environment variables to say (WANDB_MODE, TRACKIO_DIR, MLFLOW_TRACKING_URI, SWANLAB_MODE); the project is called octavo
+unless they name another. `trackers.json` of the run's directory has what each calls the run, so that a resumed one goes
+on there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.base import environment
+from octavo.base.safe_read import finite, first_line
+from octavo.config import Config
+from octavo.train.callbacks.callback import Callback, Run, Step
+from octavo.train.callbacks.metrics import flat
+from octavo.train.callbacks.result import RunResult
+from octavo.train.errors import TrainError
+from octavo.train.run_dir import run_dir
+
+FILE, PAGE = "trackers.json", "page.html"
+Numbers = Mapping[str, float]
+
+
+class Opened(NamedTuple):
+    """A run in a tracker. ``name`` is what finds it again; ``log`` takes the numbers of a step; ``page`` a file of HTML
+    as of a step; ``close`` whether the run finished."""
+
+    name: str
+    log: Callable[[Numbers, int], Any]
+    page: Callable[[Path, int], Any]
+    close: Callable[[bool], Any]
+
+
+def _wandb(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+    import wandb
+
+    project = os.environ.get("WANDB_PROJECT", "octavo")
+    run = wandb.init(project=project, name=home.name, dir=str(home), id=known, resume="allow", config=settings)
+    # A step of its own: wandb's only rises, and a resumed run writes the steps after its checkpoint again.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return Opened(
+        run.id,
+        lambda numbers, step: run.log({**numbers, "step": step}),
+        lambda file, step: run.log({"page": wandb.Html(str(file), inject=False), "step": step}),
+        lambda finished: run.finish(exit_code=0 if finished else 1),
+    )
+
+
+def _trackio(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+    import trackio
+
+    # trackio finds runs by their name, which another run directory may have as well
+    name = known or f"{home.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    project = os.environ.get("TRACKIO_PROJECT", "octavo")
+    run = trackio.init(project=project, name=name, resume="allow" if known else "never", config=settings)
+    return Opened(
+        name,
+        lambda numbers, step: run.log(dict(numbers), step=step),
+        lambda file, step: run.log({"page": trackio.Html(file)}, step=step),
+        lambda finished: run.finish(),
+    )
+
+
+def _mlflow(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+    import mlflow
+
+    if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
+        mlflow.set_experiment("octavo")
+    found = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
+    if known is None:  # what was said of a run cannot be said again
+        every = list(_flat(settings).items())
+        for first in range(0, len(every), 100):  # at a time, as a server takes them
+            mlflow.log_params(dict(every[first : first + 100]), run_id=found)
+    return Opened(
+        found,
+        lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=found),
+        lambda file, step: mlflow.log_artifact(str(file), run_id=found),
+        lambda finished: mlflow.end_run("FINISHED" if finished else "KILLED"),
+    )
+
+
+def _swanlab(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
+    import swanlab
+
+    project = os.environ.get("SWANLAB_PROJ_NAME", "octavo")
+    again = {} if known is None else {"id": known, "resume": "allow"}
+    run = swanlab.init(project=project, name=home.name, log_dir=str(home / "swanlog"), config=settings, **again)
+    return Opened(
+        run.id,
+        lambda numbers, step: run.log(dict(numbers), step=step),
+        lambda file, step: run.log({"page": swanlab.Html(str(file))}, step=step),
+        lambda finished: run.finish() if finished else run.finish(state="aborted"),
+    )
+
+
+_OPEN = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "swanlab": _swanlab}
+
+
+def refuse_missing(cfg: Config) -> None:
+    """Raises TrainError for trackers whose package is not installed."""
+    if why := environment.missing_trackers(cfg.run.trackers):
+        raise TrainError(why)
+
+
+def trackers_of(cfg: Config) -> tuple[Tracker, ...]:
+    """The watchers that `run.trackers` names."""
+    return tuple(Tracker(name) for name in cfg.run.trackers)
+
+
+class Tracker(Callback):
+    """One tracker of a run. It gets the rows that metrics.jsonl gets, by the names that TensorBoard has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.opened: Opened | None = None
+
+    def __str__(self) -> str:
+        return f"the tracker {self.name}"
+
+    def begin(self, run: Run) -> None:
+        names = run_dir.read_json(run.directory / FILE) or {}
+        settings = finite(run.cfg.model_dump(mode="json"))
+        try:
+            self.opened = _OPEN[self.name](settings, run.directory.resolve(), names.get(self.name))
+        except Exception as error:
+            raise TrainError(
+                f"run.trackers: {self.name} could not begin ({first_line(error)}). Log in, or let it work offline "
+                f"(see its own documentation), or leave {self.name} out"
+            ) from error
+        if names.get(self.name) != self.opened.name:
+            run_dir.write_json(run.directory / FILE, {**names, self.name: self.opened.name})
+
+    def end_step(self, run: Run, step: Step) -> None:
+        if step.wanted and self.opened is not None:
+            row = {**step.row, **({"gain": run.row["gain"]} if "gain" in run.row else {})}
+            summary = run.job.progress.health if "health" in row else None
+            self.opened.log(flat(finite(row), summary, run.job.phase.tensorboard), step.number)
+
+    def end(self, run: Run, result: RunResult) -> None:
+        self._close(run, result.status == "finished")
+
+    def failed(self, run: Run, error: Exception) -> None:
+        self._close(run, False)
+
+    def _close(self, run: Run, finished: bool) -> None:
+        if self.opened is None:
+            return
+        try:
+            if (file := run.directory / PAGE).exists():
+                self.opened.page(file, run.step)
+        finally:
+            self.opened.close(finished)
+
+
+def _flat(settings: Any, key: str = "") -> dict[str, Any]:
+    """Nested settings by dotted keys; numbers in the keys are places in a list."""
+    if isinstance(settings, list):
+        settings = dict(enumerate(settings))
+    if not isinstance(settings, dict):
+        return {key: settings}
+    parts = (_flat(value, f"{key}.{name}" if key else str(name)) for name, value in settings.items())
+    return {name: value for part in parts for name, value in part.items()}

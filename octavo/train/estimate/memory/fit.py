@@ -1,0 +1,345 @@
+"""The fastest setting that fits a card: every combination of switches, its bytes predicted, its time estimated.
+
+Bytes are those of `footprint`. Times are **estimates** for comparing settings with each other, made of FLOPs and bytes
+over assumed speeds; nothing is measured. Of a step with F the FLOPs of a forward over its tokens:
+
+    3 F                  forward and backward
+    + F of a component   its blocks are recomputed in full; selective 0.65 of it (norms and MLP)
+    + 2 F                weights are updated in backward and the norm is clipped: a second backward, and what is
+                         recomputed is so twice
+    + F of the head      chunked logits
+    + bytes / HBM        weights read in every micro-step, gradients added, weights and states updated; weights cast at
+                         each use; activations saved in FP8: one more pass over what they replace
+    + bytes / LINK       states moved to host memory and back; activations as far as that takes longer than computing
+
+Settings within 1 % of the fastest count as equal; among them the more exact one is taken: fp32 or `bf16+16` master
+before `bf16+sr`, then moments in more bits, then activations in more bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from octavo.config import Config
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory.activations import FakeForward
+from octavo.train.estimate.memory.footprint import Card, Footprint, Footprints, changed, refused, value_of
+from octavo.train.estimate.memory.mesh import layout_of
+from octavo.train.estimate.memory.switches import SWITCHES
+from octavo.train.setup.planning import data_ranks, micro_steps_of, samples_of
+
+FLOPS, HBM, LINK = 400e12, 2.5e12, 25e9  # assumed: FLOP/s of GEMMs, bytes/s of the card's memory and to the host
+ASSUMED = (
+    f"speeds of {FLOPS / 1e12:g} TFLOP/s, {HBM / 1e12:g} TB/s of the card's memory and {LINK / 1e9:g} GB/s to the "
+    "host, not measured"
+)
+SELECTIVE = 0.65
+TIE = 1.01
+RANKS = (2, 4, 8, 16, 32, 64)
+
+Settings = Mapping[str, Any]
+_RECOMPUTE = SWITCHES["train.recompute"][0]
+_CHOSEN = (
+    "optimizer.master", "optimizer.states", "optimizer.update", "optimizer.offload",
+    "fp8.activations", "fp8.weight_codes", "train.logits", "train.offload_activations",
+)  # fmt: skip
+_CHOICES = {key: SWITCHES[key][0] for key in _CHOSEN}
+_EXACT = {
+    "optimizer.master": {"fp32": 0, "bf16+16": 0, "bf16+sr": 1},
+    "optimizer.states": {"fp32": 0, "bf16": 1, "fp8": 2},
+    "fp8.activations": {"bf16": 0, "fp8": 1},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A combination: its settings by dotted key, their footprint, and its estimated time, 1 being the fastest of all
+    combinations, whether they fit or not."""
+
+    settings: Settings
+    footprint: Footprint
+    seconds: float
+    relative: float = 1.0
+
+    def over(self, card: Card) -> int:
+        """Bytes that it needs beyond what the card has; negative: bytes that stay free."""
+        return self.footprint.total - card.usable
+
+    def differing(self, other: Settings) -> Settings:
+        """What is set in another way than there; what ``other`` does not name differs."""
+        return {key: value for key, value in self.settings.items() if key not in other or other[key] != value}
+
+    def words(self, other: Settings) -> str:
+        """What differs from ``other`` as `key=value` words for the command line, quoted where a shell asks for it."""
+        pairs = (f"{key}={_word(value).replace(' ', '')}" for key, value in self.differing(other).items())
+        return " ".join(shlex.quote(pair) for pair in pairs)
+
+    def yaml(self, other: Settings = MappingProxyType({})) -> list[str]:
+        """Lines of a configuration file: what differs from ``other``."""
+        sections: dict[str, list[str]] = {}
+        for key, value in self.differing(other).items():
+            section, name = key.split(".")
+            sections.setdefault(section, []).append(f"  {name}: {_word(value)}")
+        return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "settings": dict(self.settings),
+            "memory": self.footprint.to_json(),
+            "estimated_seconds": self.seconds,
+            "relative_time": self.relative,
+        }
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``best``: the fastest setting that fits (None: none does). ``reasons``: what each of its switches is for.
+    ``exacter``: those that fit and round less than it somewhere, nowhere more, fastest first. ``faster``: the fastest
+    that do not fit. ``smallest``: the one that needs least. ``ranks``: over how many GPUs something would fit where
+    nothing fits (None: over none that was tried, or not asked)."""
+
+    card: Card
+    best: Setting | None
+    reasons: tuple[str, ...]
+    exacter: tuple[Setting, ...]
+    faster: tuple[Setting, ...]
+    smallest: Setting
+    ranks: int | None
+    tried: int
+
+
+def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
+    """Search. ``held``: dotted keys whose value in the configuration is not to be changed."""
+    kept = frozenset(held)
+    every = list(_settings(sizes, card, ranks, kept))
+    best_time = min(s.seconds for s in every)
+    every = [replace(s, relative=s.seconds / best_time) for s in every]
+    fitting = [s for s in every if s.over(card) <= 0]
+    best = _fastest(fitting)
+    smallest = min(every, key=lambda s: s.footprint.total)
+    if best is None:
+        makes = (n for n in RANKS if n > ranks and _makes(sizes.cfg, n))
+        wider = (n for n in makes if samples_of(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
+        more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
+        return Fit(card, None, (), (), (), smallest, more, len(every))
+    ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
+    reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), _first(_exacter(best, fitting))
+    return Fit(card, best, reasons, exacter, _first(_spread(ahead)), smallest, None, len(every))
+
+
+def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -> Iterator[Setting]:
+    """All combinations but those whose weights and states alone are too much; all, where none would be left."""
+    cfg = sizes.cfg
+    choices = dict(_CHOICES)
+    fixed = cfg.fp8.plan is not None or not sizes.plan.share  # by the plan file; without FP8 there is nothing to choose
+    decided = {"fp8.activations", "fp8.weight_codes"} if fixed else set()
+    held |= decided
+    for key in held & set(choices):
+        choices[key] = (value_of(cfg, key),)
+    towers = [c for c, _ in cfg.train.recompute if c in sizes.family.components]
+    ways = [dict(zip(towers, how, strict=True)) for how in itertools.product(_RECOMPUTE, repeat=len(towers))]
+    if held & {"train.recompute"}:
+        ways = [{c: how for c, how in cfg.train.recompute if c in towers}]
+    batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _batches(cfg, ranks)
+    given_all = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    bases = [(given, changed(cfg, given)) for given in given_all]
+    bases = [(given, base) for given, base in bases if not refused(base)]
+    standing = [sizes.standing(base, ranks) for _, base in bases]
+    limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
+    rows_of = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in batches}
+    found: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
+
+    def kept_by(made: Config, way: Mapping[str, str]) -> FakeForward | None:
+        made = sizes.computing(made, ranks)
+        key = (made.fp8.activations, *sizes.forward_of(made), made.train.logits, *way.values())
+        rows = rows_of[made.train.micro_batch]
+        if key not in found:
+            found[key] = _kept(sizes, made, way)
+        one = found[key]
+        if one is not None and (*key, rows) not in found:
+            found[*key, rows] = one.times(rows)
+        return one and found[*key, rows]
+
+    for (given, base), still in zip(bases, standing, strict=True):
+        if still > limit:
+            continue
+        for micro in batches:
+            if given["optimizer.update"] == "backward" and samples_of(cfg) > micro * data_ranks(cfg, ranks):
+                continue
+            made = changed(base, {"train.micro_batch": micro})
+            for way in ways:
+                if given["train.offload_activations"] and set(way.values()) == {"full"}:
+                    continue
+                kept = kept_by(made, way)
+                if kept is None:
+                    continue
+                size = sizes.put_together(made, kept, rows_of[micro], ranks)
+                named = {key: value for key, value in given.items() if key not in decided}
+                settings = {**named, "train.recompute": _named(way), "train.micro_batch": micro}
+                yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
+
+
+def _makes(cfg: Config, ranks: int) -> bool:
+    """Whether the mesh that is asked for has so many ranks."""
+    try:
+        return layout_of(cfg, ranks).ranks > 0
+    except TrainError:
+        return False
+
+
+def _batches(cfg: Config, ranks: int) -> list[int]:
+    """Micro-batches that divide what a rank has of the global batch."""
+    if cfg.data.packing:  # a micro-batch is a pack
+        return [1]
+    each = max(1, samples_of(cfg) // data_ranks(cfg, ranks))
+    return [n for n in range(1, each + 1) if each % n == 0 and samples_of(cfg) % n == 0]
+
+
+def _named(way: Mapping[str, str]) -> Any:
+    values = set(way.values())
+    return values.pop() if len(values) == 1 else dict(way)
+
+
+def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> FakeForward | None:
+    """What a row keeps under these ways to recompute, put together of what each component keeps under its own.
+
+    None: this model has nothing that could run again so."""
+    chunked = changed(cfg, {"train.recompute": "none", "train.logits": "chunked"})
+    plain = sizes.forward(chunked, 1)
+    if cfg.train.logits == "full":
+        plain = replace(plain, logits=sizes.logits_of(cfg))
+    blocks, largest, recomputed = dict(plain.blocks), dict(plain.largest), {}
+    for component, how in way.items():
+        if how == "none" or not plain.blocks.get(component):
+            continue
+        if how == "full":
+            count = sizes.counts[component]
+            one = sizes.input_of(component, cfg)
+            blocks[component], largest[component] = count * one, one
+        else:
+            try:
+                other = sizes.forward(changed(chunked, {"train.recompute": how}), 1)
+            except TrainError:
+                return None
+            blocks[component], largest[component] = other.blocks[component], other.largest[component]
+        recomputed[component] = max(0, plain.largest[component] - largest[component])
+    return replace(plain, blocks=blocks, largest=largest, recomputed=recomputed)
+
+
+def _seconds(
+    sizes: Footprints, cfg: Config, way: Mapping[str, str], found: Footprint, kept: FakeForward, ranks: int
+) -> float:
+    """An estimate of one step on one rank; see this file's head."""
+    steps = micro_steps_of(cfg, ranks)
+    forward = sizes.forward_flops(found.tokens)
+    again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
+    total = 3 * sum(forward.values()) + again
+    twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
+    if twice:
+        total += 2 * sum(forward.values()) + again
+    if sizes.chunks(cfg):
+        total += forward.get("lm_head", 0.0)
+    compute = steps * total / FLOPS
+    weights, grads = found.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
+    states = found.kinds["optimizer"] + found.kinds["master"] + (found.host if cfg.optimizer.offload else 0)
+    moved = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
+    if cfg.fp8.weight_codes == "recast":
+        moved += 2 * 3 * sizes.elements * steps
+    if cfg.fp8.activations == "fp8":
+        moved += kept.activations * steps
+    seconds = compute + moved / HBM
+    if cfg.train.offload_activations:
+        seconds += max(0.0, 2 * steps * (kept.activations - found.kinds["activations"]) / LINK - compute)
+    if cfg.optimizer.offload:
+        seconds += 2 * states / LINK
+    return seconds
+
+
+def _inexact(settings: Settings) -> tuple[int, ...]:
+    return tuple(ranked[settings[key]] for key, ranked in _EXACT.items() if key in settings)
+
+
+def _fastest(found: list[Setting]) -> Setting | None:
+    if not found:
+        return None
+    limit = TIE * min(s.seconds for s in found)
+    tied = [s for s in found if s.seconds <= limit]
+    return min(tied, key=lambda s: (_inexact(s.settings), s.seconds))
+
+
+def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints, ranks: int) -> Iterator[str]:
+    """For each switch that is on: what the same setting would need without it."""
+    index = {_key(s.settings): s for s in every}
+    plain = {key: values[0] for key, values in _CHOICES.items()} | {"train.recompute": "none"}
+    for key, off in plain.items():
+        if best.settings.get(key, off) == off:
+            continue
+        values = _CHOICES.get(key, _RECOMPUTE)
+        value = best.settings[key]
+        before = values[values.index(value) - 1] if value in values else off
+        other = index.get(_key({**best.settings, key: before}))
+        if other is None:  # its weights and states alone are too much, or it is against a rule
+            made = changed(sizes.cfg, {**best.settings, key: before})
+            if refused(made):
+                continue
+            total = sizes.of(made, ranks).total
+        else:
+            total = other.footprint.total
+        what = f"with {key}: {_word(before)} it would need {gb(total)}, "
+        if total > card.usable:
+            yield f"{key}: {_word(value)}, because {what}{gb(total - card.usable)} too much"
+        elif other is not None:
+            slower = other.seconds / best.seconds - 1
+            yield f"{key}: {_word(value)}: {what}which fits, and take {100 * slower:+.1f} % time"
+
+
+def _key(settings: Settings) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
+
+
+def _first(found: Iterable[Setting], most: int = 3) -> tuple[Setting, ...]:
+    return tuple(itertools.islice(found, most))
+
+
+def _exacter(best: Setting, fitting: list[Setting]) -> Iterator[Setting]:
+    """The fastest of each way to round less than the best."""
+    here, seen = _inexact(best.settings), set()
+    for setting in sorted(fitting, key=lambda s: s.seconds):
+        there = _inexact(setting.settings)
+        if there == here or there in seen or any(a > b for a, b in zip(there, here, strict=True)):
+            continue
+        seen.add(there)
+        yield setting
+
+
+def _spread(ahead: list[Setting]) -> Iterator[Setting]:
+    """The fastest, then the next that needs clearly less: near neighbours say nothing new."""
+    last = None
+    for setting in ahead:
+        if last is None or setting.footprint.total < 0.95 * last:
+            last = setting.footprint.total
+            yield setting
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def settings_of(cfg: Config) -> Settings:
+    """What a configuration says where a proposal may say otherwise."""
+    found = {key: value_of(cfg, key) for key in (*_CHOICES, "train.recompute", "train.micro_batch")}
+    return {**found, "train.recompute": _named(dict(cfg.train.recompute))}
+
+
+def gb(size: float) -> str:
+    """10^9 bytes, for people."""
+    return f"{size / 1e9:.1f} GB" if abs(size) >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,486 @@
+"""What a run will need of a card's memory, in bytes by kind, before a weight is read.
+
+    weights       parameters, in the dtype of the model
+    master        what makes a BF16 weight exactly fp32 beside it
+    gradients     as they stand after backward
+    optimizer     both moments
+    codes         FP8 codes of weights that live from step to step
+    reference     phases rl and preference: a frozen copy that the policy is held to (none with LoRA)
+    kv_cache      phase rl, while completions are written (`rollout`), when there are no gradients and no activations
+    activations   what a forward keeps for its backward, tokens of the largest micro-batch
+    logits        what the head and the loss keep
+    workspace     the largest of what comes and goes within a step
+
+The first six follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
+without values (`activations`). The workspace is estimated here, formula by formula; nothing of it is measured. A run
+reports the same kinds (:mod:`octavo.train.step.memory_report`), the workspace excepted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import fp8, models
+from octavo.adapters.experts import stock_name
+from octavo.base import accelerator
+from octavo.config import COMPONENTS, Config
+from octavo.config.rules.general import check
+from octavo.config.sections.train import RecomputeSection
+from octavo.fp8.planning import blocks_of, saving_of
+from octavo.parallel import Layout
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory import states
+from octavo.train.estimate.memory.activations import FakeForward, fake_forward
+from octavo.train.estimate.memory.mesh import keys, layout_of, part
+from octavo.train.estimate.memory.rollout import Rollout, Rollouts, copied
+from octavo.train.forward.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
+from octavo.train.setup import frozen_base, planning
+from octavo.train.setup.token_counts import Tokens, attention_flops
+
+KINDS = (
+    "weights", "master", "gradients", "optimizer", "codes", "reference", "kv_cache",
+    "activations", "logits", "workspace",
+)  # fmt: skip
+
+# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss).
+CHUNK = 2**25
+CHUNK_OF_CPU = 2**23
+# What an optimizer in host memory needs on the device: three buffers of a batch of states (octavo.fp8.optim.offload).
+STREAM = 3 * (64 << 20)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """``kinds``: kind -> bytes on the rank that holds most. ``per_token``: component -> bytes of activations a token of
+    that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of. ``rollout``:
+    of phase rl, whose other moment this is then. ``staging``: bytes in host memory of the copy that is saved
+    (`run.save: async`)."""
+
+    kinds: Mapping[str, int]
+    per_token: Mapping[str, float]
+    host: int
+    parts: Mapping[str, int]
+    tokens: Tokens
+    ranks: int
+    rollout: Rollout | None = None
+    staging: int = 0
+
+    @property
+    def update(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def total(self) -> int:
+        """Of the moment that needs most."""
+        return max(self.update, self.rollout.total if self.rollout else 0)
+
+    def to_json(self) -> dict[str, Any]:
+        more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
+        return {
+            "ranks": self.ranks,
+            "tokens": {
+                **self.tokens.counts,
+                "row": self.tokens.row,
+                "image": self.tokens.image,
+                "sound": self.tokens.sound,
+            },
+            "bytes": dict(self.kinds),
+            "total": self.total,
+            "per_token": dict(self.per_token),
+            "host": self.host,
+            "staging": self.staging,
+            "workspace": dict(self.parts),
+            **more,
+        }
+
+
+class Footprints:
+    """Footprints of one model under configurations that differ in how they keep memory; each forward is counted once.
+
+    Args:
+        cfg: the configuration as given; what it says of recipes is that of all others.
+        model: stock, on the meta device, frozen, with the frozen FP8 weights that the run will load.
+        plan: that of ``cfg``.
+        tokens: of one micro-batch of ``cfg``.
+        device: the type of device that will train.
+        copy: whether a frozen copy of the model stands beside it, as a reference.
+        usable: bytes of the card that rollouts are to fit into; None: whatever they take.
+    """
+
+    def __init__(
+        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens,
+        device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
+    ) -> None:  # fmt: skip
+        self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
+        self.device = device
+        self._copied = copied(self.config, family, plan) if copy else None
+        self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
+        self.dressed = frozen_base.with_adapters(model, family, cfg)  # what is trained, and what runs
+        self.held = states.held(self.dressed, family)
+        self.reached = states.backward_reaches(self.dressed)
+        self.frozen = states.frozen_of(self.held)
+        self._forwards: dict[Any, FakeForward] = {}
+        self._standing: dict[Any, int] = {}
+        self._gathered: dict[Any, tuple[int, ...]] = {}
+        self._plans: dict[Any, fp8.Plan] = {_of_plan(cfg): plan}
+        self._flops: dict[Any, Mapping[str, float]] = {}
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def plan_of(self, cfg: Config) -> fp8.Plan:
+        """The plan of a configuration: the recipes and backends of the first, other things that are kept."""
+        key = _of_plan(cfg)
+        if key not in self._plans:
+            policy = planning.policy_from(cfg)
+            saving = saving_of(policy, self.family.components)
+            given = self.plan.rows, policy.fuse == "on", saving, self.family.components
+            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *given))
+        return self._plans[key]
+
+    def forward(self, cfg: Config, rows: int) -> FakeForward:
+        """What a forward of so many rows keeps: one is counted, and more keep as much each."""
+        key = (_of_plan(cfg)[:-2], self.forward_of(cfg), cfg.train.recompute, cfg.train.logits)
+        if key not in self._forwards:
+            kept = self._fake_forward(cfg)
+            self._forwards[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
+        return self._forwards[key].times(rows)
+
+    def logits_of(self, cfg: Config) -> int:
+        """What the head and the loss keep of one row, whatever the blocks keep."""
+        key = ("head", self.forward_of(cfg), cfg.train.logits)
+        if key not in self._forwards:
+            plain = changed(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
+            self._forwards[key] = self._fake_forward(plain, head_alone=True)
+        return self._forwards[key].logits
+
+    def chunks(self, cfg: Config) -> bool:
+        """Whether losses come without full logits: asked for, and possible with this model."""
+        return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
+
+    def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
+        """In what a forward computes: the dtype of the parameters, and that of the autocast around it (None: none)."""
+        return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
+
+    def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
+        _, autocast = self.forward_of(cfg)
+        tokens = _one_row(self.tokens)
+        return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
+
+    def _recomputed(self, cfg: Config, kept: FakeForward) -> dict[str, int]:
+        """What a block keeps while its backward runs that it did not keep before."""
+        again = [component for component, how in cfg.train.recompute if how != "none" and kept.largest.get(component)]
+        if not again:
+            return {}
+        whole = self.forward(changed(cfg, {"train.recompute": "none"}), 1)
+        return {component: whole.largest[component] - kept.largest[component] for component in again}
+
+    def of(self, cfg: Config, ranks: int = 1) -> Footprint:
+        """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
+        rows = max(1, self.tokens.rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
+        return self.put_together(cfg, self.forward(self.computing(cfg, ranks), rows), rows, ranks)
+
+    def computing(self, cfg: Config, ranks: int) -> Config:
+        """A configuration whose one process computes as each of these ranks does."""
+        seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # BF16 weights, for what a forward keeps
+        return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
+
+    def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
+        """The footprint, given what a forward keeps."""
+        plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
+        kept, tokens = part(kept, _rows(self.tokens, rows), layout.context)
+        still = self.still(cfg, layout)
+        activations = resident = kept.activations
+        if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
+            resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
+        parts = self._workspace(cfg, plan, kept, tokens, ranks, layout)
+        kinds = {
+            **still,
+            "kv_cache": 0,
+            "activations": min(activations, resident),
+            "logits": kept.logits,
+            "workspace": sum(parts.values()),
+        }
+        host = activations - kinds["activations"]
+        if cfg.optimizer.offload:
+            host += kinds["master"] + kinds["optimizer"]
+            kinds["master"] = kinds["optimizer"] = 0
+        of = {name: kept.blocks.get(name, 0) + kept.outside.get(name, 0) for name in tokens.counts}
+        per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
+        rollout = None
+        if self._rollouts is not None:
+            always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
+            dtype, autocast = self.forward_of(self.computing(cfg, ranks))
+            more = sum(parts.get(name, 0) for name in ("codes", "values"))
+            more += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
+            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, more, ranks)
+        staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
+        return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
+
+    def standing(self, cfg: Config, ranks: int = 1) -> int:
+        """Bytes on the device between steps, and gradients."""
+        still = self.still(cfg, layout_of(cfg, ranks))
+        return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
+
+    def still(self, cfg: Config, layout: Layout) -> dict[str, int]:
+        """The kinds that stand between steps, wherever they are kept, each counted once for all that it depends on."""
+        plan, held, how, ranks = self.plan_of(cfg), self.held, cfg.optimizer, layout.sharded
+        each, shared = (states.width(cfg), states.trained_width(cfg)), layout.ranks > 1
+        kinds: dict[str, tuple[Any, Callable[[], int]]] = {
+            "weights": (each, lambda: states.weights(cfg, held, ranks)),
+            "master": ((each, how.master), lambda: states.master(cfg, held, ranks)),
+            "gradients": ((each, how.update), lambda: states.gradients(cfg, held, ranks)),
+            "optimizer": (how.states, lambda: states.states(cfg, held, ranks)),
+            "codes": ((_of_plan(cfg), shared), lambda: states.codes(plan, self.reached, ranks, self.frozen, shared)),
+            "reference": (
+                (each, _of_plan(cfg)),
+                lambda: 0 if self._copied is None else self._copied(cfg, plan, ranks),
+            ),
+        }
+        for kind, (on, count) in kinds.items():
+            if (kind, ranks, on) not in self._standing:
+                self._standing[kind, ranks, on] = count()
+        return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
+
+    def _workspace(
+        self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int, layout: Layout
+    ) -> dict[str, int]:  # fmt: skip
+        """What comes and goes, at the moment when most of it is there while all activations still are:
+
+        loss       the chunk of logits that is worked on (as a GEMM leaves it, in fp32, and its gradient in both), and
+                   the gradient of the hidden states in fp32; with full logits their gradient in both dtypes
+        blocks     the gradients inside one block: three tensors of its widest layer in 16 bits (an MLP's product, gate
+                   and up), each with its codes for dgrad and for wgrad; and what the block keeps where it is recomputed
+        gradient   of one weight before it is added, or with `update: backward` before it is used
+        codes      of one weight, where they are cast at each use
+        values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
+        gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
+        keys       of a layer, from the other ranks that share a row (octavo.train.estimate.memory.mesh)
+        mask       of a tower that tells the images of a micro-batch apart by one over all their patches (Pixtral)
+        stream     buffers of an optimizer whose states come and go
+
+        A reference's forward, while activations are there, makes less than the backward does. The first two are at
+        different times: the larger counts, and with `update: backward` the head's gradient belongs
+        to the first.
+        """
+        about = self._about
+        low = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
+        positions = tokens.counts.get("lm_head", tokens.counts.get("foundation", 0))
+        if self.chunks(cfg):
+            most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
+            chunk = min(most, positions * about.vocabulary)
+            codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
+            loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
+        else:
+            loss = positions * about.vocabulary * (low + 4 + low)
+        blocks = max(
+            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.fp8 else 0))
+            + kept.recomputed.get(name, 0)
+            for name, wide in about.widest.items()
+        )
+        inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
+        parts: dict[str, int] = {}
+        if cfg.optimizer.update == "backward":
+            first = loss + outer > blocks + inner
+            parts["loss" if first else "blocks"] = loss if first else blocks
+            parts["gradient"] = outer if first else inner
+        else:
+            parts["loss" if loss > blocks else "blocks"] = max(loss, blocks)
+            parts["gradient"] = outer if planning.micro_steps_of(cfg, ranks) > 1 else 0
+        if plan.policy.weight_codes == "recast":
+            parts["codes"] = about.codes
+        if self.frozen:
+            parts["values"] = low * self._dequantized
+        if ranks > 1:
+            parts["gathered"] = sum(self._gather(cfg, plan, layout.expert))
+        if layout.context > 1:
+            parts["keys"] = keys(cfg, self.config, layout, tokens, low)
+        if tokens.image and models.vision_of(self.config).kind == "whole":
+            parts["mask"] = low * tokens.counts.get("image_encoder", 0) ** 2
+        if cfg.optimizer.offload:
+            parts["stream"] = STREAM
+        return {name: size for name, size in parts.items() if size}
+
+    @cached_property
+    def _dequantized(self) -> int:
+        """Elements of the largest frozen FP8 weight whose values some GEMM asks for, one expert at a time."""
+        rows = {states.weight_name(row): row for row in self.plan.rows}
+        sizes = [0]
+        for p in self.held:
+            row = rows.get(stock_name(p.name)) if p.codes is not None else None
+            if row is not None and not states.multiplies_by_codes(row, p.codes):
+                sizes.append(row.shape[0] * row.shape[1] * (1 if row.fp8 else row.row.experts or 1))
+        return max(sizes)
+
+    def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
+        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks, whose experts are dealt to
+        so many ranks."""
+        key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg), ways)
+        if key not in self._gathered:
+            held, plan = states.dealt(self.held, plan, ways)
+            both = states.gathered(cfg, held, plan), states.ungathered(cfg, held)
+            self._gathered[key] = tuple(
+                found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
+            )
+        return self._gathered[key]
+
+    @cached_property
+    def elements(self) -> int:
+        """Trained parameters."""
+        return sum(p.elements() for p in self.held if p.trained)
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """Component -> its repeating blocks."""
+        return Counter(self.family.component_of(name) or "foundation" for name, _ in self.family.layers(self.model))
+
+    @cached_property
+    def flops(self) -> Mapping[str, float]:
+        """Component -> FLOPs of its linear layers in a forward, per token."""
+        out: dict[str, float] = {}
+        for row in self.plan.rows:
+            n, k = row.shape
+            out[row.component] = out.get(row.component, 0.0) + 2.0 * n * k * (row.row.experts_per_token or 1)
+        return out
+
+    def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
+        """Component -> FLOPs of its linear layers in one forward of these tokens; attention with the language model."""
+        key = (tokens.row, tokens.image, tokens.sound, *tokens.counts.values())
+        if key not in self._flops:
+            out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
+            attention = attention_flops(self.model.config, tokens)
+            out["foundation"] = out.get("foundation", 0.0) + (attention or 0.0) / 3.5
+            self._flops[key] = out
+        return self._flops[key]
+
+    def input_of(self, component: str, cfg: Config) -> int:
+        """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
+        config = self.model.config
+        towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
+        own = getattr(config, towers[component]) if component in towers else config.get_text_config()
+        width = own.hidden_size
+        return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
+
+    @cached_property
+    def _about(self) -> _About:
+        return _About.of(self.held, self.plan)
+
+
+@dataclass(frozen=True)
+class _About:
+    """What the workspace depends on: ``vocabulary`` and ``hidden`` of the head, component -> its ``widest`` layer, the
+    components with FP8 layers, elements of the ``largest`` weight and of the largest inside a block, bytes of the
+    largest layer's ``codes``."""
+
+    vocabulary: int
+    hidden: int
+    widest: Mapping[str, int]
+    fp8: frozenset[str]
+    largest: int
+    largest_inside: int
+    codes: int
+
+    @classmethod
+    def of(cls, held: tuple[states.Held, ...], plan: fp8.Plan) -> _About:
+        heads = [row.shape for row in plan.rows if row.component == "lm_head"]
+        vocabulary, hidden = heads[0] if heads else (0, 0)
+        widest: dict[str, int] = {}
+        for row in plan.rows:
+            if row.component != "lm_head":
+                widest[row.component] = max(widest.get(row.component, 0), *row.shape)
+        trained = [p for p in held if p.trained]
+        return cls(
+            vocabulary,
+            hidden,
+            widest,
+            frozenset(row.component for row in plan.rows if row.fp8),
+            max((p.elements() for p in trained), default=0),
+            max((p.elements() for p in trained if p.block), default=0),
+            max((states.codes_of(row, (row.recipe.fwd,)) for row in plan.rows if row.recipe), default=0),
+        )
+
+
+def value_of(cfg: Config, key: str) -> Any:
+    """The value under a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(cfg, section), name)
+
+
+def refused(cfg: Config) -> bool:
+    """Whether a run would refuse it by its rules."""
+    return any(True for _ in check(cfg))
+
+
+def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
+    """A copy with other values under dotted keys, its rules not checked: combinations that a run refuses can be sized,
+    too."""
+    for key, value in settings.items():
+        section, name = key.split(".")
+        if key == "train.recompute" and not isinstance(value, RecomputeSection):
+            ways = dict.fromkeys(RecomputeSection.model_fields, value) if isinstance(value, str) else value
+            value = RecomputeSection(**ways)
+        cfg = cfg.model_copy(update={section: getattr(cfg, section).model_copy(update={name: value})})
+    return cfg
+
+
+def _of_plan(cfg: Config) -> Any:
+    """What of a configuration the plan depends on, among all that only changes memory."""
+    parts = [getattr(cfg.fp8, name) for name in COMPONENTS]
+    return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
+
+
+def _one_row(tokens: Tokens) -> Tokens:
+    return replace(tokens, counts={name: n // tokens.rows for name, n in tokens.counts.items()})
+
+
+def _rows(tokens: Tokens, rows: int) -> Tokens:
+    return replace(tokens, counts={name: n * rows for name, n in _one_row(tokens).counts.items()})
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+# What nobody's tensors are: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about 1 GB), and
+# what the allocator cannot use because free blocks have other sizes. An assumption, until a run says better.
+CONTEXT, FRAGMENTS = 1.0e9, 0.02
+
+
+@dataclass(frozen=True)
+class Card:
+    """``size`` in bytes, as given: 80GB is 80e9 (such a card has 85e9, and the difference is left to the careful)."""
+
+    name: str
+    size: int
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that a run's tensors must leave free."""
+        return int(CONTEXT + FRAGMENTS * self.size)
+
+    @property
+    def usable(self) -> int:
+        return self.size - self.reserve
+
+    @classmethod
+    def parse(cls, text: str) -> Card:
+        """``80GB``, ``24GiB``, ``141``. Raises TrainError for anything else."""
+        given = text.strip().lower()
+        number, unit = given, 1e9
+        for ending, size in (("gib", 2.0**30), ("gb", 1e9)):
+            if given.endswith(ending):
+                number, unit = given[: -len(ending)], size
+                break
+        try:
+            value = float(number)
+        except ValueError:
+            value = 0.0
+        if not 1 <= value <= 10000:
+            raise TrainError(f"a card is given by its memory, as in 80GB, 24GB or 141GB; found {text[:60]!r}")
+        return cls(text.strip(), int(value * unit))

@@ -1,0 +1,141 @@
+"""The micro-batch that a forward without values gets: rows of equal length, real ids, pixels and sounds without values.
+
+Images are all of one size, as many as the tokens of the encoder make, spread evenly over the rows. What a model looks
+at is real: ids, grids, sizes of images, how many a row has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from octavo import models
+from octavo.models.structure import anyres
+from octavo.train.errors import TrainError
+from octavo.train.setup.token_counts import Tokens
+
+_KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+"""By what names families ask which tokens are an image's: for positions, two-way attention, experts."""
+
+
+def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
+    """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
+    ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    patches = tokens.counts.get("image_encoder", 0)
+    if family.has_vision and patches and tokens.image:
+        batch |= _images(model.config, ids, patches, tokens.image, family.image_token_id, mode)
+    if family.has_audio and tokens.sound:
+        batch |= _sounds(model.config, ids, tokens.counts["audio_encoder"], family.audio_token_id, mode)
+    if family.has_vision:
+        of_image = (ids == family.image_token_id).to(torch.int64)
+        batch |= {name: of_image for name in _KINDS if name in inspect.signature(model.forward).parameters}
+    return batch
+
+
+def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
+    """As many sounds as the tokens of the encoder make, as long as the rows of ``ids`` have room for: the tower takes
+    each for the longest."""
+    hearing = models.hearing_of(config)
+    many = max(1, round(places / hearing.positions))
+    each = -(-many // len(ids))  # in one row
+    length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
+    if length < hearing.least:
+        raise TrainError(
+            f"{places} places of sounds are {each} sounds in a row of {ids.shape[1]} tokens, and each takes "
+            f"{hearing.least} or more. Give fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
+        )
+    for number in range(many):
+        row, start = number // each, (number % each) * (length + 1) + 1
+        ids[row, start : start + length] = token
+    with mode:
+        heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
+    mask = torch.zeros(many, hearing.frames, dtype=torch.int64)
+    mask[:, : hearing.shortest(length)] = 1
+    return {"input_features": heard, "feature_attention_mask": mask}
+
+
+class _Images(NamedTuple):
+    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; ``more``
+    that the tower wants."""
+
+    each: int
+    length: int
+    shape: tuple[int, ...]
+    more: dict[str, Tensor]
+
+
+def _images(
+    config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
+) -> dict[str, Tensor]:
+    """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
+    vision, rows = models.vision_of(config), len(ids)
+    if vision.sized:
+        found = _cut_alone(config, vision, patches, rows)
+    elif vision.kind == "tiles":
+        found = _tiles(vision, patches, image, rows)
+    else:
+        found = _whole(vision, patches, image, rows, ids.shape[1])
+    each, length, shape, more = found
+    if each * (length + 1) > ids.shape[1]:
+        raise TrainError(
+            f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
+            f"{ids.shape[1]} tokens. Give fewer tokens for image_encoder, or more for foundation (train.seq_length)"
+        )
+    for i in range(each):  # a token of text between two images
+        start = i * (length + 1)
+        ids[:, start + 1 : start + 1 + length] = token
+    with mode:
+        pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return {"pixel_values": pixels, **more}
+
+
+def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
+    """Whole images, nearly square; in patches, or as they are. Rounded up no further than rows of `length` tokens have
+    room for."""
+    each, merge = max(1, round(patches / image / rows)), vision.merge
+    area = patches / (each * rows * merge * merge)
+    side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
+    other = max(1, round(area / side))
+    if side * other > length // each - 1 >= int(area):
+        side = max(range(side // 2 + 1, side + 1), key=lambda tall: int(area / tall) * tall)
+        other = int(area / side)
+    count, (tall, wide) = each * rows, vision.patch
+    if vision.kind == "patches":
+        grid = torch.tensor([[1, side * merge, other * merge]]).repeat(count, 1)
+        features = vision.channels * tall * wide
+        return _Images(each, side * other, (int(grid.prod(-1).sum()), features), {"image_grid_thw": grid})
+    size = (side * merge * tall, other * merge * wide)
+    sizes = torch.tensor([size]).repeat(count, 1)
+    return _Images(each, side * other, (count, vision.channels, *size), {"image_sizes": sizes})
+
+
+def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
+    """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
+    of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
+    each = max(1, round(patches / of_one / rows))
+    frames, count, more = 1, 1, {}
+    if vision.scales:
+        count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
+        frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
+        more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+    lead = (each * rows * frames * count, *(1,) * (vision.axes - 4))
+    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), more)
+
+
+def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _Images:
+    """Images that are cut because each is the only one of its row (of its sample, in a pack): as few as have so many
+    tiles. A single tile is one of several images."""
+    tiles = max(1, round(patches / vision.cells / rows))
+    each, alone = -(-tiles // vision.most), tiles > 1
+    size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
+    length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
+    more = {
+        "image_sizes": torch.tensor([size]).repeat(each * rows, 1),
+        "batch_num_images": torch.full((each * rows,), 1 if alone else 2),
+    }
+    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), more)

@@ -1,0 +1,120 @@
+"""What phase rl needs beside an update: bytes while completions are written, and those of a frozen copy.
+
+A step of phase rl has two moments. In the **rollout** no gradient and no activation is there, but the key-value cache
+(`kv_cache`: its pages, and what is kept of each sequence) and what the engine makes: :mod:`octavo.generation.memory`.
+In the **update** the cache is gone. What stands between steps stands in both.
+
+How many sequences are generated at a time is `rl.slots`, else all of a step, or as many as there is room for where a
+card is named; a run on a GPU decides by the same rule, from what is free then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo import fp8, generation, models
+from octavo.config import Config
+from octavo.config.sections.rl import RlSection
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory import states
+from octavo.train.setup import frozen_base
+from octavo.train.setup.token_counts import Tokens
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """``kinds``: kind -> bytes while completions are written; ``sequences`` at a time, ``of`` so many of a step on one
+    rank; ``token``: bytes that a token takes in the cache."""
+
+    kinds: Mapping[str, int]
+    sequences: int
+    of: int
+    token: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes": dict(self.kinds),
+            "total": self.total,
+            "sequences": self.sequences,
+            "of": self.of,
+            "bytes_per_cached_token": self.token,
+        }
+
+
+class Rollouts:
+    """Rollouts of one model under configurations that differ in how they keep memory. ``usable``: bytes of a card that
+    they are to fit into, None: whatever it takes."""
+
+    def __init__(self, config: Any, usable: int | None) -> None:
+        self.config, self.usable = config, usable
+        self._found: dict[Any, generation.Bytes] = {}
+
+    def of(
+        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, more: int, ranks: int
+    ) -> Rollout:
+        """Of one rank. ``standing``: what is there in every moment; ``dtype``: what the model computes in; ``more``: of
+        one weight or block, what comes and goes in any forward."""
+        rl = cfg.rl
+        assert rl is not None
+        own = max(1, rl.prompts * rl.group // ranks)
+        prompt = max(1, tokens.row - rl.max_new_tokens)
+        patches = tokens.counts.get("image_encoder", 0) // tokens.rows
+        never = (0,) if patches else ()  # whichever token stands for images
+        sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
+
+        in_place = self.usable is not None and not rl.invariant  # a card's kernels gather nothing
+        check_pages(rl, prompt, generation.PAGE)
+
+        def shape(sequences: int) -> generation.Shape:
+            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
+
+        def predicted(sequences: int) -> generation.Bytes:
+            key = (shape(sequences), rl.kv, dtype, sampling)
+            if key not in self._found:
+                self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
+            return self._found[key]
+
+        still = sum(standing.values()) + more
+        slots = min(rl.slots or own, own)
+        if rl.slots is None and rl.pages is not None:
+            slots = generation.most_that_fit(slots, lambda count: shape(count).takes <= shape(count).pages) or 1
+        if rl.slots is None and self.usable is not None:
+            room = self.usable - still
+            slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
+        found = predicted(slots)
+        kinds = {**standing, "kv_cache": found.held, "workspace": found.total - found.held + more}
+        return Rollout(kinds, slots, own, generation.bytes_of_token(self.config, rl.kv, dtype))
+
+
+def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
+    """Raise TrainError where `rl.pages` hold no completion of a prompt of so many tokens."""
+    need = generation.pages_needed(prompt, rl.max_new_tokens, page)
+    if rl.pages is not None and need > rl.pages:
+        raise TrainError(
+            f"rl.pages is {rl.pages}, pages of {page} tokens, and one completion of {name or 'a prompt'}, {prompt} "
+            f"tokens, with {rl.max_new_tokens} new ones (rl.max_new_tokens) may need {need}. Raise rl.pages (with "
+            "rl.kv: fp8 they take half the bytes), lower rl.max_new_tokens, or leave rl.pages out"
+        )
+
+
+def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
+    """What counts the bytes of a frozen copy of the model: weights as a run keeps them (`base.into_codes`), and FP8
+    codes of what stays in high precision."""
+    model = models.empty(config).requires_grad_(False)
+    frozen_base.into_codes(model, plan)
+    found = states.held(model, family)
+    frozen = states.frozen_of(found)
+
+    def count(cfg: Config, plan: fp8.Plan, ranks: int) -> int:
+        codes = states.codes(plan, (), ranks, frozen) if ranks == 1 else 0
+        return states.weights(cfg, found, ranks) + codes
+
+    return count

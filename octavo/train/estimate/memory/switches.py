@@ -1,0 +1,66 @@
+"""Which setting buys how much memory: every switch turned over alone, the rest as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory.footprint import Footprints, changed, refused, value_of
+
+# switch -> (values from the most memory to the least, or pairs of them; what it costs)
+SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "optimizer.states": (("fp32", "bf16", "fp8"), "moments in fewer bits"),  # coat: more bytes than fp8, and less exact
+    "optimizer.master": (("fp32", "bf16+16", "bf16+sr"), "bf16+16 is exactly fp32; bf16+sr rounds weights at random"),
+    "optimizer.update": (("step", "backward"), "one micro-batch a step; with train.clip a second backward"),
+    "optimizer.offload": ((False, True), "states cross the bus twice a step"),
+    "fp8.activations": (("bf16", "fp8"), "norm inputs, gate and up rounded to FP8"),
+    "fp8.weight_codes": (("keep", "recast"), "a cast of each weight at each use"),
+    "train.recompute": (("none", "selective", "full"), "up to another forward of the blocks"),
+    "train.logits": (("full", "chunked"), "another GEMM of the head"),
+    "train.offload_activations": ((False, True), "activations cross the bus twice a step"),
+}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """``bytes``: how many fewer with the switch on than off. ``on``: whether it is; ``value``: what it is, or what it
+    would be turned to."""
+
+    key: str
+    value: Any
+    on: bool
+    bytes: int
+    cost: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "value": self.value, "on": self.on, "bytes": self.bytes, "cost": self.cost}
+
+
+def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
+    """For each switch that is on, what it saves against off; for each other step down, what that would save."""
+    cfg = sizes.cfg
+    now = sizes.of(cfg, ranks).total
+    for key, (values, cost) in SWITCHES.items():
+        if key in ("fp8.activations", "fp8.weight_codes") and (cfg.fp8.plan is not None or not sizes.plan.share):
+            continue
+        if key == "train.logits" and not sizes.chunks(changed(cfg, {key: "chunked"})):
+            continue
+        found = value_of(cfg, key)
+        if key == "train.recompute":
+            ways = {how for _, how in found}
+            found = ways.pop() if len(ways) == 1 else found.foundation
+        at = values.index(found) if found in values else 0
+        others = ([values[0]] if at else []) + list(values[at + 1 :])
+        for other in others:
+            tried = changed(cfg, {key: other})
+            # backward is refused beside accumulation, and shown all the same: the cost says what it takes
+            if refused(tried) and (key != "optimizer.update" or cfg.train.phase == "rl"):
+                continue
+            try:
+                saved = sizes.of(tried, ranks).total - now
+            except TrainError:  # nothing of this model could be run again so
+                continue
+            on = other == values[0] and at > 0
+            yield Switch(key, found if on else other, on, saved if on else -saved, cost)

@@ -1,0 +1,146 @@
+"""Clusters: what a GPU computes, remembers and sends in a second by its data sheet, and what of that is reached.
+
+`h100x8x8` is a kind of GPU, so many in a node, so many nodes. Another cluster is a YAML file with the same figures:
+
+```yaml
+gpu: my-card          # only a name
+bf16: 989e12          # dense FLOP/s
+fp8: 1979e12
+memory: 80GB
+hbm: 3.35e12          # bytes/s of the card's memory
+per_node: 8
+nodes: 8
+nvlink: 450e9         # bytes/s of a GPU to others in its node, one way
+network: 50e9         # bytes/s of a GPU to other nodes, one way
+speeds: {bf16: 0.5}   # shares that are reached, where they are known better; see Speeds
+```
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from octavo.base.safe_read import read_json, read_text
+from octavo.config.yaml.document import read_text as parse
+from octavo.config.yaml.problems import nearest
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory import Card
+
+WHOLE = "docs/scale.md shows a whole file"
+SHARES = ("bf16", "fp8", "experts", "attention", "links")  # of the speeds: no more than 1
+SPEEDS_FILE = Path(__file__).with_name("speeds.json")
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What is reached of a data sheet. ``bf16``, ``fp8``, ``attention``: shares of the peak in products; ``experts``:
+    the part of the first two in those of experts, whose rows are few; ``compiled``, ``eager``: passes over memory that
+    a block makes for each value of its hidden states, forward and backward; ``links``: the share of links, assumed. The
+    rest is fitted to published figures: `python benchmarks/cost.py`."""
+
+    bf16: float
+    fp8: float
+    experts: float
+    attention: float
+    compiled: float
+    eager: float
+    links: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``bf16`` and ``fp8`` in dense FLOP/s, ``hbm``, ``nvlink`` and ``network`` in bytes/s."""
+
+    gpu: str
+    bf16: float
+    fp8: float
+    memory: Card
+    hbm: float
+    nvlink: float
+    network: float
+    per_node: int
+    nodes: int
+    speeds: Speeds
+
+    @property
+    def ranks(self) -> int:
+        return self.per_node * self.nodes
+
+    def of(self, ranks: int) -> Cluster:
+        """The same with so many GPUs."""
+        per_node = min(self.per_node, ranks)
+        return replace(self, per_node=per_node, nodes=-(-ranks // per_node))
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """``h100x8x8``, or the path of a YAML file. Raises TrainError for anything else."""
+        if (found := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and found[1] in GPUS:
+            return cls(found[1], *GPUS[found[1]], int(found[2]), int(found[3]), fitted())._checked(text)
+        if not text.endswith((".yaml", ".yml")):
+            close = nearest(text.lower().split("x")[0], GPUS)
+            hint = f" (did you mean {close}x8x8?)" if close and not found else ""
+            raise TrainError(
+                f"--cluster {text[:60]!r} is no cluster{hint}: give a kind of GPU, how many a node has and how many "
+                f"nodes, as in h100x8x8, or a YAML file of bandwidths. Kinds are {', '.join(GPUS)}"
+            )
+        return _of_file(text)
+
+    def _checked(self, where: str) -> Cluster:
+        wrong = [f.name for f in fields(self) if isinstance(v := getattr(self, f.name), int | float) and not v > 0]
+        wrong += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
+        if wrong:
+            raise TrainError(f"{where}: {', '.join(wrong)} must be above 0")
+        if more := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
+            raise TrainError(f"{where}: {', '.join(more)} must be at most 1: a share of what the data sheet promises")
+        return self
+
+
+# Data sheets of NVIDIA: dense FLOP/s in BF16 and FP8 (without sparsity), memory, its bytes/s, NVLink bytes/s one way;
+# network: a 400 Gb/s adapter a GPU, of A100 nodes 200 Gb/s. A100 has no FP8: its GEMMs run in BF16.
+GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
+    "a100": (312e12, 312e12, Card("80GB", 80 * 10**9), 2.04e12, 300e9, 25e9),
+    "h100": (989e12, 1979e12, Card("80GB", 80 * 10**9), 3.35e12, 450e9, 50e9),
+    "h800": (989e12, 1979e12, Card("80GB", 80 * 10**9), 3.35e12, 200e9, 50e9),
+    "h200": (989e12, 1979e12, Card("141GB", 141 * 10**9), 4.8e12, 450e9, 50e9),
+    "b200": (2250e12, 4500e12, Card("180GB", 180 * 10**9), 7.7e12, 900e9, 50e9),
+}
+
+
+@cache
+def fitted() -> Speeds:
+    """The constants that `benchmarks/cost.py` fitted to published figures."""
+    found = read_json(SPEEDS_FILE)
+    return Speeds(**{f.name: float(found["speeds"][f.name]) for f in fields(Speeds)})
+
+
+def _of_file(path: str) -> Cluster:
+    found = parse(read_text(path, TrainError), path, fix=WHOLE)
+    if found.problems:
+        raise TrainError("\n".join(map(str, found.problems)))
+    given: dict[str, Any] = dict(found.value)
+    names = {f.name for f in fields(Cluster)}
+    speeds = given.pop("speeds", None) or {}
+    if missing := sorted(names - given.keys() - {"speeds"}):
+        raise TrainError(f"{path}: {', '.join(missing)} missing; {WHOLE}")
+    known = {f.name for f in fields(Speeds)}
+    if not isinstance(speeds, dict):
+        raise TrainError(f"{path}: speeds must be a mapping of {', '.join(sorted(known))}")
+    if unknown := sorted({*(given.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
+        raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
+    gpu, memory = given.pop("gpu"), given.pop("memory")
+    if not isinstance(gpu, str):
+        raise TrainError(f"{path}: gpu must be a name, found {gpu!r}")
+    try:
+        card = Card.parse(str(memory))
+    except TrainError as error:
+        raise TrainError(f"{path}: memory: {error}") from error
+    numbers = {**given, **{f"speeds.{name}": value for name, value in speeds.items()}}
+    bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(given[name], int)]
+    if bad:
+        raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")
+    return Cluster(gpu=gpu, memory=card, **given, speeds=replace(fitted(), **speeds))._checked(path)

@@ -1,0 +1,112 @@
+"""Which mesh is the best for a cluster: all that divide it, the fastest that fits a card, and why each other loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from octavo.config import Config
+from octavo.parallel import Layout
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory import Footprints, gb
+from octavo.train.estimate.step_time.cluster import Cluster
+from octavo.train.estimate.step_time.seconds import Estimate, estimate
+from octavo.train.estimate.step_time.wire import Decoder, Mesh
+from octavo.train.estimate.step_time.work import work_of
+from octavo.train.setup.planning import samples_of
+from octavo.train.setup.token_counts import Tokens
+
+UNIT = 128  # tokens of a rank are whole blocks of FP8 casts
+TIE = 1.01  # times that differ by less are equal: then the mesh that sends for the shortest time is taken
+
+
+ROW = 4096  # tokens of the rows in which a long row is counted
+
+
+def in_short_rows(tokens: Tokens) -> Tokens:
+    """The same tokens in rows of at most :data:`ROW`, for what is kept of each token: a forward without values of a
+    long row of many experts takes half a minute. What attention costs stays that of the long row."""
+    row = next((tokens.row // n for n in range(1, tokens.row) if tokens.row % n == 0 and tokens.row // n <= ROW), 1)
+    return replace(tokens, row=row, sample=tokens.sample or tokens.row)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A mesh: its estimate, and ``memory``, bytes on the rank that holds most; ``over``: bytes beyond the card."""
+
+    estimate: Estimate
+    memory: int
+    over: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.estimate.mesh
+
+    def why(self, best: Found) -> str:
+        """Why another one is taken: what does not fit, or what takes longer."""
+        if self.over > 0:
+            return f"does not fit, {gb(self.over)} too much"
+        slower = self.estimate.seconds / self.estimate.tokens / (best.estimate.seconds / best.estimate.tokens) - 1
+        if slower < TIE - 1:
+            return "as fast, and sends for longer" if self.estimate.sending > best.estimate.sending else "as fast"
+        mine, other = (_each(e) for e in (self.estimate, best.estimate))
+        more = {kind: size - other.get(kind, 0.0) for kind, size in mine.items()}
+        return f"{slower:+.0%} time, {max(more, key=lambda kind: more[kind])}"
+
+
+def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]:
+    """Every mesh of the cluster's GPUs that this configuration can have, the best first; those that do not fit last.
+
+    Rows are dealt to shard x replicate ranks, and a step has no fewer rows than these. Raises TrainError where there is
+    no such mesh.
+    """
+    out = [evaluate(sizes, cfg, cluster) for cfg in meshes(sizes.cfg, cluster.ranks, decoder)]
+    if not out:
+        raise TrainError(
+            f"no mesh of {cluster.ranks} GPUs: a step has {samples_of(sizes.cfg)} rows (train.global_batch), fewer "
+            f"than ranks, and rows of {sizes.cfg.train.seq_length} tokens cannot be shared further. Raise "
+            "train.global_batch or train.seq_length, or take fewer GPUs"
+        )
+    fastest = max((found.estimate.rate for found in out if found.over <= 0), default=0.0)
+
+    def order(found: Found) -> tuple[bool, bool, float, float]:
+        near = found.estimate.rate * TIE >= fastest
+        return found.over > 0, not near, found.estimate.sending if near else 0.0, -found.estimate.rate
+
+    return sorted(out, key=order)
+
+
+def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
+    """The mesh of `cfg.parallel` on that cluster."""
+    layout = Layout.of(cluster.ranks, **cfg.parallel.axes)
+    steps = max(1, -(-samples_of(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
+    work = work_of(sizes, cfg, steps)
+    found = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
+    memory = sizes.of(cfg, cluster.ranks).total
+    return Found(found, memory, memory - cluster.memory.usable)
+
+
+def meshes(cfg: Config, ranks: int, decoder: Decoder) -> Iterator[Config]:
+    """The configuration under every mesh of so many ranks."""
+    for context in _divisors(ranks):
+        if context > 1 and (not cfg.data.packing or cfg.train.seq_length % (UNIT * context)):
+            continue
+        for replicate in _divisors(ranks // context):
+            data = ranks // context
+            if data * cfg.train.micro_batch > samples_of(cfg):
+                continue
+            for expert in _divisors(ranks // replicate):
+                if expert > 1 and (not decoder.experts or decoder.experts % (ranks // replicate)):
+                    continue  # each rank of a copy holds whole experts
+                axes = {"replicate": replicate, "shard": data // replicate, "context": context, "expert": expert}
+                section = cfg.parallel.model_copy(update={**axes, "ulysses": "auto"})
+                yield cfg.model_copy(update={"parallel": section})
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _each(found: Estimate) -> dict[str, float]:
+    """Seconds a token of everything that takes time, what is waited for under the exchange that takes longest."""
+    return {kind: share * found.seconds / found.tokens for kind, share in found.shares.items()}

@@ -1,0 +1,149 @@
+"""FLOPs and bytes of one micro-batch of the ranks that share it, from a model, its plan and its tokens.
+
+A token costs 6 FLOPs for each parameter that multiplies it, 2 in the forward and 4 in backward (a frozen layer has no
+wgrad: 2 of them fewer), and 6 L Hq D s in attention, where it sees s / 2 others on average: s is the length of a row,
+of packs sum(l^2) / sum(l). A patch costs 6 N and 12 L d s of the s patches of its image, all of which it sees. These
+are the model's FLOPs, which publications count. A GPU does more: flash attention computes scores again in backward (7
+for each 6), and blocks that are recomputed run a second forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo import fp8
+from octavo.config import Config
+from octavo.parallel import Layout
+from octavo.train.estimate.memory import Footprints, states
+from octavo.train.estimate.step_time.groups import groups
+from octavo.train.estimate.step_time.wire import Coded, Decoder, Group, Rows
+from octavo.train.setup.parallel_limits import coded
+from octavo.train.setup.token_counts import Tokens, attention_flops
+
+FLASH = 7 / 6  # of attention's FLOPs forward and backward, those that flash attention computes
+# Of a block's forward, what runs again under `train.recompute: selective`, attention excepted: norms and the MLP.
+AGAIN = {"none": 0.0, "selective": 0.65, "full": 1.0}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch of the ranks that share its rows, all of them together.
+
+    ``flops``: of forward and backward by kind: bf16, fp8 (linear layers), experts_bf16, experts_fp8, attention;
+    ``forward``: those of one forward; ``again``: what is computed a second time. ``elements``: values of hidden states
+    that blocks take and give, tokens x width x blocks. ``groups``: layout -> what FSDP2 gathers; ``updated``: layout ->
+    bytes that an update reads and writes on a rank; ``twice``: backward runs twice; ``compiled``: blocks are.
+    """
+
+    decoder: Decoder
+    rows: Rows
+    flops: Mapping[str, float]
+    forward: Mapping[str, float]
+    elements: float
+    groups: Callable[[Layout], tuple[Group, ...]]
+    updated: Callable[[Layout], float]
+    again: Mapping[str, float] = field(default_factory=dict)
+    twice: bool = False
+    compiled: bool = False
+
+    @property
+    def model_flops(self) -> float:
+        """6 N + 6 L Hq D s a token, and what vision takes."""
+        return sum(self.flops.values())
+
+    @property
+    def computed(self) -> dict[str, float]:
+        """FLOPs that a GPU does, by kind."""
+        found = {kind: size * (FLASH if kind == "attention" else 1) for kind, size in self.flops.items()}
+        backwards = {kind: size - self.forward.get(kind, 0.0) for kind, size in found.items()} if self.twice else {}
+        return {kind: size + self.again.get(kind, 0.0) + backwards.get(kind, 0.0) for kind, size in found.items()}
+
+
+def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
+    """That of a configuration whose memory ``sizes`` predicts."""
+    tokens = sizes.tokens
+    plan, config = sizes.plan_of(cfg), sizes.config
+    flops, forward = linear_flops(plan.rows, tokens)
+    text = (attention_flops(config, Tokens(tokens.counts, tokens.row, 0, tokens.sample)) or 0.0) / 3.5
+    tower = (attention_flops(config, tokens) or 0.0) / 3.5 - text
+    flops["attention"], forward["attention"] = 3 * (text + tower), text + tower
+    sound = tower if tokens.sound and not tokens.image else 0.0  # no family is trained on both
+    again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower - sound, "audio_encoder": sound})
+    decoder = decoder_of(config, plan, cfg.train.exchange)
+    low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] is not None else 4
+    rows = Rows(
+        tokens.counts.get("foundation", 0),
+        tokens.counts.get("image_projector", 0),
+        low,
+        again=int(cfg.train.recompute.foundation == "full"),
+        again_experts=int(cfg.train.recompute.foundation != "none"),
+    )
+    return Work(
+        decoder, rows, flops, forward, _elements(config, tokens),
+        lambda layout: groups(cfg, sizes.held, plan, sizes.reached, layout),
+        lambda layout: _updated(sizes, cfg, layout) / micro_steps,
+        again, cfg.optimizer.update == "backward" and cfg.train.clip > 0, cfg.train.compile,
+    )  # fmt: skip
+
+
+def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str, float], dict[str, float]]:
+    """(forward and backward, forward alone): kind -> FLOPs of all linear layers."""
+    flops: Counter[str] = Counter()
+    forward: Counter[str] = Counter()
+    for row in rows:
+        of = "experts_" if row.kind == "experts" else ""
+        one = 2.0 * row.shape[0] * row.shape[1] * (row.row.experts_per_token or 1)
+        one *= tokens.counts.get(row.component, 0)
+        gemms = 2 if row.row.frozen else 3
+        low = gemms * row.fp8_flops / row.flops if row.flops else 0.0
+        flops[of + "fp8"] += one * low
+        flops[of + "bf16"] += one * (gemms - low)
+        forward[of + ("fp8" if low else "bf16")] += one
+    return {kind: size for kind, size in flops.items() if size}, dict(forward)
+
+
+def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder:
+    """The decoder of a model's configuration, which exchanges as `train.exchange` says."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    experts = [row for row in plan.rows if row.kind == "experts"]
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return Decoder(
+        text.num_hidden_layers, text.hidden_size, text.num_attention_heads,
+        getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size,
+        len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
+        max((row.row.experts_per_token or 0 for row in experts), default=0),
+        text.hidden_size * (1 + deep) if vision is not None else 0,
+        *(Coded(*found) for found in coded(plan, size, text.hidden_size) if exchange == "fp8"),
+    )  # fmt: skip
+
+
+def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:
+    """FLOPs of forwards in backward, by kind."""
+    out: Counter[str] = Counter()
+    for component, how in cfg.train.recompute:
+        rows = tuple(row for row in plan.rows if row.component == component and row.kind != "lm_head")
+        for kind, size in linear_flops(rows, tokens)[1].items():
+            out[kind] += AGAIN[how] * size
+        out["attention"] += attention.get(component, 0.0) if how == "full" else 0.0
+    return {kind: size for kind, size in out.items() if size}
+
+
+def _elements(config: Any, tokens: Tokens) -> float:
+    """Values of hidden states between operations of blocks, of all towers."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    found = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
+    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
+    found += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
+    sound = getattr(config, "audio_config", None)
+    places = tokens.counts.get("audio_encoder", 0)
+    return found + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
+
+
+def _updated(sizes: Footprints, cfg: Config, layout: Layout) -> float:
+    """Weights, master and moments read and written, gradients read."""
+    found = sizes.still(cfg, layout)
+    return 2.0 * (found["weights"] + found["master"] + found["optimizer"]) + found["gradients"]

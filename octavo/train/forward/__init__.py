@@ -1,0 +1,1 @@
+"""What the loss of a batch is made of."""

@@ -1,0 +1,104 @@
+"""A critic beside the policy: what each state is worth, by a value head on last hidden states (PPO).
+
+lora                the same base with a second adapter, and the head: a forward of its own over the very codes of the
+                    policy, and not a byte of a base
+full-parameter      the head on the policy's own hidden states: no forward more, and its loss reaches the shared trunk
+
+All of it are parameters of the model, so that sharding, optimizer, checkpoints and memory know it like any other; what
+leaves the run (`hf/`, `adapter/`) is the policy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import adapters, models
+from octavo.config import Config
+from octavo.config.sections.rl import WITH_CRITIC
+from octavo.train.errors import TrainError
+from octavo.train.forward.forward import model_dtype
+
+
+class ValueHead(nn.Module):
+    """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
+
+    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone. It is no
+    ``nn.Linear``, which a plan might make an FP8 layer.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32, device: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))  # FSDP2 shards no scalar
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return hidden.float() @ self.weight.float() + self.bias.float()
+
+
+def wanted(cfg: Config) -> bool:
+    """Whether a run has a critic."""
+    return cfg.train.phase == "rl" and cfg.rl is not None and cfg.rl.algorithm in WITH_CRITIC
+
+
+def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) -> None:
+    """Give a model, which has its adapters if it gets any, the critic of this run, on ``device`` (None: the model's).
+
+    Raises TrainError where its head, and so its last hidden states, are not known."""
+    weight = _head(model).weight
+    dtype = model_dtype(cfg)
+    if cfg.lora is not None and adapters.attached(model):  # a part of a model may have none
+        adapters.attach_second(model, cfg.lora, cfg.run.seed + 1, device)
+        dtype = adapters.DTYPES[cfg.lora.dtype]
+    assert isinstance(weight, Tensor)
+    model.add_module(models.VALUE_HEAD, ValueHead(weight.shape[1], dtype, device or weight.device))
+
+
+def owns(name: str) -> bool:
+    """Whether a parameter of this name is the critic's."""
+    return name.startswith(f"{models.VALUE_HEAD}.") or adapters.is_second_parameter(name)
+
+
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the critic that ask for a gradient."""
+    return [p for name, p in model.named_parameters() if p.requires_grad and owns(name)]
+
+
+@contextmanager
+def values(model: nn.Module, alone: bool) -> Iterator[list[Tensor]]:
+    """Inside, a forward of the model adds to the list the values [B, P] of the positions that reach its head, fp32.
+    ``alone``: the head gives these values in place of logits, and computes nothing of its own.
+
+    They are made where the head is called, inside the model's forward: FSDP2 has gathered what they need there.
+    """
+    head, found = _head(model), []
+    stock = head.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(model.get_submodule(models.VALUE_HEAD)(hidden))
+        return found[-1] if alone else stock(hidden, *args, **kwargs)
+
+    head.forward = forward
+    try:
+        yield found
+    finally:
+        del head.forward
+
+
+def _head(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        head = None if get is None else get()
+    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+        head = None
+    if not isinstance(head, nn.Module) or not isinstance(getattr(head, "weight", None), Tensor):
+        raise TrainError(
+            f"a critic needs the last hidden states, and {type(model).__name__} names no output embeddings that get "
+            "them. Use an algorithm without a critic (rl.algorithm: grpo)"
+        )
+    return head

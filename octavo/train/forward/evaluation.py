@@ -1,0 +1,152 @@
+"""Held-out data: loss, and exact match per question."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.base import accelerator
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+from octavo.train.forward import losses
+from octavo.train.forward.forward import Forward
+
+SHOWN = 4  # answers of an evaluation that are kept to be read
+
+
+class Answer(NamedTuple):
+    """An answer to held-out data, as tokens or text: what stood before it, what was to be said, and what the model
+    says. Where loss is all that is asked for, that is the greedy answer as far as it goes right, and the token with
+    which it goes wrong; an answer that was generated is whole, with its reward in place of `right`."""
+
+    file: str
+    row: int
+    before: Sequence[int] | str
+    wanted: Sequence[int] | str
+    said: Sequence[int] | str
+    right: bool | None = None
+    reward: float | None = None
+
+
+class Place(NamedTuple):
+    """Where an answer stands: a row of a batch, which of the answers of its conversation it is (from 0), and tokens."""
+
+    row: int
+    number: int
+    start: int
+    end: int
+
+
+def evaluate(
+    model: nn.Module,
+    evalset: Iterable[dict[str, Any]],
+    forward: Forward | None = None,
+    world: World | None = None,
+    pieces: list[dict[str, Any]] | None = None,
+    shown: list[Answer] | None = None,
+) -> dict[str, Any]:
+    """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective. Without questions (plain text)
+    nothing is said of exact matches.
+
+    Raises TrainError where the loss is not finite.
+
+    loss         mean cross-entropy over all loss tokens, fp32 (nats)
+    exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts when
+                 each of its tokens, the end of turn included, is the most likely one given the true tokens before it.
+                 That is the greedy answer, whatever generation_config.json asks for: it goes wrong at the first token
+                 that differs, here as in generation.
+
+    pieces: gets what this rank judged, answer by answer: file, row and number of the answer in its conversation; its
+    summed loss (nats) and loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row
+    outside its answers are a piece more, with the number None.
+
+    shown: gets the first answers of this rank's first :data:`SHOWN` rows as tokens, for people to read.
+    """
+    world = world or World(device=next(model.parameters()).device)
+    wide = next(model.parameters()).dtype == torch.float32
+    forward = forward or Forward(model, world, accelerator.low_precision(world.device) if wide else None)
+    sums = torch.zeros(4, dtype=torch.float64)
+    with _evaluating(model):
+        for batch in evalset:
+            sums += _judge(forward(batch), batch, pieces, shown)
+    loss, tokens, right, questions = world.sum(sums).tolist()
+    if not math.isfinite(loss):
+        raise TrainError(
+            f"the loss over {int(tokens)} held-out tokens is {loss}: the model computes no numbers. Evaluate "
+            " an earlier checkpoint (--step), or in high precision (--recipe off)"
+        )
+    matches = {"exact_match": right / questions} if questions else {}
+    return {"loss": loss / max(tokens, 1), **matches, "questions": int(questions), "tokens": int(tokens)}
+
+
+def _judge(
+    logits: Tensor, batch: dict[str, Any], pieces: list[dict[str, Any]] | None = None, shown: list[Answer] | None = None
+) -> Tensor:
+    """[loss sum, loss tokens, right answers, answers] of one batch; logits [B, T, V]."""
+    target = losses.targets(batch["labels"]).to(logits.device)
+    loss = losses.cross_entropy(logits[:, :-1], target)
+    likeliest = logits[:, :-1].argmax(-1)
+    hits = (likeliest == losses.targets(batch["input_ids"]).to(logits.device)).cpu()
+    spans = ((row, n, span) for row, spans in enumerate(batch["meta"].answers) for n, span in enumerate(spans))
+    answers = [Place(row, number, *span) for row, number, span in spans if span[1] > span[0]]
+    right = [bool(hits[row, start - 1 : end - 1].all()) for row, _, start, end in answers]
+    if pieces is not None:
+        pieces += _pieces(
+            loss.double().view(target.shape).cpu(), (target != losses.IGNORE).cpu(), batch, answers, right
+        )
+    if shown is not None:
+        shown += _shown(likeliest, batch, answers, right, SHOWN - len(shown))
+    known = int((target != losses.IGNORE).sum())
+    sums = [float(loss.sum(dtype=torch.float64)), known, sum(right), len(answers)]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def _pieces(
+    loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool]
+) -> Iterator[dict[str, Any]]:
+    """What `evaluate` tells of each answer; loss and known [B, T-1], of the token after each place."""
+    meta, rest = batch["meta"], known.clone()
+    for (row, number, start, end), hit in zip(answers, right, strict=True):
+        inside = slice(start - 1, end - 1)
+        said = batch["input_ids"][row, start:end].numpy().tobytes()
+        yield {
+            "file": meta.files[row], "row": meta.rows[row], "answer": number,
+            "loss": float(loss[row, inside][known[row, inside]].sum()), "tokens": int(known[row, inside].sum()),
+            "right": hit, "said": hashlib.blake2s(said, digest_size=8).hexdigest(),
+        }  # fmt: skip
+        rest[row, inside] = False
+    for row in range(meta.samples):
+        if tokens := int(rest[row].sum()):
+            own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
+            yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
+
+
+def _shown(
+    likeliest: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool], most: int
+) -> Iterator[Answer]:
+    """The first answer of each of a batch's first rows; likeliest [B, T-1]: what the model would say after each
+    place."""
+    meta = batch["meta"]
+    first = [n for n, place in enumerate(answers) if n == 0 or place.row != answers[n - 1].row]
+    for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
+        ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
+        wanted = ids[start:end]
+        agree = next((n for n, (ours, own) in enumerate(zip(said, wanted, strict=True)) if ours != own), len(said))
+        yield Answer(meta.files[row], meta.rows[row], ids[:start], wanted, said[: agree + 1], hit)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -1,0 +1,1 @@
+"""The loop over steps, and what is printed of it."""

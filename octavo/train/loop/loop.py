@@ -1,0 +1,295 @@
+"""The job: `run(cfg)` enters the run directory, assembles, trains step by step, and says how it ended.
+
+What happens around a step is done by callbacks (:mod:`octavo.train.callbacks.callback`), built in or a user's, in one
+order. What a run is made of is assembled in :mod:`octavo.train.setup.build`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from octavo import checkpoint, parallel
+from octavo.base import hub
+from octavo.base.safe_read import finite
+from octavo.config import Config
+from octavo.train.callbacks import trackers
+from octavo.train.callbacks.adaptive_precision import Adapting, Spans
+from octavo.train.callbacks.callback import Callback, Run, Step
+from octavo.train.callbacks.checkpointing import Saving, deliver
+from octavo.train.callbacks.corruption_check import Checking
+from octavo.train.callbacks.evaluation_and_health import Evaluation, Figures, Proof, due
+from octavo.train.callbacks.fp8_gain import GainWindow
+from octavo.train.callbacks.garbage_collection import Collecting, collecting
+from octavo.train.callbacks.metrics import MetricsLog
+from octavo.train.callbacks.progress import Display
+from octavo.train.callbacks.result import RunResult
+from octavo.train.callbacks.signals import StopRequest
+from octavo.train.callbacks.stopping import NotFinite, NothingToLearn, Stopping
+from octavo.train.errors import TrainError
+from octavo.train.loop.out_of_memory import memory_full
+from octavo.train.loop.summary import summary
+from octavo.train.run_dir import encryption_rules, run_dir
+from octavo.train.run_dir.rank_facts import rank_facts
+from octavo.train.run_dir.run_lock import RunLock
+from octavo.train.setup import build, frozen_base, planning
+from octavo.train.setup.phase import SFT, Phase
+from octavo.train.step.lr_schedule import lr_at
+from octavo.train.step.precision_schedule import Course
+from octavo.train.step.step import Batches, Observe
+
+Tell = Callable[[planning.Planned], Iterable[str]]
+
+_NOT_FINAL = (
+    "seconds",
+    "save_seconds",
+    "time",
+    "eval",
+    "health",
+    "memory",
+    "gain",
+    "experts",
+    "base",
+)  # of a row, what the result's `final` leaves out
+#: rows with one of these are written whatever run.log_every says
+_WRITTEN = {"eval", "health", "memory", "skipped", "overflow"}
+
+
+def run(
+    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT,
+    tell: Tell = summary, watchers: Sequence[Callback] = (),
+) -> RunResult:  # fmt: skip
+    """Run one training job to its end, or to a signal or callback that stops it.
+
+    console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
+    phase: what the run learns from; those beyond pretraining and SFT are the package rl's. tell: makes the lines about
+    the plan, of what is known before a weight is read (`octavo.train.loop.summary`); called where somebody reads them.
+    watchers: callbacks that only look, on the main rank; one that fails later than in `begin` ends nothing.
+    Under torchrun every rank calls this; only the main one prints and writes.
+
+    Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
+    that process; torchrun then ends the others.
+    """
+    users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
+    if any(not isinstance(user, Callback) for user in users):
+        raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
+    display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
+    cfg = frozen_base.with_video(frozen_base.settled(hub.resolved(cfg, display.say)))
+    phase.check(cfg)
+    trackers.refuse_missing(cfg)
+    encryption_rules.check(cfg)
+    try:
+        with encryption_rules.withholding(cfg):
+            counted = frozen_base.counted(cfg, display.say)
+            return _run(counted, cfg.train.epochs, display, users, phase, tell, watchers)
+    finally:
+        phase.close()
+
+
+def _run(
+    cfg: Config, epochs: float | None, display: Display, users: Sequence[Callback], phase: Phase, tell: Tell,
+    watchers: Sequence[Callback],
+) -> RunResult:  # fmt: skip
+    prints = phase.prints(cfg)
+    world = parallel.setup(
+        cfg.run.threads,
+        cfg.run.timeout,
+        Path(cfg.run.dir),
+        lambda: rank_facts(cfg, prints, epochs),
+        **cfg.parallel.axes,
+    )
+    _refuse_early(cfg)
+    with RunLock() as lock:
+        start = run_dir.enter(cfg, world, display.say, lock, prints)
+        if start.result is not None:
+            display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
+            result = RunResult(**{**start.result, "dir": start.directory})
+        else:
+            with StopRequest(cfg.run.timeout) as request, collecting(cfg.train.gc):
+                try:
+                    result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
+                except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
+                    if (named := memory_full(error, world) or _lost(error, world)) is None:
+                        raise
+                    raise named from error
+    world.close()
+    return result
+
+
+def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
+    return world.lost(error) if isinstance(error, RuntimeError) else None
+
+
+def _refuse_early(cfg: Config) -> None:
+    """Refuse what the model cannot do before there is a run directory, which another value could not enter."""
+    if cfg.train.router_aux_loss_coef or cfg.lora is not None or cfg.model.load_in_fp8.kinds:
+        begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / run_dir.CHECKPOINTS)
+        frozen_base.adapter_sizes(cfg if begins else frozen_base.begun(cfg), *planning.model_of(cfg))
+
+
+def _begin(
+    cfg: Config, world: parallel.World, start: run_dir.Start,
+    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, tell: Tell,
+    watchers: Sequence[Callback],
+) -> Run:  # fmt: skip
+    """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
+    world.at("the start, assembling the run")
+    job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
+    run_dir.settle(start, world, display.say)
+    first = job.progress.step + 1
+    job.stepper.doing = display.doing
+    log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
+    rows = run_dir.read_rows(start.directory / run_dir.METRICS)
+    return Run(
+        job, display, request, first, log,
+        row=rows[-1] if rows else {},
+        eval=next((row["eval"] for row in reversed(rows) if "eval" in row), None),
+        memory=next((row["memory"] for row in reversed(rows) if "memory" in row), {}),
+        gain=run_dir.read_json(start.directory / run_dir.GAIN),
+        users=users, callbacks=_in_order(users, job.course, cfg),
+        watchers=(*watchers, *trackers.trackers_of(cfg)) if world.is_main else (),
+    )  # fmt: skip
+
+
+def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[Callback, ...]:
+    """A step gets its plan; it is checked, proven and measured, judged, heard of, refused, evaluated, saved, and
+    compared with high precision."""
+    checked = (Checking(),) if cfg.run.check_every else ()
+    collected = (Collecting(),) if cfg.train.gc is not None else ()
+    planned = (Spans(),) if course.varies else ()
+    judged = (Adapting(),) if course.adapt is not None else ()
+    listening = *planned, *checked, Proof(), Figures(), *judged, *users, NotFinite(), NothingToLearn(), Stopping()
+    return *listening, Evaluation(), *collected, Saving(), GainWindow()
+
+
+def _train(run: Run) -> RunResult:
+    """Watchers hear how it ended, in whatever way, and a checkpoint that is on its way to the disk may arrive there;
+    where a rank is lost, or memory, what waits for it may wait in vain."""
+    patience = 0.0
+    try:
+        with encryption_rules.withholding(run.cfg):  # watchers write what they hear
+            return _trained(run)
+    except Exception as error:
+        alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
+        patience = (1 - parallel.WAITS if alone else 1) * run.cfg.run.timeout
+        run.tell_watchers("failed", error)
+        raise
+    finally:
+        if run.job.background is not None:
+            run.job.background.close(patience)
+
+
+def _trained(run: Run) -> RunResult:
+    steps = run.cfg.train.steps
+    if run.step:
+        run.say(f"continuing after step {run.step} of {steps}")
+    try:
+        run.notify("begin")
+        run.display.begin(run.step, steps)
+        while run.step < steps and not run.stopping:
+            step = _step(run, run.step + 1)
+            run.notify("after_step", step)
+            _write(run, step)
+            run.notify("end_step", step)
+        run.settle()
+    finally:
+        run.display.end()
+        run.job.loader.close()
+        if run.log is not None:
+            run.log.close()
+    # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
+    stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
+    if not stopped and (in_a_row := run.job.progress.in_a_row):
+        raise TrainError(
+            f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite: what they "
+            f"left may be dead, so the run has not finished. Its weights are in {run_dir.CHECKPOINTS}/step_{run.step}, "
+            "as the last step that was applied left them (octavo eval, octavo export). Look at the data of these "
+            "steps, lower train.lr, or keep the layer that overflows out of FP8"
+        )
+    result = _result(run, stopped)
+    run.notify("end", result)
+    return result
+
+
+def _step(run: Run, number: int) -> Step:
+    """Train one step; its row holds what every step has."""
+    job, progress, settings = run.job, run.job.progress, run.cfg.train
+    began = time.perf_counter()
+    run.world.at(f"step {number}, reading its rows")
+    batches = tuple(next(job.loader))
+    run.world.at(f"step {number}, forward and backward")
+    observe = _observe(run, number, batches)
+    lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
+               min_lr=settings.min_lr)  # fmt: skip
+    job.stepper.number = number
+    result = job.stepper.run(batches, lr, observe)
+    seconds = time.perf_counter() - began
+    progress.after(
+        number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0,
+        result.overflow,
+    )  # fmt: skip
+    row: dict[str, Any] = {
+        "step": number, "loss": result.loss, "tokens": result.tokens, "loss_tokens": result.loss_tokens,
+        "tokens_per_s": result.tokens / seconds, "grad_norm": result.grad_norm, "lr": lr,
+        "seconds": seconds, "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }  # fmt: skip
+    if not result.applied:
+        row["overflow" if result.overflow else "skipped"] = True
+    if result.loss_scale is not None:
+        row["loss_scale"] = result.loss_scale
+    if not result.loss_tokens:
+        row["empty"] = True  # its loss of 0 is that of no token
+    if result.aux_loss is not None:
+        row["aux_loss"] = result.aux_loss
+    return Step(number, batches, result, row | dict(result.figures) | (result.experts or {}))
+
+
+def _observe(run: Run, number: int, batches: Batches) -> Observe:
+    """What any callback asks for."""
+    asked = [found for found in run.notify("before_step", number, batches) if found is not None]
+    wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
+    if run.users:  # who may answer otherwise on another rank, and observing has collectives
+        wishes = [run.world.any(wish) for wish in wishes]
+    observe = Observe(*wishes)
+    if observe.health and observe.memory:
+        # Health keeps every x in high precision, which would count as activations. A run without a memory figure
+        # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
+        observe = replace(observe, health=bool(run.memory), memory=not run.memory)
+    check = run.job.stepper.check
+    if run.memory and (run.job.stepper.judge is not None or (check is not None and check.sites)):  # who keep x too
+        observe = replace(observe, memory=False)
+    return observe
+
+
+def _write(run: Run, step: Step) -> None:
+    step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
+    if step.wanted and (waited := run.waited()):
+        step.row["save_seconds"] = waited
+    if run.log is not None and step.wanted:
+        run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
+    run.row = step.row
+    run.display.step(step.row)
+
+
+def _result(run: Run, stopped: bool) -> RunResult:
+    held = None if stopped else deliver(run.job)
+    result = RunResult(
+        dir=run.directory, status="stopped" if stopped else "finished", steps=run.step,
+        final={key: value for key, value in run.row.items() if key not in _NOT_FINAL},
+        eval=run.eval, health=run.job.progress.health, memory=run.memory, gain=run.gain, base=held,
+        skipped=run.job.progress.skipped, overflowed=run.job.progress.overflowed, seconds=run.job.progress.seconds,
+        signal=max(run.world.gather_objects(run.request.signal or 0)) or None if stopped else None,
+    )  # fmt: skip
+    if stopped:
+        how = "Continue with run.resume=auto"
+        if not run.cfg.run.save_states:
+            how = f"Begin anew with these weights: run.start_from={run.directory}, and another run.dir"
+        run.say(f"stopped after step {run.step}; saved. {how}")
+    elif run.world.is_main:
+        run_dir.write_json(run.directory / run_dir.RESULT, finite(result.to_json()))
+    return result

@@ -1,0 +1,127 @@
+"""What a run says of itself before its first step: the model, the plan in a line a component, memory, what is saved.
+
+The whole plan, layer by layer, is `octavo plan FILE`, or the same run with --verbose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from octavo import fp8
+from octavo.base import hub
+from octavo.config import Config
+from octavo.train.callbacks.checkpointing import interval
+from octavo.train.errors import TrainError
+from octavo.train.estimate.memory import Footprint, Footprints, gb
+from octavo.train.setup import planning
+from octavo.train.setup.planning import Planned
+from octavo.train.setup.token_counts import assumed
+
+Heard = Callable[[Footprint], None]
+
+_REASONS = 2  # of what stays in high precision, a component
+_STAYS = " stays in high precision"
+
+
+def summary(of: Planned, heard: Heard = lambda found: None) -> list[str]:
+    """At most 15 lines, most important first; of the notes, those that belong to this run alone. Memory is predicted on
+    a model without weights, in well under a second; `heard` gets it, and where it cannot be, its line says why."""
+    model, _ = planning.model_of(of.cfg)
+    usual = {*of.plan.notes, *planning.stays(model)}
+    own = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
+    plan = [*verdict(of.plan), *(f"note: {note}" for note in own)]
+    return [*_beginning(of, model, plan, heard), "all layers and notes: octavo plan FILE, or --verbose"]
+
+
+def in_full(of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda found: None) -> list[str]:
+    """The same with the plan layer by layer, as `layers` writes them, and all its notes."""
+    off = not any(row.fp8 or row.decided for row in of.plan.rows)
+    table = [] if off else ["", *layers(of.plan), ""]
+    notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
+    return _beginning(of, planning.model_of(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
+
+
+def _beginning(of: Planned, model: nn.Module, plan: Sequence[str], heard: Heard) -> list[str]:
+    predicted = [] if of.prediction is None else of.prediction.sentences()
+    return [*_model(of, model), *plan, *predicted, _memory(of, model, heard), _saved(of.cfg)]
+
+
+def verdict(plan: fp8.Plan) -> list[str]:
+    """What of a plan is FP8: a line for the whole, and one for each component with its share of linear FLOPs and what
+    stays in high precision, and why."""
+    rows = plan.rows
+    ours = [row for row in rows if row.fp8]
+    if not ours:
+        return ["FP8 is off: every layer computes in high precision"]
+    whole = f"FP8: {len(ours)} of {len(rows)} linear layers, {100 * plan.share:.1f} % of linear FLOPs"
+    lines = [f"{whole} (lm_head, patches aside)"]
+    parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
+    width = max(map(len, parts))
+    for name, own in parts.items():
+        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in own if row.recipe is not None))
+        inside = sum(row.fp8 for row in own)
+        part = f"  {name:<{width}}  {inside} of {len(own)}"
+        if recipes:
+            part += f" {recipes}"
+            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in own) else ""
+        why = [reason for reason, _ in Counter(row.reason for row in own if not row.fp8).most_common()]
+        if why:
+            more = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
+            told = "; ".join(why[:_REASONS]) + more
+            part += f"; not: {told.replace(_STAYS, '')}" if inside else f": {told}"
+        lines.append(part)
+    return lines
+
+
+def _model(of: Planned, model: nn.Module) -> list[str]:
+    cfg = of.cfg
+    parameters = list(model.parameters())
+    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    if cfg.lora is not None:
+        how = f"LoRA of rank {cfg.lora.rank} beside a frozen base"
+    else:
+        how = "all trained" if trained == total else f"{_count(trained)} trained"
+    taken = hub.origin(cfg.model.path)
+    path = (
+        min(cfg.model.path, os.path.relpath(cfg.model.path), key=len) if taken is None else " at ".join(taken.values())
+    )
+    lines = [f"{of.family.name} of {_count(total)} parameters, {how}: {path}"]
+    if not of.steps:
+        on = f" on {of.ranks} ranks" if of.ranks > 1 else ""
+        what = "packs" if cfg.data.packing else "rows"
+        lines.append(f"{cfg.train.phase}: {cfg.train.steps} steps of {cfg.train.global_batch} {what}{on}")
+    return [*lines, *of.steps]
+
+
+def _count(number: int) -> str:
+    for size, word in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(number)
+
+
+def _memory(of: Planned, model: nn.Module, heard: Heard) -> str:
+    try:
+        tokens, _ = assumed(of.cfg, of.family.components, model.config)
+        sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
+        found = sizes.of(of.cfg, of.ranks)
+    except TrainError as error:
+        return f"memory is not predicted: {error}"
+    heard(found)
+    largest = sorted(found.kinds.items(), key=lambda kind: -kind[1])[:3]
+    listed = ", ".join(f"{name} {gb(size)}" for name, size in largest if size)
+    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(found.total)} ({listed}, ...)"
+
+
+def _saved(cfg: Config) -> str:
+    run = cfg.run
+    steps = interval(cfg)
+    every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.steps else "a checkpoint at the end"
+    every += "" if run.save_states else ", of weights alone"
+    every += ", written beside the steps" if run.save == "async" else ""
+    end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
+    return f"{run.dir}: {every} (the newest {run.keep} stay){end}"

@@ -1,0 +1,460 @@
+"""The run directory: entered once, continued or refused, never overwritten.
+
+config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
+environment.json   machine, versions, what made pixels proof.json      the GEMMs that were counted, and in
+plan.json          before any weight is read                           phase rl that steps learnt by their writers
+gain.json          what FP8 gained, if it was asked    result.json     only when the run has finished
+checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
+milestones/        step_N of `run.milestones`          reference.safetensors  of preferences, if it is asked once
+answers.jsonl      the first ones of each evaluation   page.html       and page.png, memory.json: of octavo train
+tensorboard/       event files                         hf/             safetensors for from_pretrained
+adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
+adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
+checks.jsonl       steps computed again, if asked; it only grows, whatever steps run again
+.lock              held while a process trains here
+
+With `run.encrypt` checkpoints, milestones, hf/, adapter/ and the reference are encrypted, answers, completions and
+skipped rows are lists of encrypted lines (NAME.jsonl.aes), and nothing else holds weights or a word of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from octavo import checkpoint, fp8
+from octavo.base import encryption, safe_read, target_folder
+from octavo.base.atomic_write import write_bytes, write_text
+from octavo.checkpoint.run_state.files import read_state
+from octavo.config import Config, ConfigError, load_config, to_yaml
+from octavo.fp8 import planning
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+from octavo.train.run_dir import datafiles, encryption_rules, start_from
+from octavo.train.run_dir.run_lock import LOCK, RunLock
+
+CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
+MILESTONES = "milestones"
+PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
+CHECKS = "checks.jsonl"
+
+
+# What a run notes in its checkpoints and takes from there without asking.
+_COUNTERS = {
+    **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), safe_read.COUNT),
+    **dict.fromkeys(("tokens", "skipped", "in_a_row", "overflowed", "learnt"), safe_read.COUNT),
+    "seconds": safe_read.FINITE, "health": {}, "settings!": {}, "data": {},
+    "loss_scale": {"value!": safe_read.FINITE, "good!": safe_read.COUNT},
+    "start_from": {"path!": safe_read.TEXT, "crc32!": safe_read.COUNT},
+    "adapt": [{
+        **dict.fromkeys(("layer!", "gemm!", "word!", "why"), safe_read.TEXT),
+        **dict.fromkeys(("rung!", "healthy", "step"), safe_read.COUNT),
+    }],
+}  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window`,
+    number in it (`pack`) and the checksum of that window's packs (`packs`), `tokens` seen, `skipped` steps that were
+    not finite (`in_a_row` of them just now), `overflowed` those whose gradients overflowed FP16, `learnt` the last step
+    that held a token with a loss, `seconds` of training, `health` the last FP8 health summary."""
+
+    step: int = 0
+    rows: int = 0
+    window: int = 0
+    pack: int = 0
+    packs: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    overflowed: int = 0
+    learnt: int = 0
+    seconds: float = 0.0
+    health: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> int:
+        """Steps in a row, up to now, without a token with a loss."""
+        return self.step - self.learnt
+
+    def after(
+        self,
+        step: int,
+        rows: int,
+        place: tuple[int, int, int],
+        tokens: int,
+        seconds: float,
+        applied: bool,
+        learnt: bool,
+        overflow: bool = False,
+    ) -> None:
+        """A step is done; `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss;
+        `overflow`: it was not applied for the sake of the loss scale, which leaves nothing dead behind."""
+        self.step, self.rows = step, rows
+        self.window, self.pack, self.packs = place
+        self.learnt = step if learnt else self.learnt
+        self.tokens += tokens
+        self.seconds += seconds
+        self.skipped += not applied and not overflow
+        self.overflowed += overflow
+        self.in_a_row = 0 if applied else self.in_a_row + (not overflow)
+
+    @classmethod
+    def of(cls, counters: Mapping[str, Any]) -> Progress:
+        """From :meth:`counters`; those of 0.4.0 do not say what was learnt from, and count as if every step was."""
+        given = {"learnt": counters.get("step", 0), **counters}
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+    def counters(self, cfg: Config, files: datafiles.Prints) -> dict[str, Any]:
+        """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
+        return {**asdict(self), "settings": settings(cfg), **files}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
+    far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
+    another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
+    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it, checksum)."""
+
+    directory: Path
+    checkpoint: Path | None = None
+    rows: int = 0
+    step: int = 0
+    files: datafiles.Prints = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    forked: bool = False
+    first: Mapping[str, Any] | None = None
+    place: tuple[int, int, int] = (0, 0, 0)
+
+
+def skipped(cfg: Config) -> Path:
+    """The list of rows that were left out, or are worth a word."""
+    return Path(cfg.run.dir) / ("skipped.jsonl" + encryption.SUFFIX * cfg.run.encrypt)
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """What decides a run's numbers: everything except where it runs and how ranks share the model, what it writes, how
+    many workers read, how much is fetched at a time, when Python collects, and what backward computes again or moves.
+    So a run that outgrew its card goes on with less kept, to the same bits; compiled blocks are other graphs then,
+    whose sums differ. Likewise how many completions are written at a time, which moves their log-probabilities by
+    rounding alone, and which are kept to be seen."""
+    found = cfg.model_dump(mode="json")
+    found["run"] = {"seed": cfg.run.seed}
+    found["data"].pop("workers")
+    found.pop("parallel")
+    for entry in (*found["data"]["train"], *found["data"]["eval"]):
+        entry.pop("fetch_gb")
+    found["train"].pop("gc")
+    for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
+        found["train"].pop(key)
+    for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
+        found["rl"].pop(key)
+    return found
+
+
+def enter(
+    cfg: Config, world: World, say: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
+) -> Start:
+    """Make or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
+
+    Nothing that the directory holds is changed before `settle`.
+
+    never   the directory must be new or empty
+    auto    continue from its newest good checkpoint; without one, or without a run, begin
+    PATH    continue from that checkpoint: its own run, or another directory that is new or empty
+
+    Where it begins, and `run.fork` names a checkpoint, it begins from that one; `run.start_from`, with its weights.
+
+    ``prints``: fingerprints of further files that decide the run's numbers
+    (:meth:`octavo.train.setup.phase.Phase.prints`).
+
+    A run that failed before its first step left nothing to lose: its directory counts as empty.
+
+    Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
+    checkpoint, with the keys that differ, or files of the data or of the model folder that changed.
+    """
+    directory = Path(cfg.run.dir)
+    known = world.from_main(lambda: _locked(cfg, directory, lock, say))
+    if dead := known.get("dead"):
+        say(f"{directory} says that it has finished, and {dead}: it has not, and goes on from what is good in it")
+    if known["result"] is not None:
+        return Start(directory, result=known["result"])
+    if cfg.run.resume not in ("never", "auto"):
+        chosen: Path | None = Path(cfg.run.resume)
+    elif known["run"]:
+        chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
+    else:
+        chosen = None
+    forked = chosen is None and cfg.run.fork is not None
+    if forked:
+        chosen = Path(str(cfg.run.fork))
+    first = start_from.find(cfg, world, say) if chosen is None else None
+    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
+    if known["run"] and chosen is None:
+        say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
+    found["place"] = tuple(found["place"])  # JSON knows lists
+    return Start(directory, chosen, forked=forked, **found)
+
+
+def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
+    """Remove what the run left behind by beginning where it does: its result, later checkpoints, later metrics. What it
+    did not write among its checkpoints stays, and `say` gets the names.
+
+    Called once the checkpoint is loaded, so that one which cannot be read costs nothing. Checkpoints go before their
+    rows: a kill in between must not let `auto` continue from one that has lost its rows. A collective.
+    """
+
+    def remove() -> None:
+        (start.directory / RESULT).unlink(missing_ok=True)
+        found = read_json(start.directory / GAIN)
+        safe_read.check_form(found or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
+        if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
+            (start.directory / GAIN).unlink()
+        folder = start.directory / CHECKPOINTS
+        # A damaged checkpoint that `auto` passed over is later too.
+        if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
+            problems = checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
+            if problems and any(step > start.step for step in checkpoint.steps(folder)):
+                raise TrainError(f"{problems[0]}: run.resume=auto would go on from it. Delete it, and start again")
+        for place in (folder, start.directory / MILESTONES):
+            if others := checkpoint.others(place):
+                say(
+                    f"note: the run did not write these of {place}, and neither reads nor deletes them: "
+                    f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
+                )
+        truncate_metrics(start.directory / METRICS, start.step)
+        truncate_metrics(start.directory / ADAPT, start.step)
+
+    world.from_main(remove)
+
+
+def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], None]) -> dict[str, Any]:
+    """What the directory holds, looked at while nobody else can change it."""
+    if not (directory / LOCK).exists():
+        _look(cfg, directory)  # one that is refused gets no lock file
+    lock.take(directory, say)
+    found = _look(cfg, directory)
+    dead = None if found["result"] is None else _dead(directory, found["result"])
+    return found if dead is None else {"run": True, "result": None, "dead": dead}
+
+
+def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
+    """Why a run that says it has finished has not, as version 0.4.0 could leave it; None: it has."""
+    if (result.get("final") or {}).get("skipped"):
+        return "its last step was skipped (loss or gradient were not finite)"
+    there = checkpoint.steps(directory / CHECKPOINTS)
+    if not there or there[-1] != result["steps"]:
+        return None
+    newest = directory / CHECKPOINTS / f"step_{there[-1]}"
+    bad = checkpoint.not_finite(newest, read_state(newest))
+    return None if bad is None else f"in {newest} {bad}"
+
+
+def _look(cfg: Config, directory: Path) -> dict[str, Any]:
+    """What the directory holds; refuses what must not be touched, and a name under which no model can be written:
+    else a run would train to its end before `hf/` is refused."""
+    target_folder.check_target(directory, TrainError)
+    if directory.exists() and not directory.is_dir():
+        raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
+    # What starts with a dot is a file that was being written when a run was killed before it had a configuration.
+    there = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+    resume = cfg.run.resume
+    if resume not in ("never", "auto"):
+        _check_checkpoint(Path(resume))
+        inside = Path(resume).resolve().parent == (directory / CHECKPOINTS).resolve()
+        if there and not inside:
+            raise TrainError(
+                f"run.resume={resume} continues another run, but run.dir {directory} is not empty. Name a new run.dir, "
+                f"or one of the checkpoints in {directory / CHECKPOINTS}"
+            )
+        return {"run": inside, "result": None}
+    if not there:
+        return {"run": False, "result": None}
+    if CONFIG not in there:
+        raise TrainError(
+            f"run.dir {directory} is not empty ({', '.join(there[:3])}) and holds no run of Octavo. Name a directory "
+            "that is new or empty; nothing is overwritten"
+        )
+    if not _has_begun(directory):
+        return {"run": False, "result": None}
+    if resume == "never":
+        steps = checkpoint.steps(directory / CHECKPOINTS)
+        reached = f"with checkpoints up to step {steps[-1]}" if steps else "without a checkpoint yet"
+        raise TrainError(
+            f"run.dir {directory} holds a run {reached}, and nothing is overwritten. Continue it with run.resume=auto, "
+            "or name another run.dir"
+        )
+    _same_settings(_saved_settings(directory), cfg, directory)
+    result = read_json(directory / RESULT)
+    finished = result is not None and result.get("status") == "finished"
+    if finished and not isinstance(result.get("steps"), int):
+        raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
+    return {"run": True, "result": result if finished else None}
+
+
+def _has_begun(directory: Path) -> bool:
+    """Whether a run in it has anything to show: a step, a checkpoint, an end."""
+    metrics = directory / METRICS
+    if metrics.exists():
+        safe_read.open_file(metrics, TrainError).close()  # a pipe would wait for a reader once it is written to
+    steps = metrics.exists() and metrics.stat().st_size > 0
+    return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
+
+
+def _prepare(
+    cfg: Config,
+    directory: Path,
+    chosen: Path | None,
+    first: Path | None,
+    forked: bool,
+    prints: Mapping[str, str] | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
+    step, rows, place, files = 0, 0, (0, 0, 0), {**datafiles.fingerprints(cfg, say), "phase": dict(prints or {})}
+    begun = None if first is None else start_from.note(first)
+    if chosen is not None:
+        _check_checkpoint(chosen)
+        encryption_rules.refuse_plain(chosen, cfg)
+        start_from.refuse_without_states(chosen)
+        counters = read_state(chosen)["counters"]
+        safe_read.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
+        saved = _complete(counters["settings"])
+        _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
+        datafiles.same(counters, files, chosen, cfg.model.path)
+        step, rows = counters["step"], counters["rows"]
+        place = counters.get("window", 0), counters.get("pack", 0), counters.get("packs", 0)
+        begun = start_from.noted(counters, cfg, chosen)
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
+    if not (directory / CONFIG).exists() or not _has_begun(directory):
+        write_text(directory / CONFIG, to_yaml(cfg))
+    return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
+
+
+def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in which a fork may differ from the run that it begins from, as the fork has them: all else is the
+    same training. How the optimizer stores its states may not: they are the checkpoint's."""
+    free = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
+    train = {key: own["train"].get(key) for key in free}
+    return {
+        "fp8": own["fp8"],
+        "run": own["run"],
+        "model": {**saved["model"], **{key: own["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
+        "data": {**saved["data"], "eval": own["data"]["eval"]},
+        "train": {**saved["train"], **{key: value for key, value in train.items() if key in own["train"]}},
+    }
+
+
+def _check_checkpoint(path: Path) -> None:
+    if (path / "state.json").is_file():
+        return
+    if not path.exists():
+        raise TrainError(f"{path} does not exist; name a checkpoint such as runs/first/checkpoints/step_200")
+    inner = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = checkpoint.steps(inner)
+    fix = f"name one of its checkpoints, e.g. {inner / f'step_{steps[-1]}'}" if steps else "it holds no checkpoint"
+    raise TrainError(f"{path} is not a checkpoint: {fix}")
+
+
+def _saved_settings(directory: Path) -> dict[str, Any]:
+    try:
+        return settings(load_config(directory / CONFIG))
+    except ConfigError as error:
+        raise TrainError(f"{directory / CONFIG} cannot be read, so the run cannot be continued: {error}") from error
+
+
+def _complete(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a checkpoint with the defaults of keys that came later: without them it ran as they say."""
+    try:
+        return settings(Config.model_validate(saved, context={"rules": "later"}))
+    except ValueError:  # a key that is gone, or a value that is no longer taken: shown as a difference
+        return saved
+
+
+def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
+    changed = list(_differences(saved, settings(cfg)))
+    if changed:
+        shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
+        if any(key == "train.steps" for key, _, _ in changed):
+            shown += " (where train.epochs was given, they are made of the rows of data.train: did those change?)"
+        raise TrainError(
+            f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
+            "schedule and FP8 settings (run.* may change, the seed may not; train.gc may; train.recompute may, where "
+            "blocks are not compiled; rl.slots, pages, show and reward_timeout may); set them back, or start a new run "
+            "in another run.dir"
+        )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
+
+
+def truncate_metrics(file: Path, step: int) -> None:
+    """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again. It
+    serves adapt.jsonl too."""
+    if not file.exists():
+        return
+    if file.suffix == encryption.SUFFIX:
+        write_bytes(file, b"".join(line + b"\n" for line in safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
+                                   if json.loads(encryption.decrypted_line(line, file))["step"] <= step))  # fmt: skip
+        return
+    kept = [row for row in read_rows(file) if row["step"] <= step]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that a kill left unfinished at the end is not among them."""
+    if not file.exists():
+        return []
+    rows = []
+    try:
+        for number, row in safe_read.json_lines(file):
+            safe_read.check_form(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
+            rows.append(row)
+    except safe_read.Unreadable as error:
+        raise TrainError(f"{error} The file was changed; delete that line.") from error
+    return rows
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    if not file.exists():
+        return None
+    try:
+        return dict(safe_read.read_json(file))
+    except safe_read.Unreadable as error:
+        raise TrainError(f"{file} is damaged; delete it and start again ({error})") from error
+
+
+def write_plan(
+    directory: Path, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: fp8.Prediction | None,
+) -> None:  # fmt: skip
+    """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
+    (`octavo.fp8.planning.file`)."""
+    found = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
+    if prediction is not None:
+        found["prediction"] = prediction.to_json()
+    write_json(directory / PLAN, found)
+
+
+def update_plan(directory: Path, plan: fp8.Plan) -> None:
+    """plan.json once another plan holds: what is told of it, beside the file's lines, which are those of the run."""
+    found = read_json(directory / PLAN) or {}
+    told = {key: value for key, value in plan.to_json().items() if key != "notes"}
+    write_json(directory / PLAN, {**found, **told})
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Indented JSON, written aside and renamed."""
+    write_text(file, json.dumps(value, indent=2, default=str) + "\n")

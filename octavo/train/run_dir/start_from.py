@@ -1,0 +1,121 @@
+"""What a run begins with that takes another run's weights alone (`run.start_from`): a checkpoint, found, judged, read.
+
+Model and adapters come from there; optimizer, schedule, random numbers and place in the data are new, so the settings
+of the two runs may differ in all that does not change what the weights are. Which checkpoint it was stays in the run's
+own ones: preferences are learnt against the first weights, whenever the run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo import checkpoint
+from octavo.checkpoint.run_state.files import fingerprint, read_state
+from octavo.config import Config
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+from octavo.train.forward import critic
+from octavo.train.setup import frozen_base
+from octavo.train.step.step import Stepper
+
+FOLDER = "checkpoints"  # of a run directory
+ADAPTER = ("rank", "alpha", "rslora", "dora")  # what of `lora` decides what an adapter's weights mean
+
+
+def find(cfg: Config, world: World, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `run.start_from` names: itself, or the newest good one of a run directory. A collective.
+
+    Raises TrainError where there is none, and where its adapters are others than `lora` says.
+    """
+    if cfg.run.start_from is None:
+        return None
+    named = Path(cfg.run.start_from)
+    found: Path | None = named
+    if not (named / "state.json").is_file():
+        folder = named / FOLDER if (named / FOLDER).is_dir() else named
+        found = checkpoint.latest(folder, world, say) if folder.is_dir() else None
+        if found is None:
+            what = "there is no such folder" if not named.is_dir() else "it is no checkpoint and holds none"
+            raise TrainError(
+                f"run.start_from {named}: {what}. Name a checkpoint such as runs/first/checkpoints/step_200, or the "
+                "directory of a run, which means its newest"
+            )
+    found = (found or named).resolve()
+    _same_adapter(read_state(found), cfg, found)
+    return found
+
+
+def _same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:
+    """That a checkpoint of adapters is read by a run that has such ones."""
+    was = (document["counters"].get("settings") or {}).get("lora")
+    if not was or cfg.lora is None:  # the names of its weights tell the rest
+        return
+    own = cfg.lora.model_dump(mode="json")
+    if differ := [f"lora.{key} was {was.get(key)!r}, is {own[key]!r}" for key in ADAPTER if was.get(key) != own[key]]:
+        raise TrainError(f"the adapters of {path} mean other weights here: {'; '.join(differ)}. Set them as they were")
+
+
+def note(path: Path) -> dict[str, Any]:
+    """What a run's checkpoints keep of the one that it began with."""
+    return {"path": str(path), "crc32": fingerprint(path / "state.json")["crc32"]}
+
+
+def noted(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, Any] | None:
+    """What the checkpoint `where` keeps of the one that its run began with; None: the model of its folder.
+
+    Raises TrainError where `run.start_from` names another one now, or the one there holds something else.
+    """
+    kept = counters.get("start_from")
+    path = None if kept is None else Path(kept["path"])
+    asked = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
+    if asked is not None and (path is None or asked not in (path, *path.parents)):
+        began = "the weights of model.path" if path is None else path
+        raise TrainError(
+            f"{where} is of a run that began with {began}, and run.start_from is {cfg.run.start_from}. Leave it out to "
+            "continue, or begin a new run in another run.dir"
+        )
+    if path is not None and (path / "state.json").is_file() and note(path) != kept:
+        raise TrainError(f"{where} is of a run that began with {path}, which holds something else now; put it back")
+    return kept
+
+
+def refuse_without_states(path: Path) -> None:
+    """Raise TrainError where a checkpoint that is to be continued holds weights alone."""
+    if read_state(path).get("states", True):
+        return
+    earlier = [path.parent / f"step_{step}" for step in reversed(checkpoint.steps(path.parent))]
+    whole = next((other for other in earlier if _has_states(other)), None)
+    raise TrainError(
+        f"{path} {checkpoint.WITHOUT_STATES}: without optimizer and random states no run continues from it. Begin a "
+        f"new one with its weights, in another run.dir: run.start_from={path}"
+        + ("" if whole is None else f"; or continue from {whole}, which has them: run.resume={whole}")
+    )
+
+
+def _has_states(path: Path) -> bool:
+    """Whether a checkpoint can be continued, as far as its state.json says; of a damaged one not."""
+    try:
+        document = read_state(path)
+    except checkpoint.CheckpointError:
+        return False
+    return bool(document.get("states", True)) and not checkpoint.copied(path, document)
+
+
+def fill(stepper: Stepper, path: Path, beside: frozen_base.Base | None, say: Callable[[str], None]) -> None:
+    """The weights of a checkpoint into what was assembled, critic's included where both have one. A collective."""
+    cfg, before = stepper.cfg, read_state(path)["counters"]
+    if beside is not None and beside.whole and before.get("base"):
+        saved = (before.get("settings") or {}).get("model") or {}
+        now = cfg.model_dump(mode="json")["model"]
+        if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
+            say(
+                f"note: the base of {path} was stored in another precision, so whether it is the same was not looked at"
+            )
+        else:
+            frozen_base.same(before["base"], beside.whole, path, cfg.model.path)
+    read = checkpoint.load_weights(
+        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
+    )
+    say(f"begins with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data begin anew")

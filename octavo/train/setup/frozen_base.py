@@ -1,0 +1,337 @@
+"""What is trained beside, and never changed: the frozen base of LoRA, and components that are frozen in FP8.
+
+The base is loaded from its folder at every start and is in no checkpoint. What stands for it there is its fingerprint:
+SHA-256 of the bytes of every frozen weight as it was loaded, codes and scales where it is in FP8. A run that continues
+holds its base against that; and at its end a run holds it against what it began with, since nothing may have written
+to it. base.json in the run directory says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import data, fp8, models
+from octavo.adapters.experts import stock_name
+from octavo.config import Config, override
+from octavo.config.sections.model import FITTING
+from octavo.config.sections.rl import BEYOND_SFT
+from octavo.fp8.weights import full, master_of, plain
+from octavo.models.folder.quantization import read_quantization
+from octavo.parallel import World
+from octavo.train.errors import TrainError
+from octavo.train.forward import critic
+
+FILE = "base.json"
+
+
+def settled(cfg: Config) -> Config:
+    """The configuration with the recipe that a checkpoint in FP8 asks for, where nobody named one: so it is saved, and
+    runs again unchanged. Codes in blocks of another size than a recipe's are dequantized where they are used."""
+    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(cfg.model.load_in_fp8.kinds)
+    if cfg.lora is None or not cfg.model.keep_fp8 or named:
+        return cfg
+    found = read_quantization(cfg.model.path)
+    if found is None:
+        return cfg
+    usual = found.spec.block == fp8.FROZEN[found.kind].block
+    section = cfg.fp8.model_copy(update={"recipe": FITTING[found.kind][0] if usual else "off"})
+    return cfg.model_copy(update={"fp8": section})
+
+
+def counted(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
+    """The configuration with the steps that `train.epochs` means, of which the last may go over; `say` gets what was
+    counted. Reads the data, where rows are packed all of it. Raises DataError, and ConfigError for settings that are
+    too much for so many steps."""
+    epochs, batch = cfg.train.epochs, cfg.train.global_batch
+    if epochs is None:
+        return cfg
+    if cfg.data.packing:
+        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        what, found = "packs", float(data.packs_of(data_settings(cfg), processor_of(cfg), epochs))
+    else:
+        what, found = "rows", epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
+    steps = max(1, math.ceil(round(found / batch, 9)))
+    each = round(found / epochs, 1)
+    say(f"train.epochs: {epochs:g} of {each:.12g} {what} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
+    return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
+def data_settings(cfg: Config) -> Config:
+    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
+    if cfg.train.phase != "pretrain":
+        return cfg
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
+
+
+def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
+    """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
+    of = cfg.data
+    video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
+    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
+
+
+def with_video(cfg: Config) -> Config:
+    """The configuration with the values of `data.video` that it leaves to the model's family: so it is saved, and
+    another version changes no run. One without the section stays so. Raises ModelError."""
+    if cfg.data.video is None:
+        return cfg
+    values = processor_of(cfg).videos.settings
+    data = cfg.data.model_copy(update={"video": cfg.data.video.model_copy(update=values)})
+    return cfg.model_copy(update={"data": data})
+
+
+def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
+    """Freeze what the run does not train: all of the model under LoRA, else what `model.freeze` names."""
+    models.freeze(model, family, cfg.model.freeze)  # names that mean nothing are errors all the same
+    if cfg.lora is not None:
+        model.requires_grad_(False)
+
+
+def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
+    """Switch dropout off where a phase compares log-probabilities (policy with reference, trainer with rollout, a
+    critic's values with returns): with it, a policy that equals its reference would differ from it by chance.
+
+    Called before FP8 is applied, since a fused block has no dropout, and again once adapters are attached. Raises
+    ModelError for a model that draws random numbers which nothing switches off.
+    """
+    if cfg.train.phase in BEYOND_SFT:
+        models.switch_off_dropout(model)
+
+
+def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
+    """What :func:`switch_off_dropout` switched off, in a sentence; ``model`` may be without its adapters."""
+    off = [*models.switched_off(model)]
+    if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
+        off.append(f"lora.dropout {cfg.lora.dropout:g}")
+    if not off:
+        return []
+    return [f"dropout is off, since train.phase: {cfg.train.phase} compares log-probabilities: {', '.join(off)}"]
+
+
+def drawn(cfg: Config) -> tuple[int, float | None] | None:
+    """(seed, standard deviation or None) of the weights that a run begins with, where they are random."""
+    return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None
+
+
+def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
+    """Make a model on the meta device what the run will load: frozen as it freezes, with frozen FP8 weights (without
+    values as everything else) where it loads codes, and without dropout where the run has none. ``folder``: the
+    checkpoint's; None: a published shape, in BF16."""
+    freeze(model, family, cfg)
+    switch_off_dropout(model, cfg)
+    for name, spec in frozen_names(model, family, cfg, folder).items():
+        path, _, parameter = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = module._parameters[parameter]
+        assert old is not None
+        turned = old.dim() == 3 and bool(getattr(module, "is_transposed", False))
+        module._parameters[parameter] = fp8.freeze_weight(old, spec, transposed=turned)
+
+
+def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
+    """Parameter -> the cast of its codes, for all that the run loads as codes."""
+    kinds = cfg.model.load_in_fp8.kinds
+    if folder is not None:
+        asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        if kinds and not keeps_codes(cfg):
+            _not_cast_twice(asked, models.frozen_names(folder, model), folder)
+        return asked
+    lacking = [name for name in kinds if name not in family.components]
+    if lacking:
+        raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
+    rows = fp8.topology(model, family.components)
+    return {
+        row.name if row.kind == "experts" else f"{row.name}.weight": fp8.FROZEN[kinds[row.component]]
+        for row in rows
+        if row.component in kinds and row.kind in ("linear", "experts")
+    }
+
+
+def _not_cast_twice(asked: Mapping[str, fp8.CastSpec], there: Mapping[str, fp8.CastSpec], folder: str) -> None:
+    """Without `lora` the codes of a folder are dequantized; made into codes of another kind they would lose twice."""
+    for name, spec in asked.items():
+        if name in there and there[name] != spec:
+            raise TrainError(
+                f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} holds it as codes already "
+                f"({there[name]}), and full fine-tuning dequantizes those. Ask for the kind that is there, use the "
+                "BF16 checkpoint, leave load_in_fp8 out, or train adapters (lora), which take the codes as they are"
+            )
+
+
+def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
+    """Make codes of the weights of all layers that a plan has in FP8 by a recipe that multiplies by frozen ones; the
+    head stays, whose weight may be the embedding's."""
+    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
+    for row in plan.rows:
+        if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
+            continue
+        path, _, name = (row.name if row.kind == "experts" else f"{row.name}.weight").rpartition(".")
+        module = model.get_submodule(path)
+        weight = module._parameters[name]
+        assert weight is not None
+        turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
+        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+
+
+def keeps_codes(cfg: Config) -> bool:
+    """Whether the codes of a checkpoint in FP8 stay codes: only where nothing trains its weights."""
+    return cfg.lora is not None and cfg.model.keep_fp8
+
+
+def begun(cfg: Config) -> Config:
+    """The configuration of a run that has a checkpoint: it no longer needs the adapter that it began from."""
+    if cfg.lora is None or cfg.lora.adapter is None:
+        return cfg
+    return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
+
+
+def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:
+    """Layer -> trained parameters of its adapter, nothing without `lora`. Raises AdapterError for all that attaching
+    would refuse, an adapter to go on from included: a plan shows what runs, and nothing is read for what will not."""
+    if cfg.lora is None:
+        return {}
+    from octavo import adapters
+
+    names = set(adapters.check(model, family, cfg.lora))
+    rows = [row for row in fp8.topology(model, family.components) if row.name in names]
+    rank, more = cfg.lora.rank, int(cfg.lora.dora)
+    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
+
+
+def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
+    """A model on the meta device as it is trained: a copy with adapters, under `lora`, and with a critic where there is
+    one; else the model itself."""
+    if cfg.lora is None and not critic.wanted(cfg):
+        return model
+    dressed = copy.deepcopy(model)
+    if cfg.lora is not None:
+        from octavo import adapters
+
+        adapters.attach(dressed, family, cfg.lora.model_copy(update={"adapter": None}))
+    if critic.wanted(cfg):
+        critic.attach(dressed, cfg)
+    switch_off_dropout(dressed, cfg)
+    return dressed
+
+
+def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Config) -> None:
+    """Give a part of a model the adapters that the whole has in ``dressed``, and its critic."""
+    if cfg.lora is not None:
+        from octavo import adapters
+
+        here = {row.name for row in fp8.topology(small, family.components)}
+        names = tuple(name for name in adapters.attached(dressed) if name in here)
+        if names:
+            own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
+            adapters.attach(small, family, own)
+    if critic.wanted(cfg):
+        critic.attach(small, cfg)
+    switch_off_dropout(small, cfg)
+
+
+def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
+    """What a reader of the plan should know of a base like this; ``model`` is on the meta device, prepared."""
+    if cfg.lora is None:
+        return []
+    sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
+    trained = sum(sizes.values())
+    listed = ", ".join(f"{n} {kind}" for kind, n in Counter(name.rpartition(".")[2] for name in sizes).items())
+    out = [
+        f"lora: adapters of rank {cfg.lora.rank} beside {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
+        f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
+        "high precision"
+    ]
+    if critic.wanted(cfg):
+        out.append("the critic's adapters are as large again, beside the same layers, with a value head")
+    if cfg.model.freeze:
+        out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
+    return out
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights of a run as its training begins, name -> SHA-256: ``codes`` of those in FP8 and ``rest`` of
+    all others, the same on any number of ranks; ``local``: of the rest what lies on this rank. ``taken``: bytes."""
+
+    codes: Mapping[str, str]
+    rest: Mapping[str, str]
+    local: Mapping[str, str]
+    taken: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, rest: Mapping[str, str], world: World) -> Base:
+        """``rest``: :func:`digests` of whole weights. A collective."""
+        local = rest if world.size == 1 else digests(model)
+        return cls(fp8.fingerprint(model), rest, local, codes_of(model))
+
+    @property
+    def whole(self) -> dict[str, str]:
+        return {**self.codes, **self.rest}
+
+    def changed(self, model: nn.Module, world: World) -> str | None:
+        """The first frozen weight that is not what it was, None where all are. A collective."""
+        now = {**fp8.fingerprint(model), **digests(model)}
+        before = {**self.codes, **self.local}
+        mine = next((name for name in before if now.get(name) != before[name]), None)
+        return next((name for name in world.gather_objects(mine) if name is not None), None)
+
+
+def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
+    """SHA-256 of each frozen parameter in high precision, by its stock name: of what lies on this rank or, with a
+    `world`, of whole weights, gathered one by one for as long as it takes. A collective then; each rank digests some.
+    """
+    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+    if world is None:
+        return {stock_name(name): _digest(plain(p)) for name, p in found}
+    mine = {}
+    for number, (name, parameter) in enumerate(found):
+        whole = full(master_of(parameter).detach())
+        if number % world.size == world.rank:
+            mine[stock_name(name)] = _digest(plain(whole))
+    parts = world.gather_objects(mine)
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def codes_of(model: nn.Module) -> dict[str, Any]:
+    """What the frozen FP8 weights take on this rank: how many, their parameters and bytes of codes and scales."""
+    held = [fp8.codes_of_frozen(weight) for _, weight in fp8.frozen_weights(model)]
+    parameters, size = sum(q.data.numel() for q in held), fp8.frozen_bytes(model)
+    each = {"bytes_per_parameter": size / parameters} if parameters else {}
+    return {"weights": len(held), "parameters": parameters, "bytes": size, **each}
+
+
+def same(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, folder: str) -> None:
+    """Raise TrainError where the base that was loaded is not the one that a checkpoint was trained beside."""
+    if not before:
+        raise TrainError(
+            f"{where} says nothing of the base that it was trained beside, so it cannot be continued: its state.json "
+            "has no fingerprint. Start a new run; lora.adapter goes on from an adapter/ folder"
+        )
+    odd = next((name for name in (*now, *before) if before.get(name) != now.get(name)), None)
+    if odd is None:
+        return
+    what = "is not in it" if odd not in now else "was not in it then" if odd not in before else "has other values"
+    count = sum(before.get(name) != now.get(name) for name in {*before, *now})
+    raise TrainError(
+        f"the base in {folder} is not the one that {where} was trained beside: {odd} {what} ({count} of {len(now)} "
+        "weights differ). Adapters belong to the very weights that they were trained on; restore that folder, or start "
+        "a new run"
+    )

@@ -1,0 +1,121 @@
+"""The model of a run: loaded, frozen, its layers in FP8, with adapters and a critic where there are any.
+
+One process reads weights first. Several ranks do all of it to a model without values, which is sharded and then filled,
+each rank reading the rows of its shards (`models.defer`, `parallel.fill`), or drawing all numbers, which come from one
+generator, and keeping those (`models.draw`). DoRA measures rows before: there every rank has the whole model until it
+is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo import fp8, models
+from octavo.config import Config
+from octavo.models.folder.quantization import read_quantization
+from octavo.train.forward import critic
+from octavo.train.forward.forward import model_dtype
+from octavo.train.setup import frozen_base
+
+Lows = dict[str, torch.Tensor]
+
+
+def assemble_model(
+    cfg: Config,
+    device: torch.device,
+    plan: fp8.Plan,
+    family: models.Family,
+    say: Callable[[str], None] = lambda text: None,
+    ranks: int = 1,
+    others: Iterable[fp8.Plan] = (),
+) -> tuple[nn.Module, Lows, models.Deferred | models.Drawn | None]:
+    """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned (`others`: plans that it will
+    turn to), with adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the
+    optimizer keeps them; and what fills the model once it is sharded, if it has no values yet.
+
+    Raises ModelError, PlanError and AdapterError, each with its fix.
+    """
+    unread, lows = (None, {}) if ranks == 1 else (_deferred(cfg, device, say), {})
+    if unread is None:
+        model, lows = load_weights(cfg, device, say)
+    else:
+        model = unread.model
+    frozen_base.freeze(model, family, cfg)
+    frozen_base.switch_off_dropout(model, cfg)
+    if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
+        _all_bf16(model, say)
+    fp8.apply(model, plan, others)
+    fp8.move_scaling(model, device)
+    if cfg.lora is not None:
+        from octavo import adapters
+
+        adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed, device=device)
+    if critic.wanted(cfg):
+        critic.attach(model, cfg, device)
+    frozen_base.switch_off_dropout(model, cfg)
+    return model, lows, unread
+
+
+def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
+    """Weights that train are BF16 where the optimizer has what fp32 holds besides (`optimizer.master`), also those that
+    a family asks for in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 all the same)."""
+    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    for _, parameter in kept:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    if kept:
+        say(f"note: {len(kept)} weights that this family keeps in fp32 are BF16 (optimizer.master): {kept[0][0]}, ...")
+
+
+def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
+    """The model before its weights are read, or None where they are needed at once."""
+    if cfg.lora is not None and cfg.lora.dora:
+        return None
+    if (drawn := frozen_base.drawn(cfg)) is not None:
+        _say_drawn(cfg, say)
+        both = cfg.optimizer.master == "bf16+16"
+        return models.draw(cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both)
+    if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
+        _say_dequantized(cfg, say)
+        return models.defer(cfg.model.path, device=device, split=True, say=say)
+    return models.defer(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, say), say=say)
+
+
+def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[nn.Module, Lows]:
+    """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
+    halves of fp32 weights where the optimizer keeps them."""
+    path = cfg.model.path
+    if (drawn := frozen_base.drawn(cfg)) is not None:
+        _say_drawn(cfg, say)
+        if cfg.optimizer.master == "bf16+16":
+            return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
+        return models.fresh(path, model_dtype(cfg), device, *drawn), {}
+    if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
+        _say_dequantized(cfg, say)
+        return models.load_split(path, device=device)
+    return models.load(path, dtype=model_dtype(cfg), device=device, **_codes(cfg, say)), {}
+
+
+def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
+    std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
+    say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {cfg.model.path} none are read")
+
+
+def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:
+    """What loading is told of FP8, where there is any on disk or asked for."""
+    found, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
+    if not kinds and found is None:
+        return {}
+    return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
+
+
+def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantization | None:
+    """How the folder is quantized; `say` gets it where codes do not stay codes."""
+    found = read_quantization(cfg.model.path)
+    if found is not None and not frozen_base.keeps_codes(cfg):
+        why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
+        say(f"note: {cfg.model.path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
+    return found

@@ -1,0 +1,305 @@
+"""From a configuration to a plan: what will run in FP8 and why, on a model without weights.
+
+`recipe: auto` is measured here where there is a GPU, with the tokens of the run's own data. A run that continues takes
+the plan that it began with, whatever a new measurement would say: its losses must not depend on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from octavo import fp8, models, parallel
+from octavo.base import accelerator
+from octavo.config import Config, Rule
+from octavo.config.sections.names import COMPONENTS
+from octavo.parallel import ulysses_of
+from octavo.train.errors import TrainError
+from octavo.train.forward import routing
+from octavo.train.forward.forward import model_dtype
+from octavo.train.setup import frozen_base, parallel_limits
+from octavo.train.setup.token_counts import Tokens, attention_flops
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known of a run before its weights are read: ``notes`` and ``prediction`` as `plan_run` has them,
+    ``reference`` base, copy, disk or None, ``steps`` what a step of a phase beyond SFT is, in words."""
+
+    cfg: Config
+    plan: fp8.Plan
+    family: models.Family
+    notes: Sequence[str] = ()
+    prediction: fp8.Prediction | None = None
+    ranks: int = 1
+    reference: str | None = None
+    steps: Sequence[str] = ()
+
+
+def policy_from(cfg: Config) -> fp8.Policy:
+    """The `fp8` section as a policy."""
+    section = cfg.fp8
+    return fp8.Policy(
+        recipe=section.recipe,
+        format=section.format,
+        fwd=section.fwd,
+        dgrad=section.dgrad,
+        wgrad=section.wgrad,
+        components={
+            name: fp8.ComponentPolicy(**dict(part))
+            for name in (*COMPONENTS, "lm_head")
+            if (part := getattr(section, name))
+        },
+        rules=tuple(
+            fp8.Rule(**rule.model_dump(exclude={"first", "last"}), steps=steps_of(rule, cfg.train.steps))
+            for rule in section.rules
+        ),
+        activations=section.activations,
+        weight_codes=section.weight_codes,
+        param=section.param,
+        backend=section.backend,
+        candidates=section.candidates,
+        fuse=section.fuse,
+    )
+
+
+def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
+    """The first and the last step in which a rule holds, in a run of so many; None: in all of them."""
+    if rule.first is None and rule.last is None:
+        return None
+    if steps is None:
+        raise TrainError(
+            f"the rule {rule.match!r} holds in some of the steps, and those of train.epochs are not counted yet (they "
+            "are made of the rows of data.train). Give train.steps"
+        )
+    if rule.last is None:
+        return 1, rule.first or 0
+    return steps + 1 - max(1, math.ceil(round(rule.last * steps, 9))), steps
+
+
+def scheduled(
+    cfg: Config, plan: fp8.Plan, model: nn.Module | None = None, measurements: fp8.Measurements | None = None
+) -> fp8.Schedule:
+    """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
+    if all(rule.steps is None for rule in plan.policy.rules):
+        return fp8.Schedule(plan)
+    assert cfg.train.steps is not None
+    return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.steps, measurements)
+
+
+def spans_told(schedule: fp8.Schedule) -> tuple[str, ...]:
+    """A sentence for each stretch of steps in which other rules hold; none where all hold in all steps."""
+    return tuple(
+        f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
+        f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
+        + (f" ({told})" if (told := _recipes(span.plan)) else "")
+        for span in schedule.spans
+    )
+
+
+def _recipes(plan: fp8.Plan) -> str:
+    return ", ".join(dict.fromkeys(row.recipe.short() for row in plan.rows if row.recipe is not None))
+
+
+def leaves_open(cfg: Config) -> bool:
+    """True where the configuration leaves recipes to a measurement or to a file, so that the plan is not in it."""
+    return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
+
+
+def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
+    """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
+    frozen FP8 weights where the run loads codes.
+
+    Raises ModelError, also for rows that are longer than the model has positions, and TrainError for a load-balancing
+    loss that this model does not have."""
+    model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
+    if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
+        raise models.ModelError(f"train.seq_length is {cfg.train.seq_length}, and {cfg.model.path} {why}")
+    routing.coefficient(cfg, model)
+    family = models.describe(model)
+    frozen_base.prepare(model, family, cfg, cfg.model.path)
+    return model, family
+
+
+def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
+    """(plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
+
+    `saved` is the plan of a run to take instead: what a configuration means may change from one version to the next,
+    and what a run trains does not. `notes` say what stays in high precision besides linear layers, and what else a
+    reader should know. Raises PlanError, ModelError, and WorldError for ranks that cannot share it so.
+    """
+    model, family = model_of(cfg)
+    if saved is not None:
+        backend = "auto" if cfg.fp8.plan is not None else cfg.fp8.backend
+        plan = fp8.load_plan(saved, model, family.components, other_machine=True, backend=backend)
+        parallel_limits.check(cfg, model, plan, ranks)
+        return plan, family, _notes(plan, model, family, ranks, cfg)
+    return plan_model(cfg, model, family, ranks)
+
+
+def plan_model(
+    cfg: Config,
+    model: nn.Module,
+    family: models.Family,
+    ranks: int = 1,
+    tokens: Tokens | None = None,
+    measurements: fp8.Measurements | None = None,
+) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
+    """`plan_for` on a model that is already there, by measurements where there are any."""
+    if cfg.data.packing and (why := models.why_not_packed(model)) is not None:
+        raise fp8.PlanError(f"data.packing: true cannot be: {why}. Set data.packing: false")
+    if cfg.fp8.plan is not None and measurements is None:
+        plan = fp8.load_plan(cfg.fp8.plan, model, family.components)
+    else:
+        counts = None if tokens is None else tokens.counts
+        micro_steps = micro_steps_of(cfg, ranks)
+        plan = fp8.plan(model, policy_from(cfg), family.components, counts, measurements, micro_steps)
+    _check_compile(cfg, plan)
+    parallel_limits.check(cfg, model, plan, ranks)
+    return plan, family, _notes(plan, model, family, ranks, cfg)
+
+
+def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
+    """Raises PlanError where a compiled block would not run as planned. A norm's layers are its neighbours' children,
+    an MLP's its own."""
+    if not cfg.train.compile:
+        return
+    codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
+    for block in plan.blocks:
+        beside = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
+        found = next((name for name in codes if name.startswith(f"{beside}.")), None)
+        if block.fused and found is not None:
+            raise fp8.PlanError(
+                f"{block.name} is planned to be fused and train.compile is true, but the weight of {found} is FP8 "
+                "(param, or a frozen base) and finds its codes outside compiled graphs. Use fuse: off, or "
+                "train.compile: false."
+            )
+
+
+def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
+    """Forwards of one rank in an optimizer step."""
+    return max(1, -(-samples_of(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
+
+
+def data_ranks(cfg: Config, ranks: int) -> int:
+    """How many parts of a global batch so many ranks train on at once; those that share rows are one."""
+    return max(1, ranks // cfg.parallel.context)
+
+
+def samples_of(cfg: Config) -> int:
+    """Samples that an optimizer step learns from: rows, pairs, or completions."""
+    if cfg.train.phase == "rl" and cfg.rl is not None:
+        return cfg.rl.prompts // cfg.rl.mini_batches * cfg.rl.group
+    return cfg.train.global_batch
+
+
+def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> fp8.Prediction | None:
+    """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
+    attention = attention_flops(model.config, tokens)
+    return fp8.predict(plan, {} if attention is None else {"attention": attention})
+
+
+def plan_run(
+    cfg: Config,
+    world: parallel.World,
+    count: Callable[[models.Family, nn.Module], Tokens],
+    saved: Path | None,
+    say: Callable[[str], None],
+) -> tuple[fp8.Schedule, models.Family, tuple[str, ...], fp8.Prediction | None]:
+    """(plans, family, notes, prediction) at the start of a run. A collective where the plan is measured.
+
+    `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
+    With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
+    """
+    planned = saved is not None or cfg.fp8.plan is not None
+    if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
+        plan, family, notes = plan_for(cfg, world.size, saved)
+        plans = scheduled(cfg, plan)
+        return plans, family, (*notes, *spans_told(plans)), None
+    model, family = model_of(cfg)
+
+    def work() -> dict:
+        tokens = count(family, model).shared(cfg.parallel.context)
+        found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        return {"tokens": list(astuple(tokens)), "found": found.to_json()}
+
+    answer = world.from_main(work)
+    tokens = Tokens(*answer["tokens"])
+    found = fp8.Measurements.from_json(answer["found"])
+    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
+    plans = scheduled(cfg, plan, model, found)
+    return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
+
+
+def measured(
+    cfg: Config,
+    model: nn.Module,
+    family: models.Family,
+    device: torch.device,
+    tokens: Tokens,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    cache: Path | None = None,
+) -> fp8.Measurements:
+    """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
+    policy, kept = policy_from(cfg), fp8.Cache(cache)
+    return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
+
+
+def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+    def report(done: int, total: int, what: str) -> None:
+        if done < total:
+            say(f"measuring layer {done + 1} of {total}: {what}")
+
+    return report
+
+
+def stays(model: nn.Module) -> list[str]:
+    """Notes on what stays in high precision in every model, besides linear layers."""
+    return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
+
+
+def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
+    notes = list(plan.notes)
+    notes += stays(model)
+    recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
+    if ranks > 1 and "delayed" in recipes:
+        notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
+    if (adapt := cfg.fp8.adapt) is not None:
+        notes.append(
+            f"fp8.adapt: GEMMs are judged every {adapt.every} steps and may move; at most {100 * adapt.budget:g} % of "
+            "linear FLOPs in high precision by moves"
+        )
+        if adapt.time is not None and all(row.times is None for row in plan.rows):
+            notes.append("fp8.adapt.time: nothing was measured, so that moves are bounded by budget alone")
+    if cfg.train.cuda_graphs:
+        notes.append(
+            "train.cuda_graphs: graphs hold their gradients, activations and workspace beside those of the steps that "
+            "run without, which predicted memory leaves out"
+        )
+    if cfg.data.packing:
+        kernel = cfg.model.attention.foundation
+        by = {"sdpa": "torch's varlen flash attention in 16 bits on CUDA, else a call a sample", "varlen": "varlen",
+              "flex": "one call of flex attention"}.get(kernel, f"{kernel}, a call a sample")  # fmt: skip
+        notes.append(
+            f"data.packing: rows are packs of up to {cfg.train.seq_length} tokens, planned {cfg.data.window} samples "
+            f"at a time; attention within each by {by}"
+        )
+    if (shared := cfg.parallel.context) > 1:
+        heads = model.config.get_text_config().num_attention_heads
+        by_heads = ulysses_of(shared, cfg.parallel.ulysses, heads)
+        notes.append(
+            f"parallel.context: {shared} ranks share the tokens of each pack; {by_heads} exchange heads for tokens, "
+            f"{shared // by_heads} gather keys and values. Tensorwise and delayed scales are of a rank's own tokens"
+        )
+    if cfg.train.gather == "bf16":
+        many = "weights are gathered and gradients summed in BF16; shards stay fp32"
+        one = "one process gathers nothing and computes as with gather: stored"
+        notes.append(f"train.gather: bf16 on {ranks} rank(s): {many if ranks > 1 else one}")
+    if cfg.train.exchange == "fp8" and not (cfg.parallel.context > 1 or cfg.parallel.expert > 1):
+        notes.append("train.exchange: fp8 changes nothing: no ranks share rows or experts (parallel)")
+    return (*notes, *frozen_base.dropout_note(model, cfg), *frozen_base.notes(cfg, model, family))

@@ -1,0 +1,1 @@
+"""What makes new weights of a loss: one optimizer step, and how it is executed."""

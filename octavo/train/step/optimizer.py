@@ -1,0 +1,102 @@
+"""AdamW over a model's trainable parameters: one group with weight decay, one without; a critic with a learning rate
+of its own has two more.
+
+With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`,
+or the same with states in host memory. Adapters in BF16 have their fp32 values there as well (`master: fp32`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import fp8
+from octavo.config import Config
+from octavo.fp8.optim import OffloadedAdamW, decode
+from octavo.fp8.weights import plain
+from octavo.train.errors import TrainError
+from octavo.train.forward import critic
+
+
+def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
+    """AdamW as `optimizer` and `train.lr` say (decoupled weight decay, Loshchilov & Hutter 2019).
+
+    Weight decay spares biases, norms and every other parameter of one dimension. Tied parameters appear once. The
+    learning rate is set before every step from `schedule` as a Python float. Raises TrainError where nothing is
+    trainable.
+    """
+    settings = cfg.optimizer
+    apart = cfg.rl.critic_lr if cfg.rl is not None else None
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay, **({} if factor is None else {FACTOR: factor})}
+        for factor in (None, *([] if apart is None else [apart / cfg.train.lr]))
+        for decay in (settings.weight_decay, 0.0)
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            first = 2 if apart is not None and critic.owns(name) else 0
+            groups[first + spares(name, parameter)]["params"].append(parameter)
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise TrainError("every parameter is frozen, so there is nothing to train. Freeze less (model.freeze)")
+    common: dict[str, Any] = {"lr": cfg.train.lr, "betas": settings.betas, "eps": settings.eps}
+    plain = (settings.states, settings.master, settings.update, settings.offload) == ("fp32", "fp32", "step", False)
+    if plain and all(p.dtype == torch.float32 for group in groups for p in group["params"]):
+        return torch.optim.AdamW(groups, **common, fused=True)
+    kind = OffloadedAdamW if settings.offload else fp8.AdamW
+    return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
+
+
+FACTOR = "lr_factor"
+"""Of a parameter group: its learning rate over that of the schedule."""
+
+
+@contextmanager
+def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
+    """Inside, each update of a parameter counts the elements whose second moment is zero after a gradient that was not:
+    the next update of such a weight would be m / eps, what a format must never do. One count a parameter on this rank;
+    none for formats without codes, which round nothing to zero.
+
+    Squares of gradients that fp32 itself cannot hold do not count.
+    """
+    found: list[Tensor] = []
+    if not isinstance(optimizer, fp8.AdamW):
+        yield found
+        return
+
+    def count(p: Tensor, group: dict[str, Any], factor: float | Tensor | None) -> None:
+        state = optimizer.state[p]
+        if "exp_avg_sq_codes" not in state:
+            return
+        optimizer.settle()  # states may be in host memory, and on their way
+        gradient = plain(p.grad).float().flatten()
+        moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
+        _, v = decode(p, group, state)
+        found.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
+
+    optimizer.watch = count
+    try:
+        yield found
+    finally:
+        optimizer.watch = None
+
+
+def spares(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay leaves a parameter alone. Biases of experts have two dimensions, so the name counts too."""
+    last = name.rpartition(".")[2]
+    return parameter.ndim < 2 or last == "bias" or last.endswith("_bias")
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the step's learning rate, times the factor that it may have."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(FACTOR, 1.0)
+
+
+def trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that ask for a gradient, each once."""
+    return (p for p in model.parameters() if p.requires_grad)
