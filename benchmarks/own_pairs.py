@@ -19,7 +19,7 @@ from rich.console import Console
 
 from octavo import data, generation, models
 from octavo.config import load_config_text
-from octavo.rl.experience import prompt_of
+from octavo.rl.rollout.experience import prompt_of
 
 CONFIG = """
 model: {{path: {model}}}

@@ -6,8 +6,8 @@ from typing import Any
 
 from octavo import train
 from octavo.config import Config
-from octavo.rl.preferring import Preferring
-from octavo.rl.reinforcing import Reinforcing
+from octavo.rl.phases.preference_phase import Preferring
+from octavo.rl.phases.rl_phase import Reinforcing
 from octavo.train.setup.phase import SFT, Phase
 
 

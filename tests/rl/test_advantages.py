@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.rl.advantages import ADVANTAGES, EPS, informative, leave_one_out
-from octavo.rl.objectives import Batch, Clip, Counts, grpo, policy_loss
-from octavo.rl.penalties import kl, overlong
+from octavo.rl.objectives.advantages import ADVANTAGES, EPS, informative, leave_one_out
+from octavo.rl.objectives.penalties import kl, overlong
+from octavo.rl.objectives.policy import Batch, Clip, Counts, grpo, policy_loss
 from tests.rl.batches import close, leaf
 
 EVERY = pytest.mark.parametrize("name", list(ADVANTAGES))

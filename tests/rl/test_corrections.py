@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from octavo.rl.corrections import LIMITS, Correction, gap, weights
-from octavo.rl.figures import add_up, whole
+from octavo.rl.objectives.importance import LIMITS, Correction, gap, weights
+from octavo.rl.objectives.metrics import add_up, whole
 from tests.rl.batches import batch, close
 from tests.rl.test_figures import Alone
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from octavo import adapters, models, rl, train
 from octavo.config import Config
-from octavo.rl.experience import micro_batches
-from octavo.rl.objectives import Batch
-from octavo.rl.step import RlStepper
+from octavo.rl.objectives.policy import Batch
+from octavo.rl.phases.rl_step import RlStepper
+from octavo.rl.rollout.experience import micro_batches
 from octavo.train.forward import critic, losses
 from octavo.train.forward.critic import ValueHead
 from octavo.train.step.optimizer import FACTOR

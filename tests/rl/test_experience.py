@@ -6,7 +6,7 @@ import numpy as np
 
 from octavo import data
 from octavo.generation import Completion
-from octavo.rl.experience import Rollout, micro_batches
+from octavo.rl.rollout.experience import Rollout, micro_batches
 
 
 def rollout(*numbers: int) -> Rollout:

@@ -13,9 +13,9 @@ from torch import Tensor
 from octavo.data import PromptSample
 from octavo.generation import Completion
 from octavo.parallel import World
-from octavo.rl.experience import Rollout
-from octavo.rl.figures import add_up, highest, kind, lowest, whole
-from octavo.rl.rolling import of_groups
+from octavo.rl.objectives.metrics import add_up, highest, kind, lowest, whole
+from octavo.rl.rollout.experience import Rollout
+from octavo.rl.rollout.rollout import of_groups
 
 
 class Alone:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from octavo import rl
 from octavo.config import Config, ConfigError, override
 from octavo.models.tiny import tiny
-from octavo.rl import kept
+from octavo.rl.phases import reference_cache
 from octavo.train import TrainError
 from tests.rl.test_preferring import LORA, rows_of
 from tests.train.conftest import at
@@ -36,8 +36,8 @@ class Asked:
     """Counts micro-batches that the first weights are asked about, and stops a run at one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.stop, ask = 0, 0, kept._asked
-        monkeypatch.setattr(kept, "EVERY", 0.0)
+        self.count, self.stop, ask = 0, 0, reference_cache._asked
+        monkeypatch.setattr(reference_cache, "EVERY", 0.0)
 
         def asked(*given):
             self.count += 1
@@ -45,7 +45,7 @@ class Asked:
                 raise KeyboardInterrupt
             return ask(*given)
 
-        monkeypatch.setattr(kept, "_asked", asked)
+        monkeypatch.setattr(reference_cache, "_asked", asked)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_is_kept_is_what_a_copy_says_to_the_bit_though_it_was_killed(
     assert asked.count == 4, "of six micro-batches, the two of the first step were written"
     assert numbers(disk) == numbers(live) and numbers(disk)[0]["rewards/margins"] == 0
     assert result.memory["reference"] == 0
-    tables = load_file(result.dir / kept.FILE)
+    tables = load_file(result.dir / reference_cache.FILE)
     assert np.isfinite(tables["sums.0"]).all(axis=1).sum() == 12, "3 steps of 4 pairs"
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_asks_nobody_unless_the_file_is_gone(preferring: Make
     whole = rl.run(preferring(DISK, "train.lr=1e-2", dir="whole"))
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     shutil.copytree(cfg.run.dir, gone := Path(cfg.run.dir).with_name("gone"))
-    (gone / kept.FILE).unlink()
+    (gone / reference_cache.FILE).unlink()
     asked.count = 0
     assert rl.run(override(cfg, ["run.resume=auto"])).losses() == whole.losses() and asked.count == 0
     again = override(cfg, ["run.resume=auto", f"run.dir={gone}"])
@@ -144,9 +144,9 @@ def test_an_image_that_is_another_is_named(preferring: Make, place: Path, pairs:
 def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, monkeypatch: pytest.MonkeyPatch):
     cfg = preferring(DISK)
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
-    file, again = Path(cfg.run.dir) / kept.FILE, override(cfg, ["run.resume=auto"])
+    file, again = Path(cfg.run.dir) / reference_cache.FILE, override(cfg, ["run.resume=auto"])
     tables, whole = load_file(file), file.read_bytes()
-    table = kept.Kept(file, [])
+    table = reference_cache.Kept(file, [])
     about = json.loads(tables["about"].tobytes())
     table.sums, table.prints = {about["files"][0]: tables["sums.0"]}, {about["files"][0]: tables["prints.0"] + 1}
     table.write(about["key"], about["done"], about["total"], 1)

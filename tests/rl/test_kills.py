@@ -17,9 +17,9 @@ from octavo import rl
 from octavo.base import encryption
 from octavo.config import Config, override
 from octavo.generation.batch import Batch
-from octavo.rl.preferring import PreferenceStepper
-from octavo.rl.shown import COMPLETIONS
-from octavo.rl.step import RlStepper
+from octavo.rl.phases.completions_log import COMPLETIONS
+from octavo.rl.phases.preference_phase import PreferenceStepper
+from octavo.rl.phases.rl_step import RlStepper
 from octavo.train.step.update import AfterBackward
 from tests import ranks
 from tests.rl.forks import both

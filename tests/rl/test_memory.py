@@ -9,10 +9,10 @@ import pytest
 
 from octavo import generation, models, rl
 from octavo.config import Config
-from octavo.rl import preferring as preferences
-from octavo.rl import rolling
-from octavo.rl import step as rollouts
-from octavo.rl.room import slots_for
+from octavo.rl.phases import preference_phase as preferences
+from octavo.rl.phases import rl_step as rollouts
+from octavo.rl.rollout import rollout
+from octavo.rl.rollout.rollout_batch import slots_for
 from octavo.train import TrainError
 from octavo.train.estimate.memory.footprint import Footprint, Footprints
 from octavo.train.estimate.memory.switches import savings
@@ -124,8 +124,8 @@ def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Mak
             used.append(slots_for(*args))
             return used[-1]
 
-        monkeypatch.setattr(rolling, "free_bytes", lambda device, free=free: free)
-        monkeypatch.setattr(rolling, "slots_for", room)
+        monkeypatch.setattr(rollout, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(rollout, "slots_for", room)
         if name == "one":
             with pytest.raises(TrainError, match=r"has 0.0 MB free, and one completion .*rl.kv: fp8"):
                 rl.run(cfg)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.rl import advantages, ppo
-from octavo.rl.algorithms import ALGORITHMS, Algorithm
-from octavo.rl.figures import add_up, whole
-from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives import advantages, gae
+from octavo.rl.objectives.metrics import add_up, whole
+from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.registry import ALGORITHMS, Algorithm
 from tests.rl.batches import batch, close, leaf, masks
 from tests.rl.test_figures import Alone
 
@@ -37,9 +37,9 @@ def part(b: Batch, rows: Tensor | slice, **more: Tensor) -> Batch:
 def test_equal_rewards_have_no_gradient(algorithm: Algorithm, reward: float, group: int) -> None:
     rewards, mask = torch.full((3, group), reward), masks(3 * group, 5, group)
     if algorithm.values:
-        tokens = ppo.token_rewards(rewards.flatten(), mask)
-        plain, _ = ppo.gae(tokens, torch.zeros_like(tokens), mask, 1.0, 1.0)
-        given = ppo.whiten(plain, mask, ppo.moments(plain, mask))
+        tokens = gae.token_rewards(rewards.flatten(), mask)
+        plain, _ = gae.gae(tokens, torch.zeros_like(tokens), mask, 1.0, 1.0)
+        given = gae.whiten(plain, mask, gae.moments(plain, mask))
     else:
         given = advantages.ADVANTAGES[algorithm.advantage](rewards).flatten()
         assert not advantages.informative(rewards).any()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.rl import advantages, corrections, penalties
-from octavo.rl.algorithms import ALGORITHMS
-from octavo.rl.experience import Experience, Rollout
-from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
-from octavo.rl.step import RlStepper
+from octavo.rl.objectives import advantages, importance, penalties
+from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.registry import ALGORITHMS
+from octavo.rl.phases.rl_step import RlStepper
+from octavo.rl.rollout.experience import Experience, Rollout
 from octavo.train.forward.losses import IGNORE
 from tests.rl import oracle
 from tests.rl.batches import batch, close, leaf
@@ -180,12 +180,12 @@ def test_corrections_and_the_gap(level: str, action: str, low: float | None, hig
     output, logged = oracle.scored(
         oracle.GRPOTrainer, rewards(2, 4), lengths, old, sampled, mode=f"{level}_{action}", low=low, high=high
     )
-    how = corrections.Correction(level, action, low, high)
+    how = importance.Correction(level, action, low, high)
     if action == "truncate" and low is None:
         assert how.limits == (None, high)
-    weights, figures = corrections.weights(old, sampled, mask, how, float(mask.sum()), 8.0)
+    weights, figures = importance.weights(old, sampled, mask, how, float(mask.sum()), 8.0)
     close(weights, output["importance_sampling_ratio"])
-    figures |= corrections.gap(old, sampled, mask, float(mask.sum()))
+    figures |= importance.gap(old, sampled, mask, float(mask.sum()))
     for name in ("min", "mean", "max"):
         close(
             figures[f"sampling/importance_sampling_ratio/{name}"], logged[f"sampling/importance_sampling_ratio/{name}"]

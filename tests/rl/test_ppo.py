@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.rl import ppo
-from octavo.rl.algorithms import ALGORITHMS
-from octavo.rl.figures import add_up
-from octavo.rl.objectives import Batch, Clip, Counts, policy_loss
-from octavo.rl.penalties import kl
+from octavo.rl.objectives import gae
+from octavo.rl.objectives.metrics import add_up
+from octavo.rl.objectives.penalties import kl
+from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.registry import ALGORITHMS
 from octavo.train.forward.critic import ValueHead
 from tests.rl.batches import batch, close, leaf, masks
 
@@ -83,9 +83,9 @@ def test_ppo_is_what_loops_say(case: tuple, beta: float) -> None:
     expected = plain(b, now, then, scores, gamma, lam, beta)
 
     distance = kl(b.old_logps, b.ref_logps, b.mask, "k1")
-    rewards = ppo.token_rewards(scores, b.mask, distance, beta)
-    advantages, returns = ppo.gae(rewards, then, b.mask, gamma, lam)
-    white = ppo.whiten(advantages, b.mask, ppo.moments(advantages, b.mask))
+    rewards = gae.token_rewards(scores, b.mask, distance, beta)
+    advantages, returns = gae.gae(rewards, then, b.mask, gamma, lam)
+    white = gae.whiten(advantages, b.mask, gae.moments(advantages, b.mask))
     for ours, name in ((advantages, "advantages"), (returns, "returns"), (white, "white")):
         assert not ours[~b.mask].any()
         close(ours[b.mask], torch.tensor(expected[name]))
@@ -93,7 +93,7 @@ def test_ppo_is_what_loops_say(case: tuple, beta: float) -> None:
     logps, values, counts = leaf(b.logps), leaf(now), Counts.of([b.mask], tokens)
     mine = Batch(logps, b.old_logps, b.mask, white)
     loss, _ = policy_loss(mine, ALGORITHMS["ppo"].objective(mine, Clip(0.2, 0.2), counts), counts)
-    critic, figures = ppo.value_loss(values, then, returns, b.mask, counts, clip=0.2)
+    critic, figures = gae.value_loss(values, then, returns, b.mask, counts, clip=0.2)
     (loss + critic).backward()
     close(loss, expected["policy"][0])
     close(logps.grad, expected["policy"][1])
@@ -107,41 +107,41 @@ def test_ppo_is_what_loops_say(case: tuple, beta: float) -> None:
 def test_without_discounts_an_advantage_is_what_is_still_to_come() -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0, 99.0]])
     mask = torch.tensor([[1, 1, 1, 0]])
-    advantages, returns = ppo.gae(rewards, torch.zeros(1, 4), mask, 1.0, 1.0)
+    advantages, returns = gae.gae(rewards, torch.zeros(1, 4), mask, 1.0, 1.0)
     assert advantages.tolist() == [[7.0, 6.0, 4.0, 0.0]] and returns.equal(advantages)
-    known, _ = ppo.gae(rewards, torch.tensor([[7.0, 6.0, 4.0, math.nan]]), mask, 1.0, 0.3)
+    known, _ = gae.gae(rewards, torch.tensor([[7.0, 6.0, 4.0, math.nan]]), mask, 1.0, 0.3)
     assert not known.any(), "a critic that knows it all leaves no advantage"
 
 
 def test_the_score_is_at_the_last_token_that_counts() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-    rewards = ppo.token_rewards(torch.tensor([2.0, 3.0, math.nan]), mask)
+    rewards = gae.token_rewards(torch.tensor([2.0, 3.0, math.nan]), mask)
     assert rewards.tolist() == [[0, 2, 0, 0], [0, 0, 3, 0], [0, 0, 0, 0]]
 
 
 def test_all_masked_is_zero() -> None:
     rubbish, mask = torch.full((2, 3), math.nan), torch.zeros(2, 3)
     values = leaf(rubbish)
-    advantages, returns = ppo.gae(rubbish, rubbish, mask, 0.9, 0.9)
-    white = ppo.whiten(advantages, mask, ppo.moments(rubbish, mask))
-    loss, figures = ppo.value_loss(values, rubbish, rubbish, mask, Counts(0.0, 2.0, 6.0, 0.0))
+    advantages, returns = gae.gae(rubbish, rubbish, mask, 0.9, 0.9)
+    white = gae.whiten(advantages, mask, gae.moments(rubbish, mask))
+    loss, figures = gae.value_loss(values, rubbish, rubbish, mask, Counts(0.0, 2.0, 6.0, 0.0))
     loss.backward()
     assert not any(x.any() for x in (advantages, returns, white, values.grad, loss, *figures.values()))
 
 
 def test_a_single_token_and_equal_advantages_whiten_to_zero() -> None:
     for given in (torch.tensor([[3.0]]), torch.full((4, 5), 0.1), torch.full((7, 3), -1e6)):
-        assert not ppo.whiten(given, torch.ones_like(given), ppo.moments(given, torch.ones_like(given))).any()
+        assert not gae.whiten(given, torch.ones_like(given), gae.moments(given, torch.ones_like(given))).any()
 
 
 def test_parts_add_up() -> None:
     """Moments and the critic's loss, over micro-batches of other sizes; in another order."""
     b, now, then, scores = made(6, 5, 9)
-    advantages, returns = ppo.gae(ppo.token_rewards(scores, b.mask), then, b.mask, 1.0, 0.9)
-    close(sum(ppo.moments(advantages[p], b.mask[p]) for p in ([5, 0], [3, 1, 4, 2])), ppo.moments(advantages, b.mask))
+    advantages, returns = gae.gae(gae.token_rewards(scores, b.mask), then, b.mask, 1.0, 0.9)
+    close(sum(gae.moments(advantages[p], b.mask[p]) for p in ([5, 0], [3, 1, 4, 2])), gae.moments(advantages, b.mask))
     counts, values, apart = Counts.of([b.mask], 5), leaf(now), leaf(now)
-    loss, figures = ppo.value_loss(values, then, returns, b.mask, counts)
-    parts = [ppo.value_loss(apart[p], then[p], returns[p], b.mask[p], counts) for p in ([5, 0], [3, 1, 4, 2])]
+    loss, figures = gae.value_loss(values, then, returns, b.mask, counts)
+    parts = [gae.value_loss(apart[p], then[p], returns[p], b.mask[p], counts) for p in ([5, 0], [3, 1, 4, 2])]
     total = sum(part[0] for part in parts)
     loss.backward(), total.backward()
     close(total, loss)
@@ -153,13 +153,13 @@ def test_parts_add_up() -> None:
 def test_advantages_do_not_depend_on_micro_batches() -> None:
     """Parts of other widths, one with nothing that counts: bit for bit those of the whole."""
     b, _, then, scores = made(6, 5, 9)
-    rewards = ppo.token_rewards(scores, b.mask)
-    whole = ppo.gae(rewards, then, b.mask, 0.9, 0.8)
+    rewards = gae.token_rewards(scores, b.mask)
+    whole = gae.gae(rewards, then, b.mask, 0.9, 0.8)
     rows = [[5, 0], [3, 1, 4, 2]]
     parts = [[x[p] for p in rows] + [torch.full((2, 3), math.nan)] for x in (rewards, then)]
     wide = [torch.nn.functional.pad(x[0], (2, 1)) for x in parts]  # a prompt before, padding behind
     masks_ = [torch.nn.functional.pad(b.mask[rows[0]], (2, 1)), b.mask[rows[1]], torch.zeros(2, 3)]
-    found = ppo.gae_of_parts([wide[0], *parts[0][1:]], [wide[1], *parts[1][1:]], masks_, 0.9, 0.8)
+    found = gae.gae_of_parts([wide[0], *parts[0][1:]], [wide[1], *parts[1][1:]], masks_, 0.9, 0.8)
     for n in (0, 1):
         assert found[0][n][:, 2:-1].equal(whole[n][rows[0]]) and found[1][n].equal(whole[n][rows[1]])
         assert found[2][n].shape == (2, 3) and not found[2][n].any()
@@ -168,7 +168,7 @@ def test_advantages_do_not_depend_on_micro_batches() -> None:
 def test_the_clip_of_values_is_off_where_none_is_given() -> None:
     b, now, then, _ = made(4, 5, 5)
     counts = Counts.of([b.mask], 5)
-    loss, figures = ppo.value_loss(now, then, torch.zeros_like(now), b.mask, counts, clip=None)
+    loss, figures = gae.value_loss(now, then, torch.zeros_like(now), b.mask, counts, clip=None)
     close(loss, now[b.mask].square().mean() / 2)
     assert figures["value_clip_ratio"] == 0
 

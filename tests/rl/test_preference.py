@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.rl import kto as kto_file
-from octavo.rl.algorithms import PREFERENCES
-from octavo.rl.figures import add_up
-from octavo.rl.kto import FIGURES, AnswerCounts, baseline, kto
-from octavo.rl.preference import PairCounts, Pairs, answer_logps, dpo, orpo, simpo
+from octavo.rl.objectives import kto as kto_file
+from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
+from octavo.rl.objectives.metrics import add_up
+from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps, dpo, orpo, simpo
+from octavo.rl.objectives.registry import PREFERENCES
 from tests.rl import oracle
 from tests.rl.batches import close, leaf, masks
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
 from octavo.config.sections.rl import OPTIONS
-from octavo.rl.algorithms import PREFERENCES
+from octavo.rl.objectives.registry import PREFERENCES
 from octavo.train.run_dir.run_dir import read_rows
 from tests.train.conftest import at
 

@@ -16,10 +16,10 @@ from octavo import fp8, rl
 from octavo.config import Config, override
 from octavo.fp8.weights import CachesWeights
 from octavo.models.tiny import tiny
-from octavo.rl import step
-from octavo.rl.differing import first_difference, rounding
-from octavo.rl.reinforcing import Reinforcing
-from octavo.rl.step import RlStepper
+from octavo.rl.phases import rl_step
+from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.rl_step import RlStepper
+from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
 from octavo.train.step.update import AfterBackward
 from tests.rl.test_reinforcing import LORA, rows_of
@@ -140,7 +140,7 @@ def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
 
 
 def test_a_gap_in_a_later_mini_batch_stops_before_the_first_update(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
-    wrote, applied = step.written, []
+    wrote, applied = rl_step.written, []
 
     def planted(*given, **more):
         completions, held = wrote(*given, **more)
@@ -149,7 +149,7 @@ def test_a_gap_in_a_later_mini_batch_stops_before_the_first_update(reinforcing: 
                 completion.logps[0] += 1
         return completions, held
 
-    monkeypatch.setattr(step, "written", planted)
+    monkeypatch.setattr(rl_step, "written", planted)
     monkeypatch.setattr(AfterBackward, "step", lambda update: applied.append(update))
     with pytest.raises(TrainError, match=r"step 1: .* differ by up to 1 nats"):
         rl.run(reinforcing("rl.max_gap=0.1", "rl.mini_batches=2"))

@@ -10,9 +10,9 @@ import pytest
 
 from octavo import rl
 from octavo.config import Config
-from octavo.rl.reinforcing import Reinforcing
-from octavo.rl.shown import COMPLETIONS
-from octavo.rl.step import RlStepper
+from octavo.rl.phases.completions_log import COMPLETIONS
+from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.rl_step import RlStepper
 from tests import ranks
 from tests.rl.forks import both
 from tests.rl.test_proving import LAYER

@@ -21,12 +21,12 @@ from octavo.config.rules.phases import BUILT_IN
 from octavo.config.sections.rl import OF_CRITIC, WITH_CRITIC, WITH_KL, RlSection
 from octavo.data import DataError
 from octavo.generation import GenerationError
-from octavo.rl.advantages import ADVANTAGES
-from octavo.rl.algorithms import ALGORITHMS, Values
+from octavo.rl.objectives.advantages import ADVANTAGES
+from octavo.rl.objectives.registry import ALGORITHMS, Values
+from octavo.rl.phases.completions_log import COMPLETIONS
+from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rewards import RewardError
 from octavo.rl.rewards.builtin import BUILTIN
-from octavo.rl.shown import COMPLETIONS
-from octavo.rl.step import RlStepper
 from octavo.train import TrainError
 from octavo.train.callbacks import stopping
 from octavo.train.run_dir.run_dir import read_rows

@@ -14,7 +14,7 @@ from octavo import report, rl, train
 from octavo.config import Config
 from octavo.report.evidence.rl_claims import PANELS
 from octavo.report.trial.rl_plots import Side, learning_figure
-from octavo.rl.figures import TRL_NAMES
+from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.train.run_dir.run_dir import read_rows
 
 pytestmark = pytest.mark.usefixtures("bare_forward")

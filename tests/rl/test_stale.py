@@ -15,10 +15,10 @@ from octavo.config import Config, ConfigError, override
 from octavo.data import PromptSample
 from octavo.generation import Completion
 from octavo.parallel import World
-from octavo.rl.experience import Rollout
-from octavo.rl.pending import Written, waiting
-from octavo.rl.shown import COMPLETIONS
-from octavo.rl.step import RlStepper
+from octavo.rl.phases.completions_log import COMPLETIONS
+from octavo.rl.phases.rl_step import RlStepper
+from octavo.rl.rollout.experience import Rollout
+from octavo.rl.rollout.stale_queue import Written, waiting
 from octavo.train import TrainError
 from tests.rl.test_proving import LAYER, unseen
 from tests.rl.test_reinforcing import LORA, rows_of

@@ -7,7 +7,7 @@ import torch
 
 from octavo.base import encryption
 from octavo.data.batching.collate import Meta
-from octavo.rl.shown import Shown
+from octavo.rl.phases.completions_log import Shown
 from octavo.train.callbacks.answer_samples import ANSWERS, LENGTH, Answers
 from octavo.train.forward.evaluation import Answer, Place, _shown
 

@@ -180,8 +180,8 @@ def test_only_so_many_shapes_are_captured() -> None:
         found.run(*batch(length=length))
         assert (found.run(*batch(length=length)) is None) == (length == 3 + cuda_graphs.MOST)
     assert said == [
-        f"train.cuda_graphs: runs without a graph: {cuda_graphs.MOST} shapes of micro-batches are captured, and this is "
-        "another one"
+        f"train.cuda_graphs: runs without a graph: {cuda_graphs.MOST} shapes of micro-batches are captured, and this "
+        "is another one"
     ]
     assert found.run(*batch(length=3)) is not None
 

@@ -16,7 +16,7 @@ from octavo.data.builtin import digit_clips, digits
 from octavo.data.tasks.pairs import parse_pair
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
-from octavo.rl import kept
+from octavo.rl.phases import reference_cache as kept
 from octavo.train.estimate.memory import Footprints
 from octavo.train.setup import frozen_base, planning, token_counts
 

@@ -226,7 +226,7 @@ def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
     if run.cfg.rl is None:
         mine_at, ref_at = common(record, ref)
         return [rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
-    from octavo.rl.settings import Settings  # torch comes with it, and a trial waits for runs without
+    from octavo.rl.phases.settings import Settings  # torch comes with it, and a trial waits for runs without
 
     return [] if Settings.of(run.cfg).refill else [rl_claims.same_prompts(run.label, record, ref)]
 

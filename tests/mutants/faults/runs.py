@@ -269,13 +269,13 @@ area(
         "rl/test_critic.py",
     ),
     (
-        "whitened-by-part", "rl/critic.py",
+        "whitened-by-part", "rl/phases/critic.py",
         "whiten(advantages, mask, of_batch[0])", "whiten(advantages, mask, moments(advantages, mask))",
         "advantages depend on how completions are cut into micro-batches",
         "rl/test_critic.py",
     ),
     (
-        "returns-are-whitened", "rl/critic.py",
+        "returns-are-whitened", "rl/phases/critic.py",
         "of_batch[0]), returns", "of_batch[0]), whiten(returns, mask, of_batch[1])",
         "the critic learns whitened returns",
         "rl/test_critic.py",

@@ -5,7 +5,7 @@ before). Each function gives ``[P, G]`` in fp32. Where all rewards of a group ar
 the mean of equal numbers may differ from them in the last bit, and a division by a spread of 0 + eps would make a
 gradient of that bit.
 
-Advantages over tokens, which need a critic, are in ``octavo/rl/ppo.py``.
+Advantages over tokens, which need a critic, are in ``octavo/rl/objectives/gae.py``.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from octavo import data, fp8
-from octavo.rl.differing import first_difference, rounding
-from octavo.rl.experience import prompt_of
-from octavo.rl.experience import whole as with_completion
-from octavo.rl.learner import Learner
+from octavo.rl.phases.stepper_protocol import Learner
+from octavo.rl.rollout.experience import prompt_of
+from octavo.rl.rollout.experience import whole as with_completion
+from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
 
 

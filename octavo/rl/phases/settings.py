@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
 from octavo.generation import Sampling
-from octavo.rl.algorithms import ALGORITHMS, Algorithm, Values
-from octavo.rl.corrections import Correction
-from octavo.rl.objectives import Clip
-from octavo.rl.penalties import Kl
+from octavo.rl.objectives.importance import Correction
+from octavo.rl.objectives.penalties import Kl
+from octavo.rl.objectives.policy import Clip
+from octavo.rl.objectives.registry import ALGORITHMS, Algorithm, Values
 
 
 @dataclass(frozen=True)

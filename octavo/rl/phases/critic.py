@@ -1,4 +1,4 @@
-"""The critic in a step of PPO, whose arithmetic is in :mod:`octavo.rl.ppo`, and whose parameters in
+"""The critic in a step of PPO, whose arithmetic is in :mod:`octavo.rl.objectives.gae`, and whose parameters in
 :mod:`octavo.train.forward.critic`:
 
     remember  the values of the rollout's tokens, by the weights that wrote it
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from octavo import adapters
-from octavo.rl.experience import Experience, Rollout, spread
-from octavo.rl.figures import Figures
-from octavo.rl.learner import Learner
-from octavo.rl.penalties import kl
-from octavo.rl.ppo import gae_of_parts, moments, token_rewards, value_loss, whiten
-from octavo.rl.roles import watched_by_nobody
+from octavo.rl.objectives.gae import gae_of_parts, moments, token_rewards, value_loss, whiten
+from octavo.rl.objectives.metrics import Figures
+from octavo.rl.objectives.penalties import kl
+from octavo.rl.phases.reference import watched_by_nobody
+from octavo.rl.phases.stepper_protocol import Learner
+from octavo.rl.rollout.experience import Experience, Rollout, spread
 from octavo.train.forward import critic, losses
 from octavo.train.step.memory_report import Memory
 from octavo.train.step.update import Loss
@@ -120,7 +120,7 @@ def _at(values: Tensor, keep: Tensor) -> Tensor:
 
 
 def _variance(of: Tensor) -> float:
-    """Of moments (:func:`octavo.rl.ppo.moments`); 0 where it is but what fp64 rounds."""
+    """Of moments (:func:`octavo.rl.objectives.gae.moments`); 0 where it is but what fp64 rounds."""
     _, total, squares = (of / of[0].clamp(min=1)).tolist()
     found = squares - total * total
     return found if found > 1e-12 * squares else 0.0

@@ -2,7 +2,7 @@
 
     roll      the training modules write completions (:mod:`octavo.generation`), rewards judge them
     remember  log-probabilities of the trainer with these weights, and of the reference, where the objective needs them
-    judge     rewards become advantages, over the groups of all ranks, or by a critic (:mod:`octavo.rl.critic`)
+    judge     rewards become advantages, over the groups of all ranks, or by a critic (:mod:`octavo.rl.phases.critic`)
     update    forward, objective, backward, weights: `epochs` times over `mini_batches` parts
 
 The rollout belongs to (seed, step, prompt, sample, position) and to the weights alone, so a run that is stopped or
@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from octavo import data, generation
-from octavo.rl.advantages import ADVANTAGES, informative
-from octavo.rl.corrections import UNLIMITED, gap, weights
-from octavo.rl.critic import Critic
-from octavo.rl.experience import Experience, Rollout, micro_batches, spread
-from octavo.rl.faults import Faults
-from octavo.rl.figures import Figures, add_up, kind, whole
-from octavo.rl.limit import Limit
-from octavo.rl.objectives import Batch, Counts, policy_loss
-from octavo.rl.penalties import difference_of, kl, overlong, without_truncated
-from octavo.rl.pending import Written, waiting
-from octavo.rl.proving import SameWeights
+from octavo.rl.objectives.advantages import ADVANTAGES, informative
+from octavo.rl.objectives.importance import UNLIMITED, gap, weights
+from octavo.rl.objectives.metrics import Figures, add_up, kind, whole
+from octavo.rl.objectives.penalties import difference_of, kl, overlong, without_truncated
+from octavo.rl.objectives.policy import Batch, Counts, policy_loss
+from octavo.rl.phases.completions_log import Shown, shown_lines
+from octavo.rl.phases.critic import Critic
+from octavo.rl.phases.mismatch_limit import Limit
+from octavo.rl.phases.reference import Reference, as_in_rollouts, watched_by_nobody, with_bytes
+from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.settings import Settings
 from octavo.rl.rewards import Rewards
-from octavo.rl.roles import Reference, as_in_rollouts, watched_by_nobody, with_bytes
-from octavo.rl.rolling import means, of_groups, scored, written
-from octavo.rl.settings import Settings
-from octavo.rl.shown import Shown, shown_lines
+from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, spread
+from octavo.rl.rollout.rollout import means, of_groups, scored, written
+from octavo.rl.rollout.same_weights import SameWeights
+from octavo.rl.rollout.stale_queue import Written, waiting
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.forward import log_probs

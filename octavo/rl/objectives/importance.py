@@ -11,7 +11,7 @@ trainer's policy when each token, or each completion of n tokens, is weighed by
 A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
 weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
 An objective of whole completions takes the mean of its tokens' weights.
-``octavo/rl/objectives.py`` multiplies terms by weights.
+``octavo/rl/objectives/policy.py`` multiplies terms by weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from octavo.rl.figures import Figures, highest, lowest
-from octavo.rl.penalties import difference_of
+from octavo.rl.objectives.metrics import Figures, highest, lowest
+from octavo.rl.objectives.penalties import difference_of
 
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask"]
@@ -78,7 +78,8 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
     """How far the trainer is from the rollout, over all tokens that count: fp32 [B, T] each, ``tokens`` of the batch.
 
     ``logp_gap_mean`` and ``logp_gap_max``: |d log p| in nats. ``logp_gap_k1`` and ``logp_gap_k3``: the KL divergence of
-    the rollout's policy from the trainer's, estimated as in ``octavo/rl/penalties.py``. 0 all four: the same numbers.
+    the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. 0 all four: the same
+    numbers.
     """
     d = difference_of(old_logps, sampled_logps, mask)
     distance, total = d.abs(), max(tokens, 1.0)

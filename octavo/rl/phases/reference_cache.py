@@ -32,8 +32,8 @@ from torch import Tensor
 from octavo import data, fp8
 from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
-from octavo.rl.preference import answer_logps
-from octavo.rl.roles import Base, Copy, Reference
+from octavo.rl.objectives.pairwise import answer_logps
+from octavo.rl.phases.reference import Base, Copy, Reference
 from octavo.train import TrainError
 from octavo.train.forward import losses
 from octavo.train.run_dir import datafiles, run_dir

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from octavo.config import Config
-from octavo.rl.algorithms import PREFERENCES
-from octavo.rl.preferring import settings
-from octavo.rl.roles import kind_of
-from octavo.rl.settings import Settings
+from octavo.rl.objectives.registry import PREFERENCES
+from octavo.rl.phases.preference_phase import settings
+from octavo.rl.phases.reference import kind_of
+from octavo.rl.phases.settings import Settings
 from octavo.train.forward import critic
 from octavo.train.setup.planning import micro_steps_of, samples_of
 

@@ -3,7 +3,8 @@
 base   LoRA: the same weights with the adapters switched off; costs a forward and not a byte
 copy   full-parameter training: the model's first weights, frozen; those of FP8 layers are codes alone, a byte a
        parameter, multiplied by the same plan, so that equal weights give equal log-probabilities
-disk   preferences, whose answers are given: the same numbers, computed before the first step (:mod:`octavo.rl.kept`)
+disk   preferences, whose answers are given: the same numbers, computed before the first step
+(:mod:`octavo.rl.phases.reference_cache`)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What critic and limit ask of the stepper (:class:`octavo.rl.step.RlStepper`) that they are a part of."""
+"""What critic and limit ask of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`) that they are a part of."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from octavo.config import Config
 from octavo.generation import Engine
 from octavo.parallel import World
-from octavo.rl.experience import Rollout
-from octavo.rl.figures import Figures
-from octavo.rl.objectives import Counts
-from octavo.rl.settings import Settings
+from octavo.rl.objectives.metrics import Figures
+from octavo.rl.objectives.policy import Counts
+from octavo.rl.phases.settings import Settings
+from octavo.rl.rollout.experience import Rollout
 from octavo.train.forward.forward import Forward
 
 

@@ -23,7 +23,7 @@ from octavo import data
 from octavo.base import safe_read
 from octavo.generation import Completion
 from octavo.parallel import World
-from octavo.rl.experience import Rollout
+from octavo.rl.rollout.experience import Rollout
 from octavo.train import TrainError
 
 _NAME = "pending"

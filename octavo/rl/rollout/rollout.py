@@ -14,9 +14,9 @@ from octavo import data, fp8
 from octavo.config.sections.rl import RlSection
 from octavo.generation import Completion, Engine, Sampling
 from octavo.parallel import World
-from octavo.rl.experience import Rollout, prompt_of
 from octavo.rl.rewards import Rewards
-from octavo.rl.room import free_bytes, slots_for
+from octavo.rl.rollout.experience import Rollout, prompt_of
+from octavo.rl.rollout.rollout_batch import free_bytes, slots_for
 from octavo.train.forward.evaluation import SHOWN, Answer
 
 

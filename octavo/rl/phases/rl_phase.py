@@ -1,5 +1,5 @@
 """The phase of reinforcement learning: its prompts, its rewards, the engine, and the stepper that is given them
-(:mod:`octavo.rl.step`)."""
+(:mod:`octavo.rl.phases.rl_step`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from octavo.base import accelerator, safe_read
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
 from octavo.models.folder.folder import at
-from octavo.rl.faults import Faults
-from octavo.rl.figures import TRL_NAMES
-from octavo.rl.proving import PROVEN
+from octavo.rl.objectives.metrics import TRL_NAMES
+from octavo.rl.phases.completions_log import Shown
+from octavo.rl.phases.reference import reference_for
+from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.rl_step import RlStepper
+from octavo.rl.phases.settings import Settings
 from octavo.rl.rewards import Rewards
-from octavo.rl.roles import reference_for
-from octavo.rl.rolling import held_out
-from octavo.rl.settings import Settings
-from octavo.rl.shown import Shown
-from octavo.rl.step import RlStepper
+from octavo.rl.rollout.rollout import held_out
+from octavo.rl.rollout.same_weights import PROVEN
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
 from octavo.train.run_dir.run_dir import PLAN, PROOF, read_json

@@ -12,9 +12,9 @@ from octavo import data, generation
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
 from octavo.parallel import World
-from octavo.rl.reinforcing import rewards_of
-from octavo.rl.rolling import held_out
-from octavo.rl.settings import sampling_of
+from octavo.rl.phases.rl_phase import rewards_of
+from octavo.rl.phases.settings import sampling_of
+from octavo.rl.rollout.rollout import held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as judged

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from octavo.rl.figures import Figures
-from octavo.rl.objectives import Counts, by_token
+from octavo.rl.objectives.metrics import Figures
+from octavo.rl.objectives.policy import Counts, by_token
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Scores [B] of completions, and the KL estimate of each token [B, T] (``octavo/rl/penalties.py``) -> [B, T].
+    """Scores [B] of completions, and the KL estimate of each token [B, T] (``octavo/rl/objectives/penalties.py``) ->
+    [B, T].
 
     InstructGPT (arXiv 2203.02155, eq. 2): -beta KL at every token, the score at the last.
     """

@@ -9,18 +9,18 @@ from typing import Literal
 
 from torch import Tensor
 
-from octavo.rl import objectives
-from octavo.rl.figures import Figures
-from octavo.rl.kto import kto
-from octavo.rl.objectives import Batch, Clip, Counts, Terms
-from octavo.rl.penalties import Kl
-from octavo.rl.preference import DPO_LOSSES, PairCounts, Pairs, dpo, orpo, simpo
+from octavo.rl.objectives import policy
+from octavo.rl.objectives.kto import kto
+from octavo.rl.objectives.metrics import Figures
+from octavo.rl.objectives.pairwise import DPO_LOSSES, PairCounts, Pairs, dpo, orpo, simpo
+from octavo.rl.objectives.penalties import Kl
+from octavo.rl.objectives.policy import Batch, Clip, Counts, Terms
 
 
 @dataclass(frozen=True)
 class Values:
-    """What is asked of a critic: ``gamma`` and ``lam`` of :func:`octavo.rl.ppo.gae`, ``clip`` of its loss (0: none) and
-    the ``weight`` of that beside the policy's, where both train the same layers."""
+    """What is asked of a critic: ``gamma`` and ``lam`` of :func:`octavo.rl.objectives.gae.gae`, ``clip`` of its loss
+    (0: none) and the ``weight`` of that beside the policy's, where both train the same layers."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -32,7 +32,8 @@ class Values:
 class Algorithm:
     """An objective and what usually goes with it.
 
-    normalisation: in words, what a mean is over. advantage: a name of :data:`octavo.rl.advantages.ADVANTAGES`, or
+    normalisation: in words, what a mean is over. advantage: a name of
+    :data:`octavo.rl.objectives.advantages.ADVANTAGES`, or
     ``gae``, which needs a critic; values: what is asked of that. beta: the usual weight of the KL from the reference,
     0: no reference. kl_in: where it is counted. equal_groups: whether groups of equal rewards stay in the batch.
     overlong: the last share of max_new_tokens in which the length is punished, 0: nowhere.
@@ -55,18 +56,16 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     a.name: a
     for a in (
-        Algorithm("grpo", "arXiv 2402.03300", objectives.grpo, Clip(0.2, 0.2), "sequence"),
-        Algorithm("dr_grpo", "arXiv 2503.20783", objectives.dr_grpo, Clip(0.2, 0.2), "room", "group_unscaled"),
-        Algorithm(
-            "dapo", "arXiv 2503.14476", objectives.dapo, Clip(0.2, 0.28), "token", equal_groups=False, overlong=0.2
-        ),
-        Algorithm("bnpo", "TRL, loss_type bnpo", objectives.bnpo, Clip(0.2, 0.2), "microbatch"),
-        Algorithm("gspo", "arXiv 2507.18071", objectives.gspo, Clip(3e-4, 4e-4), "sequence"),
-        Algorithm("cispo", "arXiv 2506.13585", objectives.cispo, Clip(None, 4.0), "token"),
+        Algorithm("grpo", "arXiv 2402.03300", policy.grpo, Clip(0.2, 0.2), "sequence"),
+        Algorithm("dr_grpo", "arXiv 2503.20783", policy.dr_grpo, Clip(0.2, 0.2), "room", "group_unscaled"),
+        Algorithm("dapo", "arXiv 2503.14476", policy.dapo, Clip(0.2, 0.28), "token", equal_groups=False, overlong=0.2),
+        Algorithm("bnpo", "TRL, loss_type bnpo", policy.bnpo, Clip(0.2, 0.2), "microbatch"),
+        Algorithm("gspo", "arXiv 2507.18071", policy.gspo, Clip(3e-4, 4e-4), "sequence"),
+        Algorithm("cispo", "arXiv 2506.13585", policy.cispo, Clip(None, 4.0), "token"),
         Algorithm(
             "rloo",
             "arXiv 2402.14740",
-            objectives.rloo,
+            policy.rloo,
             Clip(0.2, 0.2),
             "sequence",
             "leave_one_out",
@@ -77,7 +76,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "ppo",
             "arXiv 1707.06347",
-            objectives.ppo,
+            policy.ppo,
             Clip(0.2, 0.2),
             "token",
             "gae",

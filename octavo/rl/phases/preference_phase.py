@@ -1,9 +1,9 @@
 """The phase of preferences: a step learns from answers of which one was chosen, or which are good or bad.
 
 A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.tasks.pairs`): one forward
-of the policy, one of its reference, and the loss of :mod:`octavo.rl.preference` over the sums of both. KTO's holds
-labelled answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is the same
-however it is cut.
+of the policy, one of its reference, and the loss of :mod:`octavo.rl.objectives.pairwise` over the sums of both. KTO's
+holds labelled answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is
+the same however it is cut.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from octavo import data
 from octavo.config import Config
 from octavo.config.sections.rl import OPTIONS, PreferenceSection
-from octavo.rl.algorithms import PREFERENCES, Preference
-from octavo.rl.figures import Figures, add_up, whole
-from octavo.rl.kept import Computed, Kept, kept_for
-from octavo.rl.kto import FIGURES, AnswerCounts, baseline, kto
-from octavo.rl.preference import PairCounts, Pairs, answer_logps
-from octavo.rl.roles import kind_of, reference_for, watched_by_nobody, with_bytes
+from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
+from octavo.rl.objectives.metrics import Figures, add_up, whole
+from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps
+from octavo.rl.objectives.registry import PREFERENCES, Preference
+from octavo.rl.phases.reference import kind_of, reference_for, watched_by_nobody, with_bytes
+from octavo.rl.phases.reference_cache import Computed, Kept, kept_for
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.evaluation import Answer

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.rl.figures import Figures
+from octavo.rl.objectives.metrics import Figures
 
 #: what a batch of both kinds has
 FIGURES = ("rewards/chosen", "logps/chosen", "rewards/rejected", "logps/rejected", "rewards/margins")
@@ -49,9 +49,9 @@ def kto(
     logps: Tensor, tokens: Tensor, ref_logps: Tensor, desirable: Tensor, z: Tensor, n: AnswerCounts, *,
     beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, Figures]:  # fmt: skip
-    """Sums of log-probabilities and tokens of B answers, as :func:`octavo.rl.preference.answer_logps` gives them, sums
-    of the reference, and bool [B]: desirable. Figures under TRL's names, means over answers of a kind; of a kind that
-    the whole batch has none of there is no figure, and no margin."""
+    """Sums of log-probabilities and tokens of B answers, as :func:`octavo.rl.objectives.pairwise.answer_logps` gives
+    them, sums of the reference, and bool [B]: desirable. Figures under TRL's names, means over answers of a kind; of a
+    kind that the whole batch has none of there is no figure, and no margin."""
     counted = tokens > 0
     good, bad = counted & desirable, counted & ~desirable
     reward = torch.where(counted, logps - ref_logps, 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.encryption import SUFFIX, append
-from octavo.rl.experience import Rollout
+from octavo.rl.rollout.experience import Rollout
 from octavo.train.callbacks.metrics import finite
 from octavo.train.run_dir.run_dir import truncate_metrics
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.rl.figures import Figures
+from octavo.rl.objectives.metrics import Figures
 
 
 def answer_logps(logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

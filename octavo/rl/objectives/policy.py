@@ -6,9 +6,10 @@ have one form, a loss to be minimised
     L = sum over tokens of  share * (weight * term + beta * KL)  -  bonus * mean entropy
 
 ``term`` is what an algorithm says of a token (below), ``weight`` corrects for what the rollout computed otherwise than
-the trainer (``octavo/rl/corrections.py``), and ``share`` divides by counts of the *whole* batch of an update, over all
-micro-batches and ranks. So gradients of micro-batches and ranks add up to the gradient of L with no factor left over;
-figures add up likewise (``octavo/rl/figures.py``). Where all is masked, loss and gradient are 0, never NaN.
+the trainer (``octavo/rl/objectives/importance.py``), and ``share`` divides by counts of the *whole* batch of an update,
+over all micro-batches and ranks. So gradients of micro-batches and ranks add up to the gradient of L with no factor
+left over; figures add up likewise (``octavo/rl/objectives/metrics.py``). Where all is masked, loss and gradient are 0,
+never NaN.
 
 With r = p / p_old of a token and A its advantage, the clipped surrogate (PPO, arXiv 1707.06347, eq. 7) is
 
@@ -24,8 +25,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.rl.figures import Figures, highest, lowest
-from octavo.rl.penalties import LARGEST, Kl, difference_of, kl
+from octavo.rl.objectives.metrics import Figures, highest, lowest
+from octavo.rl.objectives.penalties import LARGEST, Kl, difference_of, kl
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Terms(NamedTuple):
 
 
 def ppo(b: Batch, clip: Clip, n: Counts) -> Terms:
-    """PPO (arXiv 1707.06347, eq. 7) over tokens, mean over all of them; advantages by GAE, critic in ``rl/ppo.py``."""
+    """PPO (arXiv 1707.06347, eq. 7) over tokens, mean over all of them; advantages by GAE, critic in
+    ``rl/objectives/gae.py``."""
     return _clipped(b, _token_ratio(b), clip, by_token(b.mask, n))
 
 
@@ -127,7 +129,8 @@ def dr_grpo(b: Batch, clip: Clip, n: Counts) -> Terms:
 def dapo(b: Batch, clip: Clip, n: Counts) -> Terms:
     """DAPO (arXiv 2503.14476, eq. 8): mean over all tokens of the batch; more room above than below (``high > low``).
 
-    Its other two parts are :func:`octavo.rl.advantages.informative` and :func:`octavo.rl.penalties.overlong`.
+    Its other two parts are :func:`octavo.rl.objectives.advantages.informative` and
+    :func:`octavo.rl.objectives.penalties.overlong`.
     """
     return _clipped(b, _token_ratio(b), clip, by_token(b.mask, n))
 

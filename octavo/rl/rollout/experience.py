@@ -27,7 +27,7 @@ class Rollout:
     rewards     [P G] fp64: their weighted sum, and what a phase adds to it
     advantages  [P G] fp32, once they are known
     old         of each completion [T] fp32: log-probabilities by the trainer with the weights that wrote it, where it
-                waits for its step (:mod:`octavo.rl.pending`)
+                waits for its step (:mod:`octavo.rl.rollout.stale_queue`)
     """
 
     prompts: list[data.PromptSample]

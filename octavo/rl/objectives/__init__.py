@@ -1,0 +1,1 @@
+"""Each objective as one function, readable next to its paper."""
