@@ -109,7 +109,7 @@ def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_pat
 @pytest.mark.parametrize(("name", "codec"), [("a.mp4", "libx264"), ("b.webm", "libvpx-vp9")])
 def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_path, monkeypatch, name, codec):
     pytest.importorskip("av")
-    from tests.data.test_videos import film, greys
+    from tests.data.test_video import film, greys
 
     plain = film(tmp_path / name, codec=codec)
     path = encrypted(plain)

@@ -19,7 +19,7 @@ from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
 from octavo.models.structure.support import TRAINED
 from octavo.models.tiny import tiny
-from tests.data.test_batched import same
+from tests.data.test_batched_processor import same
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
 TOLERANCE = 2e-6  # of logits: sums of another order

@@ -23,7 +23,7 @@ from octavo.importers import TranslateError, markdown, plain, translate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-HERE = Path(__file__).resolve().parents[1] / "translate"
+HERE = Path(__file__).resolve().parents[1] / "importers"
 #: files of each framework, which are damaged
 FILES = [*sorted((HERE / "theirs").iterdir()), *sorted((HERE.parents[1] / "examples" / "import").glob("*.[ys]*"))]
 SECONDS, PATIENCE, LETTERS = 5, 120, 20_000  # of processor time, by the clock, of a message

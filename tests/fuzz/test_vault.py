@@ -24,9 +24,9 @@ import pytest
 
 from octavo.base import encryption, safe_read
 from octavo.cli.main import main
+from tests.encryption import version_1
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command, outcome
-from tests.vault import version_1
 
 SECRET = bytes(range(1, 33))
 PLAIN = {

@@ -22,8 +22,8 @@ from octavo.train.forward import critic, losses
 from octavo.train.forward.critic import ValueHead
 from octavo.train.step.optimizer import FACTOR
 from octavo.train.step.update import AfterBackward
-from tests.rl.test_ppo import plain
-from tests.rl.test_reinforcing import LORA, rows_of
+from tests.rl.test_gae import plain
+from tests.rl.test_rl_phase import LORA, rows_of
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 

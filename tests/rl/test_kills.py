@@ -23,7 +23,7 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.train.step.update import AfterBackward
 from tests import ranks
 from tests.rl.forks import both
-from tests.rl.test_reinforcing import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, rows_of
 
 pytestmark = [
     pytest.mark.long,

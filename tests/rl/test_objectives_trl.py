@@ -17,7 +17,7 @@ from octavo.rl.rollout.experience import Experience, Rollout
 from octavo.train.forward.losses import IGNORE
 from tests.rl import oracle
 from tests.rl.batches import batch, close, leaf
-from tests.rl.test_figures import Alone
+from tests.rl.test_metrics import Alone
 
 SHAPES = [(6, 7, 0), (1, 1, 1), (5, 1, 2), (1, 9, 3), (16, 12, 4)]
 EXTRAS = [{}, {"beta": 0.1}, {"beta": 0.1, "kl_weighted": False}, {"entropy_bonus": 0.05}]

@@ -15,8 +15,8 @@ from octavo.rl.phases.rl_phase import Reinforcing
 from octavo.rl.phases.rl_step import RlStepper
 from tests import ranks
 from tests.rl.forks import both
-from tests.rl.test_proving import LAYER
-from tests.rl.test_reinforcing import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, rows_of
+from tests.rl.test_same_weights import LAYER
 
 pytestmark = [
     pytest.mark.long,

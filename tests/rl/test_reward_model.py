@@ -16,7 +16,7 @@ from octavo import fp8, rl
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
 from octavo.rl.rewards import RewardError, Rewards, changed
-from tests.rl.test_reinforcing import rows_of
+from tests.rl.test_rl_phase import rows_of
 
 ASKED = [[{"role": "user", "content": "What is this?"}], [{"role": "user", "content": "And now, at some length?"}]]
 

@@ -20,8 +20,8 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import Rollout
 from octavo.rl.rollout.stale_queue import Written, waiting
 from octavo.train import TrainError
-from tests.rl.test_proving import LAYER, unseen
-from tests.rl.test_reinforcing import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, rows_of
+from tests.rl.test_same_weights import LAYER, unseen
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("bare_forward")

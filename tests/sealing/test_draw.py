@@ -76,7 +76,7 @@ def test_scales_of_fp8_move_along(key, spec):
 
 
 def test_a_key_is_not_shown(tmp_path, key_file, key):
-    """Key files are the vault's; tests/vault/test_key.py has what else is refused."""
+    """Key files are the vault's; tests/encryption/test_key.py has what else is refused."""
     encryption.new_secret(tmp_path / "new.key")
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint
     with pytest.raises(encryption.NoKey, match="no key is replaced"):

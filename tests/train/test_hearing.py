@@ -19,7 +19,7 @@ from octavo.train.estimate.memory.footprint import Footprints, changed
 from octavo.train.estimate.memory.switches import savings
 from octavo.train.setup import build, planning, token_counts
 from octavo.train.step import cuda_graphs
-from tests.train.memory_plan.test_predicted import ONE, agree, counted, predicted
+from tests.train.memory.test_predicted import ONE, agree, counted, predicted
 
 from .conftest import Make
 

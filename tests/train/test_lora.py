@@ -21,7 +21,7 @@ from octavo.config import Config, load_config, override
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import frozen_base, planning
 from tests.train.conftest import at
-from tests.train.memory_plan.test_predicted import agree, counted, predicted
+from tests.train.memory.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import killed
 

@@ -346,7 +346,7 @@ area(
         "(clip / (norm + 1e-6)).clamp(max=1.0)", "(clip / (norm + 1e-6))",
         "small gradients are enlarged to the norm of clipping",
         "fp8/optim/test_in_backward.py", "train/test_step.py",
-        "train/test_optim.py",
+        "train/test_optimizer.py",
         "train/test_losses.py",
     ),
     (
@@ -367,7 +367,7 @@ area(
         "decay-of-norms", "train/step/optimizer.py",
         'parameter.ndim < 2 or last == "bias"', 'last == "bias"',
         "weights of norms are decayed",
-        "train/test_optim.py",
+        "train/test_optimizer.py",
     ),
     (
         "offload-stale-states", "fp8/optim/offload.py",
@@ -401,19 +401,19 @@ area(
         "graphs-not-zeroed", "train/step/cuda_graphs.py",
         "torch._foreach_zero_(fresh)", "pass",
         "a step adds to the gradients of the step before",
-        "train/test_graphs.py",
+        "train/test_cuda_graphs.py",
     ),
     (
         "graphs-lose-eager-gradients", "train/step/cuda_graphs.py",
         "mine.copy_(p.grad)", "pass",
         "gradients of micro-batches that ran without a graph are lost",
-        "train/test_graphs.py",
+        "train/test_cuda_graphs.py",
     ),
     (
         "graphs-uncounted", "train/step/cuda_graphs.py",
         "observe.replayed(found.tape)", "pass",
         "GEMMs of a replay are counted by nobody",
-        "train/test_graphs.py",
+        "train/test_cuda_graphs.py",
     ),
     (
         "gather-reduces-fp32", "parallel/shard.py",
@@ -425,7 +425,7 @@ area(
         "attention-slowest", "train/forward/attention_kernel.py",
         "best = min(times", "best = max(times",
         "the slowest kernel of attention is taken",
-        "train/test_attention.py",
+        "train/test_attention_kernel.py",
     ),
     (
         "budget-claims-twice", "bench/budget.py",

@@ -8,19 +8,19 @@ area(
         "cost-gathers-once", "train/estimate/step_time/wire.py",
         "gathers = 1 + group.again", "gathers = 1",
         "weights that backward gathers again are not counted",
-        "train/cost/test_formulas.py",
+        "train/step_time/test_formulas.py",
     ),
     (
         "cost-no-block-ahead", "train/estimate/step_time/groups.py",
         "return frozenset(found + ahead)", "return frozenset(found)",
         "the frozen block that FSDP2 fetches for nothing is not counted",
-        "train/cost/test_counted.py",
+        "train/step_time/test_counted.py",
     ),
     (
         "cost-gradients-of-keys-in-16-bits", "train/estimate/step_time/wire.py",
         "(gathering - 1) * shard * 4,", "(gathering - 1) * shard * 2,",
         "gradients of gathered keys are summed in fp32 and told in half of it",
-        "train/cost/test_formulas.py",
+        "train/step_time/test_formulas.py",
     ),
     (
         "cost-own-rows-sent", "parallel/wire.py",
@@ -32,12 +32,12 @@ area(
         "cost-experts-all-gathered", "train/estimate/memory/states.py",
         "shape=(-(-p.shape[0] // ways), *p.shape[1:])", "shape=p.shape",
         "ranks that share experts are told to gather all of them",
-        "train/memory_plan/test_footprint.py",
+        "train/memory/test_footprint.py",
     ),
     (
         "cost-what-does-not-fit-is-best", "train/estimate/step_time/search.py",
         "return found.over > 0, not near,", "return False, not near,",
         "the best mesh does not fit the card",
-        "train/cost/test_formulas.py",
+        "train/step_time/test_formulas.py",
     ),
 )  # fmt: skip

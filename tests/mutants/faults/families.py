@@ -38,31 +38,31 @@ area(
         "sounds-of-one-token", "models/structure/audio_shapes.py",
         "LEAST = 2", "LEAST = 1",
         "a sound of one token goes to the model, which takes it for a placeholder of the old form",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-beyond-the-window", "data/encoding/audio.py",
         "<= length <= limits.longest", "<= length",
         "a sound that is too long is cut by the stock processor, without a word",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-cut-short", "data/encoding/audio.py",
         "return max(0, start + size - file.seek(0, SEEK_END)) if size < UNKNOWN else 0", "return 0",
         "of a WAV that was not copied whole the part that is there is learned",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-dropped-in-prompts", "data/tasks/prompts.py",
         "*VIDEO_KEYS, *SOUND_KEYS)", "*VIDEO_KEYS)",
         "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-unnamed", "data/encoding/encode.py",
         "if self.calls.sound_limits is not None and any(SOUND in text", "if any(SOUND in text[:0]",
         "a model that hears learns the word for the place of a sound that nobody named",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-by-every-third-sample", "data/encoding/audio.py",
@@ -70,7 +70,7 @@ area(
         "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
         "np.arange(len(samples)), samples)",
         "what the model's rate cannot hold comes back as false tones",
-        "data/test_sounds.py",
+        "data/test_audio.py",
     ),
     (
         "sounds-places-of-a-row", "train/setup/token_counts.py",
@@ -114,7 +114,7 @@ area(
         "images-idle-experts", "models/forward/unused_towers.py",
         "if self.called:", "if self.called or True:",
         "experts that images alone reach have no gradient where there is no image",
-        "models/test_dummy.py",
+        "models/test_unused_towers.py",
     ),
     (
         "images-of-one-feature", "models/weights/mistral3_single.py",
@@ -132,6 +132,6 @@ area(
         "plan-kinds-of-tokens", "train/estimate/memory/micro_batch.py",
         '_KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")', '_KINDS = ("mm_token_type_ids",)',
         "a forward without values attends without Gemma's mask and runs no experts for images",
-        "train/memory_plan/test_predicted.py",
+        "train/memory/test_predicted.py",
     ),
 )  # fmt: skip

@@ -131,7 +131,7 @@ area(
         "image-outside-its-folder", "data/rows/image_refs.py",
         "if not path.is_relative_to(root):", "if not root.exists():",
         "a row may name a file outside the image folder",
-        "data/test_images.py",
+        "data/test_image_refs.py",
     ),
     (
         "image-of-any-format", "data/rows/image_refs.py",
@@ -342,7 +342,7 @@ area(
         "schedule-one-step-late", "train/step/lr_schedule.py",
         "(step - 1 - warmup) / max(1, steps - warmup)", "(step - warmup) / max(1, steps - warmup)",
         "the learning rate is one step ahead",
-        "train/test_schedule.py",
+        "train/test_lr_schedule.py",
     ),
     (
         "infinite-loss-is-applied", "train/step/update.py",
@@ -355,7 +355,7 @@ area(
         "gain-window-random-numbers", "train/callbacks/fp8_gain.py",
         "checkpoint.rng.restore(generators, world.rank)", "None",
         "measuring the gain changes the random numbers of the run",
-        "train/test_gain.py",
+        "train/test_fp8_gain.py",
     ),
     (
         "gradients-averaged-by-ranks", "parallel/shard.py",
@@ -455,7 +455,7 @@ area(
     ),
     (
         'replacement-cut-short', 'checkpoint/run_state/files.py',
-        'atomic.restore(aside(directory, step, "old"), place(directory, step))',
+        'atomic_write.restore(aside(directory, step, "old"), place(directory, step))',
         'None',
         'a checkpoint that was being replaced is not given back',
         'checkpoint/test_state.py',
@@ -495,13 +495,13 @@ area(
         "dead-host-holds-its-lock", "train/run_dir/run_lock.py",
         "if (holder.elsewhere and _beats(path, say)) or not (free or holder.elsewhere):", "if not free:",
         "a run cannot go on where its host died, and two hosts without locks train in one directory",
-        "train/test_lock.py",
+        "train/test_run_lock.py",
     ),
     (
         "lock-is-shared", "train/run_dir/run_lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "two processes train in one run directory",
-        "train/test_lock.py",
+        "train/test_run_lock.py",
     ),
     (
         "seed-may-change", "train/run_dir/run_dir.py",
@@ -555,7 +555,7 @@ area(
         "rank = load.index(min(load))",
         "rank = 0",
         "one rank converts and writes every tensor",
-        "checkpoint/test_hf.py -k share",
+        "checkpoint/test_live.py -k share",
     ),
     (
         "hf-others-go-on",
@@ -563,6 +563,6 @@ area(
         "    if said:",
         "    if False:",
         "a folder of which one rank could not write its part takes its place",
-        "checkpoint/test_hf.py -k fails",
+        "checkpoint/test_live.py -k fails",
     ),
 )

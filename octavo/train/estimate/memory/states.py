@@ -1,7 +1,7 @@
 """Bytes that a configuration holds between steps, from shapes and the plan alone: weights, master, gradients, states.
 
 Under FSDP2 every parameter is cut along its first dimension into equal numbers of rows, the last ranks getting less, so
-rank 0 holds the most; that rank is counted. Counts are exact: `tests/train/memory_plan/` compares them with
+rank 0 holds the most; that rank is counted. Counts are exact: `tests/train/memory/` compares them with
 the storages of real models and optimizers.
 """
 

@@ -19,7 +19,7 @@ counts        how many rows come from whom, int64, a layer                     8
 
 Hk' are the key heads after they are repeated for U; I tokens of images with w = d (1 + deepstack) features each. A row
 has d elements of b bytes. `dispatch`, `combine` and `features` are expected values: of tokens that choose every expert
-alike, of images that lie anywhere. The others are exact (`tests/train/cost/test_counted.py` counts them in runs).
+alike, of images that lie anywhere. The others are exact (`tests/train/step_time/test_counted.py` counts them in runs).
 """
 
 from __future__ import annotations

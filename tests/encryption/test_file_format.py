@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from octavo.base import encryption
 from octavo.base.encryption import file_format
-from tests.vault.conftest import SECRET
+from tests.encryption.conftest import SECRET
 
 CHUNK, HEADER, TAG = 4096, 70, 16
 #: b"octavo" under bytes 0 to 31, in chunks of 4096 bytes: they must be read for ever. In version 1; in version 2; and

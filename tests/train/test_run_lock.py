@@ -17,8 +17,7 @@ from octavo import train
 from octavo.train.run_dir import run_lock as lock_file
 from octavo.train.run_dir.run_lock import RunLock
 from tests import ranks
-
-from .conftest import Rows
+from tests.train.conftest import Rows
 
 pytest.importorskip("fcntl")
 

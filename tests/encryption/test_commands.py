@@ -12,8 +12,8 @@ from octavo import models
 from octavo.base import encryption
 from octavo.cli.main import main
 from octavo.models.tiny import tiny
-from tests.vault import version_1
-from tests.vault.conftest import SECRET
+from tests.encryption import version_1
+from tests.encryption.conftest import SECRET
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import traceback
 import pytest
 
 from octavo.base import encryption
-from tests.vault.conftest import SECRET
+from tests.encryption.conftest import SECRET
 
 FORMS = {
     "hex": SECRET.hex().encode(), "HEX": SECRET.hex().upper().encode() + b"\n", "raw": SECRET,

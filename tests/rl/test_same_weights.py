@@ -22,7 +22,7 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
 from octavo.train.step.update import AfterBackward
-from tests.rl.test_reinforcing import LORA, rows_of
+from tests.rl.test_rl_phase import LORA, rows_of
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")

@@ -18,7 +18,7 @@ from octavo.config import Config, ConfigError, override
 from octavo.models.tiny import tiny
 from octavo.rl.phases import reference_cache
 from octavo.train import TrainError
-from tests.rl.test_preferring import LORA, rows_of
+from tests.rl.test_preference_phase import LORA, rows_of
 from tests.train.conftest import at
 
 pytestmark = pytest.mark.usefixtures("bare_forward", "unseen")

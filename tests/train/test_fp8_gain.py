@@ -20,9 +20,8 @@ from octavo.config import override
 from octavo.train.callbacks import fp8_gain
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.step.step import Stepper
-
-from .conftest import at
-from .test_ranks import on_ranks
+from tests.train.conftest import at
+from tests.train.test_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 SIX = ("train.steps=6", "data.eval=[]")

@@ -10,7 +10,7 @@ import torch
 from octavo.rl.objectives.importance import LIMITS, Correction, gap, weights
 from octavo.rl.objectives.metrics import add_up, whole
 from tests.rl.batches import batch, close
-from tests.rl.test_figures import Alone
+from tests.rl.test_metrics import Alone
 
 EVERY = pytest.mark.parametrize(("level", "action"), list(LIMITS))
 NAME = "sampling/importance_sampling_ratio"

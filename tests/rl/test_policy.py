@@ -13,7 +13,7 @@ from octavo.rl.objectives.metrics import add_up, whole
 from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS, Algorithm
 from tests.rl.batches import batch, close, leaf, masks
-from tests.rl.test_figures import Alone
+from tests.rl.test_metrics import Alone
 
 EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
 FIELDS = ("logps", "old_logps", "mask", "advantages", "ref_logps", "weights", "entropy")
