@@ -15,9 +15,9 @@ import numpy as np
 
 from octavo import models
 from octavo.models.folder.folder import read_json
+from octavo.models.processors.number_tokenizer import numbered_tokenizer
 from octavo.sealing.ids import named_ids
 from octavo.sealing.inputs import tokens
-from octavo.sealing.number_tokenizer import numbered_tokenizer
 
 
 def word(number: int) -> str:

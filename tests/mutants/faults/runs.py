@@ -465,7 +465,7 @@ area(
         'else f".{file.name}.tmp")',
         'else f"{file.name}")',
         'files of a run are written over instead of replaced',
-        'test_atomic.py', 'train/test_run.py',
+        'base/test_atomic_write.py', 'train/test_run.py',
     ),
     (
         "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
