@@ -76,7 +76,7 @@ NAMES_DEVICES = {
     "octavo.generation.replayed": "CUDA graphs",
     "octavo.bench.suite_step": "CUDA graphs, beside which its candidates are timed",
     "octavo.fp8.planning.file_form": "a key of plan files: the toolkit that torch was built with",
-    "octavo.doctor.accelerators": "it tells of each vendor's machines",
+    "octavo.doctor.other_vendors": "it tells of each vendor's machines",
 }
 VENDORS = ("cuda", "hip", "xpu", "npu", "mps", "hpu", "mtia")
 OF_VENDORS = tuple(f"torch.{stem}{vendor}" for stem in ("", "backends.", "version.") for vendor in VENDORS)

@@ -25,7 +25,7 @@ from typing import Any
 
 from octavo.base import atomic_write
 from octavo.config import Config, load_config_text, override, to_yaml
-from octavo.report import parent_watch
+from octavo.report.trial import exit_with_parent
 
 UNITS, DONE, TRAINED = "units", "unit.json", "run"
 BARE = (
@@ -116,7 +116,7 @@ def train_all(
     os.environ["OMP_NUM_THREADS"] = "1"
     # A worker whose study was killed must not train on: it would write into what the same command then makes anew.
     pool = ProcessPoolExecutor(
-        jobs, get_context("spawn"), parent_watch.follow, (os.getpid(), signal.SIGKILL), max_tasks_per_child=12
+        jobs, get_context("spawn"), exit_with_parent.follow, (os.getpid(), signal.SIGKILL), max_tasks_per_child=12
     )
     running: dict[Any, Unit] = {}
     try:

@@ -11,7 +11,7 @@ import numpy as np
 import octavo
 from octavo.base import atomic_write
 from octavo.base.safe_read import finite
-from octavo.bisect.answer import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
+from octavo.bisect.search_result import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
 from octavo.config import to_yaml
 from octavo.report.run import page_parts, plots
 

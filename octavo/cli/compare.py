@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import target_folder
-from octavo.cli import arguments, launch, terminal
+from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import RECIPES, Config, override
 from octavo.config.sections.names import one_word
 from octavo.config.sections.rl import BEYOND_SFT
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at a time (default 1)"
     )
     parser.add_argument(
-        "--nproc", metavar="N", type=launch.processes, default=1, help="processes of each run, or auto: one a GPU"
+        "--nproc", metavar="N", type=launch_ranks.processes, default=1, help="processes of each run, or auto: one a GPU"
     )
     parser.add_argument(
         "--savings", action="store_true", help="train also what tells what each memory saving cost, a run for each"
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with arguments.importing():
         from octavo import report, rl  # noqa: F401  the runs need it, and it is imported fastest here
 
-    nproc = 1 if args.nproc == 1 else launch.how_many(args.nproc)
+    nproc = 1 if args.nproc == 1 else launch_ranks.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
     target_folder.check_target(directory, arguments.UsageError)
     asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from octavo.base import encryption
 from octavo.base.safe_read import printable
-from octavo.cli import ciphered, terminal
+from octavo.cli import encrypt_decrypt, terminal
 
 _STATE = "state.json"  # a checkpoint's; octavo.checkpoint, which has the name, imports torch
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     encryption.find()
     work = _Decryption()
-    ciphered.convert(args.source, args.target, work, "decrypting")
-    print(f"{printable(args.target)}: {ciphered.counted(work.counts)}")
+    encrypt_decrypt.convert(args.source, args.target, work, "decrypting")
+    print(f"{printable(args.target)}: {encrypt_decrypt.counted(work.counts)}")
     if work.plain:
         terminal.note(f"not encrypted, and copied as they are: {work.plain[0]}{_others(work.plain)}")
     return 0
@@ -70,19 +70,19 @@ class _Decryption:
         return file.name.removesuffix(encryption.SUFFIX) if encryption.is_list(file) else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
-        """As :class:`octavo.cli.ciphered.Conversion` has it."""
-        encrypted = ciphered.is_encrypted(opened)
+        """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
+        encrypted = encrypt_decrypt.is_encrypted(opened)
         listed = not encrypted and encryption.is_list(file)
         self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
-            for size, line in ciphered.lines(opened, file):
+            for size, line in encrypt_decrypt.lines(opened, file):
                 out.write(line)
                 yield size
             return
         if not encrypted:
             self.plain.append(printable(file))
         plain = encryption.opened(os.dup(opened.fileno()), file) if encrypted else opened
-        for piece in ciphered.pieces(plain):
+        for piece in encrypt_decrypt.pieces(plain):
             out.write(piece)
             yield len(piece)
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from octavo.base import encryption
 from octavo.base.safe_read import printable
 from octavo.base.seal_note import NOTE, ONE_PURPOSE, fingerprint
-from octavo.cli import arguments, ciphered
+from octavo.cli import arguments, encrypt_decrypt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     key, old = encryption.find(), None if args.old_key is None else encryption.from_file(args.old_key)
     _check_purpose(args.source, old)
     work = _Encryption(key, old)
-    ciphered.convert(args.source, args.target, work, "encrypting")
+    encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
     source, target = printable(args.source), printable(args.target)
-    counts = ciphered.counted(work.counts)
+    counts = encrypt_decrypt.counted(work.counts)
     print(f"{target}: {counts} (key {key.id.hex()}). {source} is as it was: delete it where it is not needed")
     return 0
 
@@ -80,7 +80,7 @@ class _Encryption:
 
     def _refuse_part(self, source: Path, files: list[Path]) -> None:
         if any(map(encryption.is_encrypted, files)):
-            raise ciphered.Refused(
+            raise encrypt_decrypt.Refused(
                 f"{printable(source)} is part of {printable(encryption.root_of(source))}, which is encrypted as a "
                 "whole: its files are bound to their paths there. Copy all of that folder, or bind them anew with "
                 "--old-key"
@@ -91,11 +91,11 @@ class _Encryption:
         return None if self.old is not None and file.name == encryption.LIST else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
-        """As :class:`octavo.cli.ciphered.Conversion` has it."""
+        """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
         plain: BinaryIO = opened
-        listed, encrypted = encryption.is_list(file), ciphered.is_encrypted(opened)
+        listed, encrypted = encryption.is_list(file), encrypt_decrypt.is_encrypted(opened)
         if listed and self.old is not None:
-            for size, line in ciphered.lines(opened, file, self.old):
+            for size, line in encrypt_decrypt.lines(opened, file, self.old):
                 out.write(encryption.encrypted_line(line, self.key))
                 yield size
             self._note(path, encryption.LINES)
@@ -104,7 +104,7 @@ class _Encryption:
             plain = encryption.opened(os.dup(opened.fileno()), file, key=self.old)
         elif encrypted or listed:
             kind = encryption.LINES if listed else self._checked(file)
-            for piece in ciphered.pieces(opened):
+            for piece in encrypt_decrypt.pieces(opened):
                 out.write(piece)
                 yield len(piece)
             self._note(path, kind, "copied as they are")
@@ -113,7 +113,7 @@ class _Encryption:
             with suppress(encryption.WrongKey):
                 encryption.check_file(file, None, self.old or self.key)
         writer = encryption.Writer(out, key=self.key, place=self._place(file, path))
-        for piece in ciphered.pieces(plain):
+        for piece in encrypt_decrypt.pieces(plain):
             writer.write(piece)
             yield len(piece)
         writer.finish()
@@ -162,4 +162,6 @@ def _check_purpose(source: Path, old: encryption.Key | None) -> None:
             except encryption.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen
                 continue
         if own in raw:
-            raise ciphered.Refused(f"{file.parent} was sealed with the key that is given for files. {ONE_PURPOSE}")
+            raise encrypt_decrypt.Refused(
+                f"{file.parent} was sealed with the key that is given for files. {ONE_PURPOSE}"
+            )

@@ -25,7 +25,7 @@ from contextlib import nullcontext, suppress
 import octavo
 from octavo.base import encryption
 from octavo.base.safe_read import first_line, printable
-from octavo.cli.interrupts import Stopped, stop_signals
+from octavo.cli.stop_signals import Stopped, stop_signals
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 

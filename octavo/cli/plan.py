@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
         )
 
     from octavo import fp8, models
-    from octavo.cli import plan_cost, plan_memory
+    from octavo.cli import plan_memory, plan_step_time
     from octavo.train.estimate.memory import Card
     from octavo.train.loop import summary
     from octavo.train.setup import frozen_base, planning
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
     for size in (args.card, args.fit):
         if size is not None:
             Card.parse(size)
-    cluster = plan_cost.cluster_of(args)
+    cluster = plan_step_time.cluster_of(args)
     cfg = cfg if args.shape is not None else frozen_base.with_video(frozen_base.settled(cfg))
     if args.shape is None and any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules):
         cfg = frozen_base.counted(cfg)
@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
         more |= {"spans": _spans(plans)} if plans.spans else {}
         more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
-            more["step_of_a_rank"] = plan_cost.as_json(sizes, cluster, args)
+            more["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
     else:
         print("\n".join(summary.verdict(plan)))
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
         if told:
             plan_memory.show(sizes, message, args)
         if args.ranks > 1:
-            plan_cost.show(sizes, cluster, args)
+            plan_step_time.show(sizes, cluster, args)
     if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
         fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")

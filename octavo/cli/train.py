@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from octavo.cli import arguments, launch, terminal
+from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
 
 
@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
     parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
     parser.add_argument(
-        "--nproc", metavar="N", type=launch.processes, default=1, help="processes on this machine, or auto: one a GPU"
+        "--nproc",
+        metavar="N",
+        type=launch_ranks.processes,
+        default=1,
+        help="processes on this machine, or auto: one a GPU",
     )
     arguments.add_json(parser)
 
@@ -35,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
     cfg = arguments.need_files(cfg, args.file)
 
-    if args.nproc != 1 and (count := launch.how_many(args.nproc)) > 1:
+    if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
         Layout.of(count, **cfg.parallel.axes)  # which each rank would refuse
-        return launch.launch(_words(args), count)
+        return launch_ranks.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl
         from octavo.report.run.live_page import Page

@@ -3,9 +3,9 @@
 No torch is imported here, so a wrong file is answered at once, with every problem in it.
 """
 
+from octavo.config.config import Config
 from octavo.config.export import SCHEMA_FILE, json_schema, schema_text, to_yaml
 from octavo.config.load import load_config, load_config_text, override
-from octavo.config.schema import Config
 from octavo.config.sections.all_sections import RunSection
 from octavo.config.sections.fp8 import Component, Fp8Section, Rule
 from octavo.config.sections.model import LoadInFp8Section, ModelSection

@@ -11,9 +11,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from octavo.config.config import Config
 from octavo.config.merge import Tree
 from octavo.config.rules import general
-from octavo.config.schema import Config
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import RECIPES
 from octavo.config.yaml.document import Path, scalar

@@ -13,8 +13,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
+from octavo.config.config import Config
 from octavo.config.load import plain
-from octavo.config.schema import Config
 from octavo.config.yaml.document import scalar
 
 SCHEMA_FILE = Path(__file__).with_name("octavo.schema.json")

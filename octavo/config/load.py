@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from octavo.config.check import to_config
+from octavo.config.config import Config, of_whole_model
 from octavo.config.merge import Tree, apply_override, read_file, read_string
-from octavo.config.schema import Config, of_whole_model
 from octavo.config.sections.names import RecipeName, one_word
 
 _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")

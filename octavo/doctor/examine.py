@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.base import environment
-from octavo.doctor import arithmetic, machine, packages
+from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import FAIL, Check, Report
 
 
@@ -24,8 +24,8 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
             found.append(Check("fp8", "all backends", FAIL, why, fix="mend torch"))
         else:
             say("trying FP8 backends")
-            found += arithmetic.backends()
-            found.append(arithmetic.versions_tested())
+            found += fp8_backends.backends()
+            found.append(fp8_backends.versions_tested())
             say("trying process groups")
             found += machine.process_groups()
         found += machine.storage()

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.base import environment
 from octavo.base.safe_read import first_line
-from octavo.doctor import accelerators
+from octavo.doctor import other_vendors
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 GIB = 2**30
@@ -36,8 +36,8 @@ def devices(record: dict[str, Any]) -> list[Check]:
     cpu, memory = record.get("cpu") or {}, record.get("memory_bytes")
     size = f", {memory / GIB:.0f} GiB of memory" if memory else ""
     checks = [Check("devices", "cpu", OK, f"{cpu.get('model', 'unknown')}, {cpu.get('usable_cores')} cores{size}")]
-    others = accelerators.would_run(record)
-    if accelerators.kind_of(record) is not None:
+    others = other_vendors.would_run(record)
+    if other_vendors.kind_of(record) is not None:
         return checks + others
     for index, gpu in enumerate(record.get("gpus") or []):
         capability = tuple(int(part) for part in gpu["capability"].split("."))

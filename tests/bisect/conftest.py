@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.bisect.trials import Enough
+from octavo.bisect.short_runs import Enough
 from octavo.config import Config, load_config_text, to_yaml
 from octavo.fp8.policy import matches
 from octavo.train import TrainError
@@ -69,7 +69,7 @@ Harm = Callable[[Config, dict[str, str], int], float | str]
 @pytest.fixture
 def undrawn(monkeypatch):
     """Plots take half a second each; one test needs them."""
-    monkeypatch.setattr("octavo.bisect.find.write", lambda *_: None)
+    monkeypatch.setattr("octavo.bisect.find_culprits.write", lambda *_: None)
 
 
 @pytest.fixture

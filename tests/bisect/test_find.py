@@ -8,7 +8,7 @@ import math
 import pytest
 
 from octavo import bisect
-from octavo.bisect.trials import BisectError
+from octavo.bisect.short_runs import BisectError
 from octavo.cli.main import main
 from octavo.config import load_config
 

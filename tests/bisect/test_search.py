@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from octavo.bisect.search import Diffuse, smallest
+from octavo.bisect.minimal_set import Diffuse, smallest
 
 
 def asked(*culprits: set[int]):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from octavo import checkpoint, fp8, models
 from octavo.checkpoint.export.files import Shards
-from octavo.checkpoint.live.write import planned
+from octavo.checkpoint.live.hf_folder import planned
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import atomic_write, encryption
-from octavo.cli import interrupts
+from octavo.cli import stop_signals
 from octavo.cli.main import main
 from octavo.models.tiny import tiny
 
@@ -81,14 +81,14 @@ def test_one_file_that_is_decrypted_leaves_no_part(folder, monkeypatch, name):
 
 def test_a_file_that_is_written_by_itself_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(interrupts.Stopped), interrupts.stop_signals():
+    with pytest.raises(stop_signals.Stopped), stop_signals.stop_signals():
         atomic_write.write_text(tmp_path / "run.yaml", "half")
     assert not list(tmp_path.iterdir())
 
 
 def test_signals_that_a_scheduler_repeats_do_not_cut_the_removal_short(tmp_path):
     removed = []
-    with pytest.raises(interrupts.Stopped), interrupts.stop_signals():
+    with pytest.raises(stop_signals.Stopped), stop_signals.stop_signals():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -104,7 +104,7 @@ def test_what_is_ignored_or_caught_by_another_stays_so():
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-        with interrupts.stop_signals():
+        with stop_signals.stop_signals():
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught == [signal.SIGTERM]
@@ -115,7 +115,7 @@ def test_what_is_ignored_or_caught_by_another_stays_so():
 
 def test_a_forked_child_ends_as_without_the_handlers():
     ready, child_is_ready = os.pipe()
-    with interrupts.stop_signals():
+    with stop_signals.stop_signals():
         if (child := os.fork()) == 0:
             try:
                 os.write(child_is_ready, b".")
@@ -133,8 +133,8 @@ def test_a_forked_child_ends_as_without_the_handlers():
 def test_a_process_that_a_scheduler_ends(folder):
     """As a process of its own: the first bytes of plain text are there, then SIGTERM comes."""
     script = (
-        "import os, signal, sys; from octavo.cli import ciphered; from octavo.cli.main import main; real = os.fsync;"
-        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGTERM); sys.exit(main(sys.argv[1:]))"
+        "import os, signal, sys; from octavo.cli import encrypt_decrypt as ciphered; from octavo.cli.main import main; "
+        "real = os.fsync;os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGTERM); sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "decrypt", str(folder / "stored"), str(folder / "out")],

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.cli import launch
+from octavo.cli import launch_ranks
 from octavo.cli.main import main
 from octavo.report.trial import parallel_runs
 from tests import ranks
@@ -40,14 +40,14 @@ def test_ranks_meet_at_the_launchers_store(program, tmp_path):
         "dist.all_gather_object(found, (rank, int(os.environ['LOCAL_RANK'])))\n"
         "(here / f'{rank}').write_text(repr(found)); dist.destroy_process_group()\n"
     )
-    assert launch.launch([], 2) == 0
+    assert launch_ranks.launch([], 2) == 0
     assert {(tmp_path / str(rank)).read_text() for rank in (0, 1)} == {"[(0, 0), (1, 1)]"}
 
 
 def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(program, capfd):
     program("if rank == 1: sys.exit('rank one has no data')\ntime.sleep(60)\n")
     began = time.monotonic()
-    assert launch.launch([], 3) == 1
+    assert launch_ranks.launch([], 3) == 1
     assert time.monotonic() - began < 30
     told = capfd.readouterr().err
     assert "rank 1, exit code 1:\nrank one has no data" in told
@@ -56,11 +56,11 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
         "while rank and not all((here / f'mesh{n}').exists() for n in (1, 2)): time.sleep(0.01)\n"
         "if rank: print('no such mesh', file=sys.stderr); sys.exit(2)\n"
     )
-    assert launch.launch([], 3) == 2
+    assert launch_ranks.launch([], 3) == 2
     told = capfd.readouterr().err
     assert "ranks 1, 2, exit code 2:\nno such mesh" in told and told.count("no such mesh") == 1
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
-    assert launch.launch([], 2) == 137
+    assert launch_ranks.launch([], 2) == 137
     told = capfd.readouterr().err
     assert "rank 1 was killed by another hand." in told and "dmesg" in told and "rank 0" not in told
 
@@ -83,7 +83,7 @@ def test_a_signal_reaches_every_rank_once_and_is_waited_for(number, program, tmp
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert launch.launch([], 2) == 128 + number
+    assert launch_ranks.launch([], 2) == 128 + number
     sender.join()
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     assert "expected a whole number" in capsys.readouterr().err
     monkeypatch.setattr("octavo.base.accelerator.found", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    assert (launch.how_many(None), launch.how_many(3)) == (4, 3)
+    assert (launch_ranks.how_many(None), launch_ranks.how_many(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2
     assert "--nproc 8: this machine has 4 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")

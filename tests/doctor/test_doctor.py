@@ -10,7 +10,7 @@ import torch
 
 from octavo import doctor, fp8
 from octavo.base import environment
-from octavo.doctor import arithmetic, machine, packages
+from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
 from octavo.fp8 import arithmetic as numbers
 from octavo.fp8.arithmetic import metrics
@@ -30,7 +30,7 @@ def one(checks):
 
 
 def test_every_recipe_of_the_reference_is_sound():
-    checks = arithmetic.backends(("cpu",))
+    checks = fp8_backends.backends(("cpu",))
     assert {check.status for check in checks} <= {OK, ABSENT}
     sound = {check.name for check in checks if check.status == OK}
     assert {f"reference {name} on cpu" for name in fp8.RECIPES} | {"reference on cpu"} == sound
@@ -38,8 +38,8 @@ def test_every_recipe_of_the_reference_is_sound():
 
 def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(monkeypatch):
     tried = []
-    monkeypatch.setattr(arithmetic, "_run", lambda backend, recipe, device: tried.append(backend) or {"y": 0.0})
-    checks = {check.name: check for check in arithmetic.backends(("cpu",))}
+    monkeypatch.setattr(fp8_backends, "_run", lambda backend, recipe, device: tried.append(backend) or {"y": 0.0})
+    checks = {check.name: check for check in fp8_backends.backends(("cpu",))}
     assert set(tried) == {"reference"} and len(tried) == len(fp8.RECIPES)
     assert {name.split()[0] for name in checks} == set(registry.names())
     torch_check = checks["torch on cpu"]
@@ -57,7 +57,7 @@ def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monke
     """As on a GPU, where Triton and torch are chosen by themselves."""
     backend = registry.get("torch")
     monkeypatch.setattr(type(backend), "auto_unsupported", lambda self, device: None)
-    checks = {c.name: c for c in arithmetic.backends(("cpu",)) if c.name.startswith("torch")}
+    checks = {c.name: c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("torch")}
     assert {name for name, check in checks.items() if check.status == OK} == {
         "torch on cpu", "torch tensorwise on cpu", "torch rowwise on cpu", "torch delayed on cpu"
     }  # fmt: skip
@@ -83,7 +83,7 @@ class Fake:
 def fake(monkeypatch):
     def put(**changed):
         monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(**changed)})
-        return {c.name: c for c in arithmetic.backends(("cpu",))}["fake blockwise on cpu"]
+        return {c.name: c for c in fp8_backends.backends(("cpu",))}["fake blockwise on cpu"]
 
     return put
 
@@ -100,7 +100,7 @@ def test_what_is_sound_is_said_in_one_place(monkeypatch):
     """By the doctor and by measured plans."""
     assert numbers.SOUND is metrics.SOUND
     monkeypatch.setattr(numbers, "SOUND", 0.0)
-    checks = [c for c in arithmetic.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
+    checks = [c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
     assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}
 
 
@@ -127,7 +127,7 @@ def test_a_backend_that_cannot_is_passed_over(fake):
 def test_a_backend_that_can_do_nothing_is_one_line(monkeypatch):
     why_not = lambda op, what, device, shape: f"no {op}"  # noqa: E731
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=why_not)})
-    check = one([check for check in arithmetic.backends(("cpu",)) if check.name.startswith("fake")])
+    check = one([check for check in fp8_backends.backends(("cpu",)) if check.name.startswith("fake")])
     assert (check.name, check.status) == ("fake on cpu", ABSENT)
     assert check.found.startswith("not tried: no fwd; no dgrad; no wgrad (torch")
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from octavo import models
 from octavo.base import atomic_write
 from octavo.checkpoint import save_hf
-from octavo.checkpoint.live import write
+from octavo.checkpoint.live import hf_folder
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny import tiny
 from octavo.parallel import World
@@ -163,7 +163,7 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
     (tmp_path / ".hf.part").mkdir()
     (tmp_path / ".hf.part" / "new").mkdir()
     (tmp_path / "hf").rename(tmp_path / ".hf.part" / "old")
-    monkeypatch.setattr(write, "_write", lambda *args: 1 / 0)
+    monkeypatch.setattr(hf_folder, "_write", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the next one fails too, and costs nothing
         save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()

@@ -2,6 +2,7 @@
 lies in memory meanwhile, never on a disk in plain."""
 
 from octavo.base.encryption.anonymous_file import anonymous, plain_path
+from octavo.base.encryption.encrypted_lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
 from octavo.base.encryption.errors import Damaged, Exchanged, NoKey, VaultError, WrongKey
 from octavo.base.encryption.file_format import HEADER, Place, tag_of, was_encrypted
 from octavo.base.encryption.folders import (
@@ -29,7 +30,6 @@ from octavo.base.encryption.key import (
     without_key,
     write_new,
 )
-from octavo.base.encryption.lines import SUFFIX, append, decrypted_line, encrypted_line, is_list
 from octavo.base.encryption.reader import Reader, begins, decrypted, is_encrypted, read_in_version_1
 from octavo.base.encryption.writer import Writer, encrypted, writing
 

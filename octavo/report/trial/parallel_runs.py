@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from octavo.config import to_yaml
-from octavo.report import parent_watch
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_spec import Run
+from octavo.report.trial import exit_with_parent
 
 POLL = 0.5  # seconds between looks at the runs
 LINES = 10.0  # seconds between lines where there is no terminal
@@ -31,7 +31,7 @@ PATIENCE = 60.0  # seconds that a run may take to save and leave
 
 #: what the process of a run executes: ``octavo train FILE``, which also leaves when the trial is gone
 COMMAND = (
-    f"import runpy, sys; from {parent_watch.__name__} import follow; follow(int(sys.argv.pop(1))); "
+    f"import runpy, sys; from {exit_with_parent.__name__} import follow; follow(int(sys.argv.pop(1))); "
     "runpy.run_module('octavo', run_name='__main__')"
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from octavo import fp8
-from octavo.doctor import arithmetic
+from octavo.doctor import fp8_backends
 from octavo.fp8.dense import compiled_check
 from octavo.fp8.kernels import registry, self_check
 from octavo.fp8.kernels.self_check import Fault, SelfCheckError
@@ -78,7 +78,7 @@ def test_tested_versions_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (99, 0), "triton": (99, 0)})
     monkeypatch.setattr(self_check, "_run", lambda *_: pytest.fail("checked although the version was tested"))
     fp8.apply(*network())
-    assert arithmetic.versions_tested("cpu").status == "ok"
+    assert fp8_backends.versions_tested("cpu").status == "ok"
 
 
 def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None:
@@ -290,16 +290,16 @@ def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.usefixtures("no_compile")
 def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) -> None:
-    check = arithmetic.versions_tested("cpu")
+    check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found
     newer.setattr(type(TRITON), "auto_unsupported", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
-    check = arithmetic.versions_tested("cpu")
+    check = fp8_backends.versions_tested("cpu")
     assert "5 checks of kernels and of a compiled layer agree with the reference on cpu" in check.found
     newer.setattr(self_check, "_done", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
-    check = arithmetic.versions_tested("cpu")
+    check = fp8_backends.versions_tested("cpu")
     assert check.status == "fail" and "wgrad of rowwise e4m3 on triton computes wrongly" in check.found
     assert "fp8.backend: reference" in check.fix

@@ -551,7 +551,7 @@ area(
     ),
     (
         "hf-one-writes-all",
-        "checkpoint/live/write.py",
+        "checkpoint/live/hf_folder.py",
         "rank = load.index(min(load))",
         "rank = 0",
         "one rank converts and writes every tensor",
@@ -559,7 +559,7 @@ area(
     ),
     (
         "hf-others-go-on",
-        "checkpoint/live/write.py",
+        "checkpoint/live/hf_folder.py",
         "    if said:",
         "    if False:",
         "a folder of which one rank could not write its part takes its place",

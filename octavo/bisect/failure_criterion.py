@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from octavo.bisect.trials import BisectError, Outcome
+from octavo.bisect.short_runs import BisectError, Outcome
 
 By = Literal["loss", "time"]
 MARGINS: dict[By, float] = {"loss": 0.02, "time": 0.05}

@@ -2,7 +2,7 @@
 on any machine.
 
 Nothing of this was ever run by us, but on the CPU and on the example device of the tests, and each line says so. On a
-device that is here and used, ``octavo doctor`` tries the backends besides (:mod:`octavo.doctor.arithmetic`).
+device that is here and used, ``octavo doctor`` tries the backends besides (:mod:`octavo.doctor.fp8_backends`).
 """
 
 from __future__ import annotations

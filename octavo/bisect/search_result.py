@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from octavo.bisect.candidates import Candidate
-from octavo.bisect.judging import By
-from octavo.bisect.trials import Outcome
+from octavo.bisect.failure_criterion import By
+from octavo.bisect.short_runs import Outcome
 from octavo.config import Config
 
 FOUND, SOUND, DIFFUSE, UNSOLVED = "found", "sound", "diffuse", "unsolved"

@@ -1,7 +1,7 @@
 """The search from a configuration to what breaks it: which runs are made, in which order, and what they answer.
 
     1. The configuration itself, and high precision without any saving. No worse by the margin: nothing to find.
-    2. The smallest set that breaks a run (:mod:`octavo.bisect.search`), by runs as short as the harm allows.
+    2. The smallest set that breaks a run (:mod:`octavo.bisect.minimal_set`), by runs as short as the harm allows.
     3. One of that set goes, and the same is asked again while what is left still breaks; at last over all steps.
     4. Whether another recipe serves where a GEMM had to go, so that its layer stays in FP8.
 
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import atomic_write
-from octavo.bisect.answer import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
 from octavo.bisect.candidates import Candidate, Space, extras
-from octavo.bisect.judging import MARGINS, Bar, By, short
+from octavo.bisect.failure_criterion import MARGINS, Bar, By, short
+from octavo.bisect.minimal_set import Diffuse, smallest
 from octavo.bisect.page import document, write
-from octavo.bisect.search import Diffuse, smallest
-from octavo.bisect.trials import DONE, BisectError, Trials, fork_step
+from octavo.bisect.search_result import DIFFUSE, FOUND, SOUND, UNSOLVED, Answer, Line, brief, named, said
+from octavo.bisect.short_runs import DONE, BisectError, Trials, fork_step
 from octavo.config import Config, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
