@@ -4,8 +4,8 @@ became of every key. No torch is imported here.
 
 from octavo.importers.common.key_outcomes import HEADINGS, Row
 from octavo.importers.detect import FRAMEWORKS
+from octavo.importers.errors import TranslateError
 from octavo.importers.report import lost_line, markdown, plain
-from octavo.importers.source.keys import TranslateError
 from octavo.importers.translation import Translation, translate
 
 __all__ = [

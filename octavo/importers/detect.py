@@ -6,9 +6,10 @@ import fnmatch
 from types import ModuleType
 
 from octavo.config.yaml.problems import brief, nearest
+from octavo.importers.errors import TranslateError
 from octavo.importers.frameworks import axolotl, llama_factory, llm_foundry, loongforge, mindspeed, ms_swift, vila
 from octavo.importers.source.files import KEYS
-from octavo.importers.source.keys import Foreign, TranslateError
+from octavo.importers.source.keys import Foreign
 
 _MODULES = (llm_foundry, loongforge, mindspeed, vila, llama_factory, axolotl, ms_swift)
 #: name -> the file that knows it, in the order in which a help lists them

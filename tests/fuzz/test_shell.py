@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell import script as shell
-from octavo.importers.source.keys import TranslateError
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 

@@ -24,7 +24,8 @@ from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
 from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
-from octavo.importers.source.keys import Foreign, Given, TranslateError
+from octavo.importers.errors import TranslateError
+from octavo.importers.source.keys import Foreign, Given
 from octavo.importers.source.root_folder import Folder
 
 #: of what a script or a file leaves open, the value cannot be known

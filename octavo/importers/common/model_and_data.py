@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.base.hub import is_name
 from octavo.importers.common.draft import Draft, choice, globs
-from octavo.importers.source.keys import TranslateError
+from octavo.importers.errors import TranslateError
 from octavo.importers.source.root_folder import section, whole
 
 _SEES = re.compile(

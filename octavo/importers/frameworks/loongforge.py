@@ -14,9 +14,9 @@ from typing import NoReturn
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.common.prefixed_keys import Under
+from octavo.importers.errors import TranslateError
 from octavo.importers.frameworks import hf_trainer, megatron
 from octavo.importers.source import files
-from octavo.importers.source.keys import TranslateError
 
 NAME = "loongforge"
 MARKS = (

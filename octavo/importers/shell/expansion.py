@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell.arithmetic import reckon
 from octavo.importers.shell.syntax import (
     Arithmetic,
@@ -21,7 +22,6 @@ from octavo.importers.shell.syntax import (
 )
 from octavo.importers.shell.values import LINES, Fields, Variable, Word, joined
 from octavo.importers.shell.words import PATTERNS
-from octavo.importers.source.keys import TranslateError
 
 #: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
 #: carried out; and how deep they may be within each other

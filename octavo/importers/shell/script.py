@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell import conditions
 from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
 from octavo.importers.shell.expansion import LEVELS, STEPS, glob
@@ -36,7 +37,6 @@ from octavo.importers.shell.syntax import (
 )
 from octavo.importers.shell.values import Word, flag_words
 from octavo.importers.shell.words import DEPTH, WORDS
-from octavo.importers.source.keys import TranslateError
 
 __all__ = ["Command", "Look", "Script", "Word", "read"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell.syntax import (
     Arithmetic,
     Item,
@@ -20,7 +21,6 @@ from octavo.importers.shell.syntax import (
     Substitution,
     Unfollowed,
 )
-from octavo.importers.source.keys import TranslateError
 
 #: constructs within each other; words, and parts of words, of one script with all that it sources
 DEPTH, WORDS = 50, 200_000

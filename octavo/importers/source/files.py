@@ -10,9 +10,10 @@ from octavo.base import safe_read
 from octavo.base.safe_read import printable
 from octavo.config.yaml.document import Document, read_text
 from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dotted
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell import script as shell
 from octavo.importers.source import training_command, yaml_references
-from octavo.importers.source.keys import Foreign, Given, TranslateError
+from octavo.importers.source.keys import Foreign, Given
 from octavo.importers.source.root_folder import Folder
 
 #: bytes of a file that somebody wrote by hand

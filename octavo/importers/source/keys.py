@@ -9,10 +9,6 @@ from typing import Any
 from octavo.config.yaml.problems import Place
 
 
-class TranslateError(ValueError):
-    """A file that cannot be translated at all: what was asked, what was found, and what to do."""
-
-
 @dataclass(frozen=True)
 class Given:
     """One key. ``key`` is dotted (``training.lr``), a flag without its dashes (``micro_batch_size``), or ``$NAME`` of

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.base import safe_read
 from octavo.config.sections.text_types import not_a_path
-from octavo.importers.source.keys import TranslateError
+from octavo.importers.errors import TranslateError
 
 #: bytes of a file that a configuration names
 _LIMIT = 16 << 20

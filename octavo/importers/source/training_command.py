@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from octavo.config.yaml.document import scalar
 from octavo.config.yaml.problems import Place
+from octavo.importers.errors import TranslateError
 from octavo.importers.shell.script import Command, Script, Word
-from octavo.importers.source.keys import Given, TranslateError
+from octavo.importers.source.keys import Given
 
 _LAUNCHER = re.compile(
     r"(.*/)?(torchrun|deepspeed|accelerate|swift|megatron|llamafactory-cli|axolotl|composer|msrun|python[0-9.]*)"
