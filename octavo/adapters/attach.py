@@ -21,7 +21,7 @@ from octavo.adapters.inject import DTYPES, NAME, SECOND, adapter_parameters, att
 from octavo.adapters.targets import split, taken_over, targets_of
 
 if TYPE_CHECKING:
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
     from octavo.models import Family
 
 Say = Callable[[str], None]

@@ -42,7 +42,7 @@ from octavo.fp8.dense import Source, source_of
 from octavo.fp8.kernels import Groups
 
 if TYPE_CHECKING:
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
 
 
 def stock_name(name: str) -> str:

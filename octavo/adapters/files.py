@@ -38,7 +38,7 @@ from octavo.models.folder import headers
 from octavo.models.folder.folder import pickles
 
 if TYPE_CHECKING:
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of a folder that may be replaced: what PEFT and its users put beside an adapter.

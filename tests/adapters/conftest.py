@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.config.sections.train import LoraSection
+from octavo.config import LoraSection
 from octavo.fp8.kernels import registry
 from tests.models.conftest import checkpoint as folder  # noqa: F401
 

@@ -289,7 +289,7 @@ def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
 
 @pytest.mark.parametrize("asked", [{"dropout": 0.1}, {"dora": True}])
 def test_what_peft_refuses_is_refused_with_a_sentence(asked):
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
 
     with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*leave experts out"):
         experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))

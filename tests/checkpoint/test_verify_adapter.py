@@ -125,7 +125,7 @@ def test_servers_refuse_dora(adapter: Path) -> None:
 def test_adapters_that_octavo_writes_pass(tmp_path: Path, base: Path) -> None:
     pytest.importorskip("peft")
     from octavo import adapters, models
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
 
     for family, more in (("qwen3", {"dora": True}), ("qwen3_moe", {})):
         source = base if family == "qwen3" else tiny.write(family, tmp_path / family, size="mini")

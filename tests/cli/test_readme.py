@@ -16,9 +16,8 @@ from octavo import fp8
 from octavo.bench import SUITES
 from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main
-from octavo.config import Config, load_config_text, override
+from octavo.config import Config, LoraSection, load_config_text, override
 from octavo.config.sections.rl import PreferenceSection, RlSection
-from octavo.config.sections.train import LoraSection
 from octavo.models.structure import shapes
 from octavo.models.tiny import tiny
 

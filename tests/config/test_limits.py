@@ -111,10 +111,10 @@ def test_thousands_of_problems_are_counted_and_the_first_ones_told(text, overrid
 
 def test_names_are_suggested_for_those_that_are_told_alone(monkeypatch):
     """Each suggestion compares a name with some sixty others: 3,000 of them took seconds."""
-    from octavo.config import check
+    from octavo.config import error_texts
 
     asked = []
-    monkeypatch.setattr(check, "nearest", lambda name, *more: asked.append(name))
+    monkeypatch.setattr(error_texts, "nearest", lambda name, *more: asked.append(name))
     refused("".join(f"key_{i}: 1\n" for i in range(3000)))
     assert len(asked) <= 3 * MOST_TOLD
 

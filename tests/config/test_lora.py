@@ -10,14 +10,15 @@ from octavo.config import (
     Config,
     ConfigError,
     Fp8Section,
-    ModelSection,
     json_schema,
     load_config_text,
     override,
     to_yaml,
 )
-from octavo.config.sections.model import LoadInFp8Section
-from octavo.config.sections.train import DataSection, LoraSection, TrainSection
+from octavo.config.sections.data import DataSection
+from octavo.config.sections.lora import LoraSection
+from octavo.config.sections.model import LoadInFp8Section, ModelSection
+from octavo.config.sections.train import TrainSection
 
 BASE = "model: {{path: ./m{model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 10}}\n"
 

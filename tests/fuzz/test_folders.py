@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from octavo import adapters, checkpoint, models
-from octavo.config.sections.train import LoraSection
+from octavo.config import LoraSection
 from octavo.report.evidence import run_reader
 from tests.checkpoint import folders
 from tests.fuzz import mutate

@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("triton")
 
 from octavo import adapters, fp8, models
-from octavo.config.sections.train import LoraSection
+from octavo.config import LoraSection
 from octavo.fp8.arithmetic import formats
 from octavo.fp8.kernels.triton_kernels.launch import launches
 from octavo.generation import Context, Engine, Sampling, batch, pages, sampling

@@ -14,7 +14,7 @@ from tests.generation.conftest import prompts_of
 
 def test_adapters_over_fp8_codes_generate_without_a_copy(made):
     from octavo import adapters
-    from octavo.config.sections.train import LoraSection
+    from octavo.config import LoraSection
 
     source, processor = made("qwen3_vl")
     model = models.load(source.name_or_path, load_in_fp8="row")

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, PhimoeConfig
 
 from octavo import adapters, models, rl
-from octavo.config import Config
-from octavo.config.sections.train import LoraSection
+from octavo.config import Config, LoraSection
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import build, planning
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from octavo import adapters, models
 from octavo.base.seal_note import read_note
-from octavo.config.sections.train import LoraSection
+from octavo.config import LoraSection
 from octavo.sealing import Key, SealError, seal_adapter, seal_model, structure, unseal_adapter
 
 pytest.importorskip("peft")

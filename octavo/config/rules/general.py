@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from octavo.base.hub import is_name
-from octavo.config import rules_check, rules_parallel, rules_sealed
 from octavo.config.rules import adaptive, lora, packing, phases
 from octavo.config.rules.findings import Finding, finding, glob_problem
-from octavo.config.rules.lora import PARTS
+from octavo.config.rules.lora import PARTS, recipe_of, runs_fp8
 from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.data import DataSection, Dataset
 from octavo.config.sections.fp8 import Component, Fp8Section, Head, Rule
 from octavo.config.sections.names import COMPONENTS
 from octavo.config.sections.rl import BEYOND_SFT
@@ -22,13 +22,19 @@ FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 _NOT_OF_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
+#: keys of `data`, and of a data set, that say how rows become numbers: nothing is left of that in sealed rows
+_OF_ENCODING = (
+    *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
+    *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
+)
+_OF_DATA_FILES = ("revision", "split", "subset", "images", "stream", "fetch_gb", "shuffle_buffer", "columns", "format")
 
 
 def check(config: Sections) -> list[Finding]:
     """Every rule that ``config`` breaks."""
-    others = (lora, phases, packing, rules_parallel, adaptive, rules_check, rules_sealed)
-    parts = (_model, _fp8, *(other.rules for other in others), _data, _train, _memory, _run)
-    return [finding for part in parts for finding in part(config)]
+    of_sections = (_model, _fp8, _data, _sealed, _train, _memory, _parallel, _run, _corruption_checks)
+    of_features = (lora.rules, phases.rules, packing.rules, adaptive.rules)
+    return [finding for part in (*of_sections, *of_features) for finding in part(config)]
 
 
 def _model(config: Sections) -> Iterator[Finding]:
@@ -154,6 +160,29 @@ def _data(config: Sections) -> Iterator[Finding]:
         yield finding("run.eval_every", "there is nothing to evaluate on: data.eval is empty", fix, "data.eval")
 
 
+def _sealed(config: Sections) -> Iterator[Finding]:
+    """What has no meaning for rows that were made numbers before, and sealed."""
+    data = config.data
+    if not data.sealed:
+        return
+    if config.train.phase == "rl":
+        found = "phase rl rewards words, and sealed rows hold none"
+        yield finding("data.sealed", found, "use another phase", "train.phase")
+    if config.preference is not None and config.preference.loss == "kto":
+        found = "of preferences pairs are sealed, and kto learns from labelled answers"
+        yield finding("data.sealed", found, "use a loss of pairs", "preference.loss")
+    for key in _OF_ENCODING:
+        if getattr(data, key) != DataSection.model_fields[key].get_default():
+            yield finding(f"data.{key}", "has no effect on sealed rows, which are numbers already",
+                          f"remove it, and give it to `octavo seal data` (data.{key}=...)", "data.sealed")  # fmt: skip
+    for name, sets in (("train", data.train), ("eval", data.eval)):
+        for number, dataset in enumerate(sets):
+            for key in _OF_DATA_FILES:
+                if getattr(dataset, key) != Dataset.model_fields[key].get_default():
+                    found = "has no effect on a sealed data set, which is a folder of one form"
+                    yield finding(f"data.{name}.{number}.{key}", found, "remove it", "data.sealed")
+
+
 def _train(config: Sections) -> Iterator[Finding]:
     train = config.train
     if train.phase != "rl" and train.global_batch % train.micro_batch:
@@ -256,7 +285,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         return
     ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
-    on = [name for name in COMPONENTS if ruled or lora.recipe_of(fp8, name) != "off"]
+    on = [name for name in COMPONENTS if ruled or recipe_of(fp8, name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
             found = "has no effect where the recipe is off"
@@ -272,6 +301,28 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "holds codes beside their weights"
         found = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
         yield finding("fp8.weight_codes", found, "use one of them", "fp8.param", *PARTS)
+
+
+def _parallel(config: Sections) -> Iterator[Finding]:
+    """What the axes of a mesh may not be combined with."""
+    axes, train = config.parallel, config.train
+    if axes.context > 1 and train.phase in BEYOND_SFT:
+        found = f"the rows of phase {train.phase} are not shared by ranks ({axes.context} are asked to)"
+        yield finding("parallel.context", found, "use context: 1", "train.phase")
+    elif axes.context > 1 and not config.data.packing:
+        found = f"{axes.context} ranks share the tokens of packed rows, and rows are padded"
+        yield finding("parallel.context", found, "set data.packing: true and train.micro_batch: 1", "data.packing")
+    if axes.ulysses != "auto" and axes.context % axes.ulysses:
+        found = f"ulysses {axes.ulysses} does not divide context {axes.context}"
+        yield finding("parallel.ulysses", found, "use a divisor of it, or auto", "parallel.context")
+    if axes.expert > 1 and config.train.phase in BEYOND_SFT:
+        found = (
+            f"experts are not dealt to ranks in phase {config.train.phase}, whose other forwards are not tried with it"
+        )
+        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "train.phase")
+    if axes.expert > 1 and config.lora is not None:
+        found = "experts are not dealt to ranks beside adapters, whose base is gathered in FP8 and has no gradients"
+        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "lora")
 
 
 def _run(config: Sections) -> Iterator[Finding]:
@@ -301,3 +352,24 @@ def _beginnings(config: Sections) -> Iterator[Finding]:
     for key, is_there, why in beside:
         if run.start_from is not None and is_there:
             yield finding("run.start_from", f"stands beside {key}, {why}", f"leave out one of them ({key})", key)
+
+
+def _corruption_checks(config: Sections) -> Iterator[Finding]:
+    """What checks for silent corruption (`run.check_every`) may not be combined with."""
+    key = "run.check_every"
+    every, train = config.run.check_every, config.train
+    if not every:
+        return
+    beside = (
+        ("train.compile", train.compile, "a compiled graph shows nobody what its GEMMs multiply"),
+        ("train.cuda_graphs", train.cuda_graphs, "a CUDA graph shows nobody what its GEMMs multiply"),
+    )
+    for other, is_on, found in beside:
+        if is_on:
+            yield finding(other, found, f"use false, or remove {key}", key)
+    if train.steps is not None and every > train.steps:
+        yield finding(key, f"no step of {train.steps} is a check", f"use at most {train.steps}", "train.steps")
+    fp8 = config.fp8
+    head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
+    if fp8.plan is None and not head and not runs_fp8(fp8):
+        yield finding(key, "checks FP8 GEMMs, and nothing runs in FP8", "remove it, or set fp8.recipe", "fp8.recipe")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
+from octavo.config.sections.data import DataSection
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.sections.train import DataSection
 
 _PHASES = {
     "preference": "the two answers of a pair are rows of one batch, and what they cost is known only together",

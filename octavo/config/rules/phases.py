@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.rules.findings import Finding, finding
-from octavo.config.sections.all_sections import RunSection, Sections
+from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.names import Section
 from octavo.config.sections.rl import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections.run import RunSection
 from octavo.config.sections.text_types import is_reward_path
 from octavo.config.sections.train import OptimizerSection, TrainSection
 

@@ -1,0 +1,205 @@
+"""The texts of errors about keys and values: what was found, the nearest name, the fix, in the user's words.
+
+Errors of YAML itself have theirs in :mod:`octavo.config.yaml.document`, what may not be combined in the rules.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from octavo.config.config import Config
+from octavo.config.sections.model import AttentionSection, Kernel
+from octavo.config.sections.names import RECIPES
+from octavo.config.yaml.document import Path, scalar
+from octavo.config.yaml.problems import dotted, named, nearest
+
+#: names from other trainers' files, and where they live here
+ELSEWHERE = {
+    "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
+    "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
+    "batch_size": "train.global_batch", "per_device_train_batch_size": "train.micro_batch",
+    "gradient_accumulation_steps": "train.global_batch (samples in one optimizer step)",
+    "lr_scheduler_type": "train.schedule", "warmup_steps": "train.warmup", "max_grad_norm": "train.clip",
+    "output_dir": "run.dir", "logging_steps": "run.log_every", "save_steps": "run.save_every",
+    "eval_steps": "run.eval_every", "model_name_or_path": "model.path", "gradient_checkpointing": "train.recompute",
+    "num_train_epochs": "train.epochs", "num_epochs": "train.epochs", "max_epochs": "train.epochs",
+    "lora_rank": "lora.rank", "lora_r": "lora.rank", "r": "lora.rank", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "use_rslora": "lora.rslora", "use_dora": "lora.dora",
+    "target_modules": "lora.targets", "exclude_modules": "lora.exclude", "lora_target": "lora.targets",
+    "adapter_name_or_path": "lora.adapter", "load_in_8bit": "model.load_in_fp8", "load_in_4bit": "model.load_in_fp8",
+    "fp8_recipe": "fp8.recipe", "fp8_format": "fp8.format", "fp8_param_gather": "fp8.param",
+}  # fmt: skip
+
+
+def sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
+    """What was found and the fix, for one of pydantic's errors at ``path``."""
+    kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key", _where_instead(path)
+    if kind == "missing" and not isinstance(value, (list, tuple)):
+        return _missing(path)
+    if kind == "literal_error":
+        options = [str(o) for o in _options(path)]
+        if value is False and "off" in options:
+            return f"found {named(value)}", "write `off`"
+        close = nearest(str(value), options)
+        return f"found {named(value)}", (f"did you mean {close}? " if close else "") + "one of " + ", ".join(options)
+    if kind in ("half_character", "string_unicode"):
+        return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
+    words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
+    mapping = "a word or a mapping" if words else "a mapping"
+    expected = {
+        "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+        "bool_type": "true or false", "string_type": "text", "tuple_type": "a list", "model_type": mapping,
+        "dict_type": "a mapping", "finite_number": "a finite number",
+    }.get(kind)  # fmt: skip
+    if expected == "a whole number" and (instead := _options(path)):
+        expected = f"{', '.join(map(str, instead))} or {expected}"
+    if expected:
+        return f"expected {expected}, found {named(value)}", _type_fix(kind, value, path)
+    limits = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"),
+              "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}  # fmt: skip
+    if kind in limits:
+        name, word = limits[kind]
+        return f"must be {word} {_limit(context[name])}, found {named(value)}", ""
+    if kind in ("too_short", "string_too_short") and isinstance(path[-1], int):  # an item of a list of texts
+        return "must not be empty", "give a text there, or leave the entry out"
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty", f"give the {path[-1]} ({_field_help(path).rstrip('.')})"
+    if kind in ("too_long", "missing"):
+        return f"expected {len(_default(path))} values, found {named(value)}", f"e.g. {_in_yaml(_default(path))}"
+    return str(detail["msg"]), ""
+
+
+def _missing(path: Path) -> tuple[str, str]:
+    section = _section(path)
+    if section is not None:
+        needed = [name for name, field in section.model_fields.items() if field.is_required()]
+        return (
+            "required, but absent",
+            f"add `{path[-1]}:` with at least {', '.join(needed) or 'steps or epochs'} under it",
+        )
+    inside = f" under `{dotted(path[:-1])}`" if len(path) > 1 else ""
+    return "required, but absent", f"add `{path[-1]}:`{inside} ({_field_help(path).rstrip('.')})"
+
+
+def _limit(bound: float) -> str:
+    return str(int(bound)) if float(bound).is_integer() else str(bound)
+
+
+def _type_fix(kind: str, value: Any, path: Path) -> str:
+    if value is None:
+        section = _section(path)
+        if section and any(field.is_required() for field in section.model_fields.values()):
+            return "indent its keys under it"
+        if kind == "model_type":
+            return "remove the line for the defaults, or indent its keys under it"
+        return "remove the line for the default, or give a value"
+    quoted = isinstance(value, str) and not isinstance(scalar(value), str)
+    if quoted and kind in ("int_type", "float_type", "bool_type"):
+        return f"write {value} without quotes"
+    if kind in ("int_type", "int_from_float") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind == "bool_type" and str(value).lower() in ("yes", "on", "no", "off", "1", "0"):
+        return f"write {'true' if str(value).lower() in ('yes', 'on', '1') else 'false'}"
+    if kind == "string_type" and not isinstance(value, (list, dict)):
+        return f'put it in quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
+    if kind == "tuple_type":
+        fixed = _default(path)
+        return "write `- ` before it" if isinstance(value, dict) else f"write {_in_yaml(fixed or [value])}"
+    if kind == "model_type" and isinstance(value, (str, int)):
+        return _short_form(path, "off" if value is False else str(value))
+    return ""
+
+
+def _short_form(path: Path, value: str) -> str:
+    """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
+    section = _section(path)
+    first = next(iter(section.model_fields)) if section else ""
+    if section is AttentionSection:
+        kernel = nearest(value, get_args(Kernel))
+        meant = f"did you mean {kernel}? " if kernel else ""
+        return f"{meant}use one of {', '.join(get_args(Kernel))}, or a mapping such as {{foundation: flash}}"
+    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("rowwise", "blockwise", "tensorwise"))
+    return {
+        "foundation": (f"did you mean {kind}? " if kind else "")
+        + "use rowwise, blockwise or tensorwise, or a mapping such as {foundation: blockwise}",
+        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
+        "path": f"write {{path: {value}}}",
+        "every": "use true, false, or a mapping such as {every: 25}",
+        "match": f'write {{match: "{value}", recipe: off}}',
+        "image_encoder": (f"did you mean {close}? " if close else "")
+        + "use none, selective or full, or a mapping such as {foundation: full}",
+    }.get(first, "write `key: value` pairs under it")
+
+
+def _where_instead(path: Path) -> str:
+    """The name that was probably meant by an unknown key."""
+    section, name = _section(path[:-1]), str(path[-1])
+    if section is None:
+        return ""
+    valid = [*section.model_fields, *(["extends"] if section is Config else [])]
+    close = nearest(name, valid)
+    if close:
+        return f"did you mean `{close}`?"
+    homes = [f"{top}.{name}" for top in Config.model_fields if name in _fields((top,)) and (top,) != path[:-1]]
+    if homes:
+        return f"that is `{homes[0]}`"
+    other = nearest(name, ELSEWHERE, 0.8)
+    if other:
+        return f"that is `{ELSEWHERE[other]}`"
+    return "valid here: " + ", ".join(valid)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    section = _section(path)
+    return dict(section.model_fields) if section else {}
+
+
+def _section(path: Path) -> type[BaseModel] | None:
+    """The type of the section at ``path``, or None where there is none."""
+    here: Any = Config
+    for part in path:
+        if isinstance(part, int):
+            continue
+        if not (isinstance(here, type) and issubclass(here, BaseModel)) or part not in here.model_fields:
+            return None
+        here = _inner(here.model_fields[part].annotation)
+    return here if isinstance(here, type) and issubclass(here, BaseModel) else None
+
+
+def _inner(annotation: Any) -> Any:
+    """``Component | None`` -> Component; ``tuple[Dataset, ...]`` -> Dataset; Annotated is looked through."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _inner(typing.get_args(annotation)[0])
+    if origin in (types.UnionType, typing.Union, tuple):
+        return _inner(next(a for a in typing.get_args(annotation) if a not in (type(None), ...)))
+    return annotation
+
+
+def _options(path: Path) -> tuple[Any, ...]:
+    names = [part for part in path if isinstance(part, str)]
+    field = _fields(tuple(names[:-1])).get(names[-1])
+    return typing.get_args(_inner(field.annotation)) if field else ()
+
+
+def _default(path: Path) -> list[Any]:
+    """The default of a field that holds a list; empty where it has none."""
+    field = _fields(path[:-1]).get(str(path[-1]))
+    return list(field.default) if field and isinstance(field.default, tuple) else []
+
+
+def _in_yaml(values: list[Any]) -> str:
+    """A list as YAML writes it in a line."""
+    return f"[{', '.join(str(value) for value in values)}]"
+
+
+def _field_help(path: Path) -> str:
+    field = _fields(path[:-1]).get(str(path[-1]))
+    return str(field.description or "") if field else ""
