@@ -23,7 +23,7 @@ LEVELS = [
     {"report", "doctor", "bench"},
     {"rl"},
     {"train"},
-    {"generation", "sealing"},
+    {"generation", "sealing", "loading"},
     {"parallel", "checkpoint", "adapters"},
     {"models", "data"},
     {"fp8"},
@@ -82,7 +82,7 @@ VENDORS = ("cuda", "hip", "xpu", "npu", "mps", "hpu", "mtia")
 OF_VENDORS = tuple(f"torch.{stem}{vendor}" for stem in ("", "backends.", "version.") for vendor in VENDORS)
 # Third-party packages that only some packages may import.
 KEPT_IN = {
-    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench"},
+    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench", "loading"},
     "peft": {"adapters"},
     "triton": {"fp8"},
     "argparse": {"cli"},
