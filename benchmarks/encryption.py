@@ -25,6 +25,7 @@ from torch import nn
 
 from octavo import checkpoint
 from octavo.base import encryption, safe_read
+from octavo.base.encryption.writer import writing
 from octavo.bench import record
 
 RESULT = Path(__file__).resolve().parent / "results" / "encryption_cpu.json"
@@ -56,7 +57,7 @@ def write_plain(path: Path, data: bytes) -> None:
 
 
 def write_encrypted(path: Path, data: bytes, chunk: int) -> None:
-    with encryption.writing(path, chunk) as out:
+    with writing(path, chunk) as out:
         out.write(data)
 
 

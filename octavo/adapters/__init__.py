@@ -6,7 +6,7 @@ Needs peft when something is attached or read, not when this is imported.
 from octavo.adapters.attach import attach, attach_second, check
 from octavo.adapters.base_error import BaseErrors, base_errors
 from octavo.adapters.errors import AdapterError
-from octavo.adapters.files import adapter_state, load, load_adapter_state, read_config, save
+from octavo.adapters.files import adapter_state, load, load_adapter_state, save
 from octavo.adapters.inject import (
     DTYPES,
     adapter_parameters,
@@ -17,7 +17,6 @@ from octavo.adapters.inject import (
     second,
 )
 from octavo.adapters.merge import merged
-from octavo.adapters.targets import targets_of
 
 __all__ = [
     "DTYPES",
@@ -36,8 +35,6 @@ __all__ = [
     "load",
     "load_adapter_state",
     "merged",
-    "read_config",
     "save",
     "second",
-    "targets_of",
 ]

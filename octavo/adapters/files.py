@@ -31,6 +31,7 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
 from octavo.adapters.targets import NEVER, taken_over
 from octavo.base import atomic_write, encryption, safe_read, target_folder
+from octavo.base.encryption.anonymous_file import plain_path
 from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
 from octavo.fp8.weights import distributed, full, is_whole
@@ -218,7 +219,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
         )
     try:
         headers.read(file)
-        with encryption.plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
+        with plain_path(file) as plain, safe_open(plain, framework="pt") as tensors:
             state = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (headers.HeaderError, SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read: {error}. It was cut short, or is no safetensors file.") from error

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.base import encryption, environment, hub, target_folder
+from octavo.base.encryption.key import keep_source
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
@@ -175,7 +176,7 @@ def use_key(args: argparse.Namespace) -> None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
     if hasattr(args, "key_file"):
-        encryption.keep_source()
+        keep_source()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from octavo.base import encryption
+from octavo.base.encryption.encrypted_lines import is_list
+from octavo.base.encryption.file_format import HEADER, was_encrypted
+from octavo.base.encryption.folders import has_list
 from octavo.base.safe_read import printable
 from octavo.cli import encrypt_decrypt, terminal
 
@@ -47,14 +50,14 @@ class _Decryption:
     def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
         """Raises VaultError for a file that is damaged, exchanged, missing or added, and where nothing is encrypted."""
         for folder in (source, *sorted(source.rglob("*"))):
-            if made is not None and (folder == source or encryption.has_list(folder)):
+            if made is not None and (folder == source or has_list(folder)):
                 encryption.check_folder(folder)
         encrypted = 0
         for file in files:
             if encryption.is_encrypted(file):
                 with encryption.Reader.of(file) as reader:
                     encryption.check_file(file, reader)
-            elif not encryption.is_list(file):
+            elif not is_list(file):
                 encryption.check_file(file, None)
                 _refuse_damaged(file)
                 continue
@@ -67,12 +70,12 @@ class _Decryption:
         """A list of lines without its ending; the list of a folder's files is none of them."""
         if file.name == encryption.LIST and encryption.is_encrypted(file):
             return None
-        return file.name.removesuffix(encryption.SUFFIX) if encryption.is_list(file) else file.name
+        return file.name.removesuffix(encryption.SUFFIX) if is_list(file) else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
         encrypted = encrypt_decrypt.is_encrypted(opened)
-        listed = not encrypted and encryption.is_list(file)
+        listed = not encrypted and is_list(file)
         self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
             for size, line in encrypt_decrypt.lines(opened, file):
@@ -94,9 +97,9 @@ def _refuse_damaged(file: Path) -> None:
     """Raises Damaged for a plain file that was an encrypted one: what is left of its head says so, its name, or the
     list of a checkpoint that it belongs to."""
     with file.open("rb") as stored:
-        head = stored.read(encryption.HEADER)
+        head = stored.read(HEADER)
     why = ""
-    if encryption.was_encrypted(head, encryption.find()):
+    if was_encrypted(head, encryption.find()):
         why = "its head is that of an encrypted file, and was changed or cut"
     elif file.suffix == encryption.SUFFIX and head:
         why = "its first line is not an encrypted one"

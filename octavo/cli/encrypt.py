@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from octavo.base import encryption
+from octavo.base.encryption.encrypted_lines import is_list
+from octavo.base.encryption.file_format import HEADER, Place, tag_of
+from octavo.base.encryption.folders import LINES, has_list, root_of
+from octavo.base.encryption.key import from_file, write_new
 from octavo.base.safe_read import printable
 from octavo.base.seal_note import NOTE, ONE_PURPOSE, fingerprint
 from octavo.cli import arguments, encrypt_decrypt
@@ -37,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         if args.source is not None:
             raise arguments.UsageError("--new-key makes a key and nothing else; encrypt with it in a second command")
-        key = encryption.write_new(args.new_key)
+        key = write_new(args.new_key)
         print(f"wrote {args.new_key}, the key {key.id.hex()}. Keep a copy elsewhere: without it nothing is read again")
         return 0
     if args.source is None or args.target is None:
         raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")
-    key, old = encryption.find(), None if args.old_key is None else encryption.from_file(args.old_key)
+    key, old = encryption.find(), None if args.old_key is None else from_file(args.old_key)
     _check_purpose(args.source, old)
     work = _Encryption(key, old)
     encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
@@ -67,8 +71,8 @@ class _Encryption:
         """Raises Exchanged for files that are missing from a folder with a list, or that nobody listed; Refused for a
         part of such a folder, whose files are no good without the rest."""
         self._single = made is None
-        roots = [folder for folder in (source, *sorted(source.rglob("*"))) if encryption.has_list(folder)]
-        if self.old is None and source not in roots and encryption.root_of(source) is not None:
+        roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
+        if self.old is None and source not in roots and root_of(source) is not None:
             self._refuse_part(source, files)
         for root in roots:
             with suppress(encryption.WrongKey):  # of a third key: it is copied as it is, and nothing of it can be seen
@@ -81,9 +85,8 @@ class _Encryption:
     def _refuse_part(self, source: Path, files: list[Path]) -> None:
         if any(map(encryption.is_encrypted, files)):
             raise encrypt_decrypt.Refused(
-                f"{printable(source)} is part of {printable(encryption.root_of(source))}, which is encrypted as a "
-                "whole: its files are bound to their paths there. Copy all of that folder, or bind them anew with "
-                "--old-key"
+                f"{printable(source)} is part of {printable(root_of(source))}, which is encrypted as a whole: "
+                "its files are bound to their paths there. Copy all of that folder, or bind them anew with --old-key"
             )
 
     def named(self, file: Path) -> str | None:
@@ -93,17 +96,17 @@ class _Encryption:
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
         plain: BinaryIO = opened
-        listed, encrypted = encryption.is_list(file), encrypt_decrypt.is_encrypted(opened)
+        listed, encrypted = is_list(file), encrypt_decrypt.is_encrypted(opened)
         if listed and self.old is not None:
             for size, line in encrypt_decrypt.lines(opened, file, self.old):
                 out.write(encryption.encrypted_line(line, self.key))
                 yield size
-            self._note(path, encryption.LINES)
+            self._note(path, LINES)
             return
         if encrypted and self.old is not None:
             plain = encryption.opened(os.dup(opened.fileno()), file, key=self.old)
         elif encrypted or listed:
-            kind = encryption.LINES if listed else self._checked(file)
+            kind = LINES if listed else self._checked(file)
             for piece in encrypt_decrypt.pieces(opened):
                 out.write(piece)
                 yield len(piece)
@@ -127,7 +130,7 @@ class _Encryption:
             with encryption.Reader.of(folder.root / encryption.LIST, self.key) as reader:
                 self._kinds[folder.root / encryption.LIST] = reader.tag.hex()
 
-    def _place(self, file: Path, path: Path) -> encryption.Place | None:
+    def _place(self, file: Path, path: Path) -> Place | None:
         """What a file is bound to: its path in the innermost folder with a list."""
         for root in file.parents:
             if root in self._folders:
@@ -144,7 +147,7 @@ class _Encryption:
         except encryption.WrongKey:
             pass
         with file.open("rb") as stored:
-            return encryption.tag_of(stored.read(encryption.HEADER)).hex()
+            return tag_of(stored.read(HEADER)).hex()
 
     def _note(self, path: Path, kind: str, how: str = "encrypted") -> None:
         self._kinds[path] = kind

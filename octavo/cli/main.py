@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import octavo
-from octavo.base import encryption
+from octavo.base.encryption.reader import read_in_version_1
 from octavo.base.safe_read import first_line, printable
 from octavo.cli.stop_signals import Stopped, stop_signals
 
@@ -128,7 +128,7 @@ def _dispatch(arguments: list[str]) -> int:
     arguments.check_targets(name, args)
     arguments.use_key(args)
     code = int(command.run(args))
-    if old := encryption.read_in_version_1():
+    if old := read_in_version_1():
         others = f" and {len(old) - 1} more are" if len(old) > 1 else " is"
         print(
             f"note: {printable(old[0])}{others} encrypted in version 1 of the form, which binds no names: exchanged "

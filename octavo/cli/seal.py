@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.base import encryption, target_folder
+from octavo.base.encryption.folders import root_of
+from octavo.base.encryption.key import new_secret
 from octavo.base.seal_note import ONE_PURPOSE
 from octavo.cli import arguments, terminal
 
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.what == "key":
         target_folder.check_target(args.source, arguments.UsageError)
-        encryption.new_secret(args.source)
+        new_secret(args.source)
         return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Who loses it unseals nothing")
 
     from octavo import sealing
@@ -96,7 +98,7 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
         if sealing.find_key().fingerprint == key.fingerprint:
             raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
     places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
-    roots = (root / encryption.LIST for place in places if (root := encryption.root_of(place)) is not None)
+    roots = (root / encryption.LIST for place in places if (root := root_of(place)) is not None)
     if (encrypted := next(roots, None)) is None:
         files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
         encrypted = next(filter(encryption.is_encrypted, files), None)

@@ -18,6 +18,7 @@ from pathlib import Path
 from struct import unpack
 
 from octavo.base import encryption, seal_note
+from octavo.base.encryption.key import secret_in
 from octavo.sealing.errors import SealError
 
 BYTES = 32
@@ -55,7 +56,7 @@ class Key:
 
 def read_key(file: str | Path) -> Key:
     """The key in a file. Raises NoKey for one that is missing, that everybody may read, or that holds no key."""
-    return Key(encryption.secret_in(file))
+    return Key(secret_in(file))
 
 
 def find_key() -> Key:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import atomic_write, encryption
+from octavo.base.encryption.key import write_new
 from octavo.cli import stop_signals
 from octavo.cli.main import main
 from octavo.models.tiny import tiny
@@ -25,7 +26,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     key = tmp_path / "key"
     monkeypatch.setenv(encryption.FILE, str(key))
     monkeypatch.delenv(encryption.VALUE, raising=False)
-    encryption.write_new(key)
+    write_new(key)
     (tmp_path / "plain").mkdir()
     for name in ("a", "b"):
         (tmp_path / "plain" / name).write_bytes(b"PLAINTEXT" * 99)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import encryption
+from octavo.base.encryption.key import write_new
 
 SECRET = bytes(range(32))
 
@@ -22,5 +23,5 @@ def key(monkeypatch: pytest.MonkeyPatch) -> encryption.Key:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """The file of another key."""
-    encryption.write_new(tmp_path / "other.key")
+    write_new(tmp_path / "other.key")
     return tmp_path / "other.key"

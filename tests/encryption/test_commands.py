@@ -10,6 +10,7 @@ import torch
 
 from octavo import models
 from octavo.base import encryption
+from octavo.base.encryption.reader import read_in_version_1
 from octavo.cli.main import main
 from octavo.models.tiny import tiny
 from tests.encryption import version_1
@@ -209,7 +210,7 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
 def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
     (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
     monkeypatch.chdir(tmp_path)
-    encryption.read_in_version_1()
+    read_in_version_1()
     for path in ("a", tmp_path / "a", "./a"):
         encryption.Reader.of(path).close()
-    assert encryption.read_in_version_1() == ["a"]
+    assert read_in_version_1() == ["a"]

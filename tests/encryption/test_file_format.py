@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from octavo.base import encryption
 from octavo.base.encryption import file_format
+from octavo.base.encryption.file_format import Place, tag_of
+from octavo.base.encryption.writer import writing
 from tests.encryption.conftest import SECRET
 
 CHUNK, HEADER, TAG = 4096, 70, 16
@@ -29,7 +31,7 @@ KNOWN = [
     "02030405060708090a0b0c0d0e0f68662f612e6a736f6e0fd2ca76e7392c08ba01071d16d4fba820ba1d4f5d364127d9045d43038ff16ff4"
     "8a85dd3b02",
 ]
-PLACE = encryption.Place(bytes(range(16)), b"hf/a.json")
+PLACE = Place(bytes(range(16)), b"hf/a.json")
 
 
 def by_the_page(stored: bytes, key: bytes) -> bytes:
@@ -60,7 +62,7 @@ def test_a_known_answer(key, known):
     name = b"" if reader.place is None else reader.place.name
     assert encryption.decrypted(stored, "a") == b"octavo" and by_the_page(stored, SECRET) == name + b"octavo"
     assert key.id.hex() == "eeeacf5d17c30722" and reader.version == stored[7]
-    assert encryption.tag_of(stored) == reader.tag
+    assert tag_of(stored) == reader.tag
 
 
 def test_a_name_is_part_of_the_header(key):
@@ -76,7 +78,7 @@ def test_a_name_is_part_of_the_header(key):
     assert "its header" in refused(older[:52] + stored[-TAG - 21 : -21] + older[68:])
     for left in range(8, len(stored)):
         refused(stored[:left])
-    longest = encryption.Place(PLACE.folder, b"a" * 4096)
+    longest = Place(PLACE.folder, b"a" * 4096)
     assert encryption.Reader(encryption.encrypted(b"words", place=longest), "a").place == longest
 
 
@@ -165,7 +167,7 @@ def test_an_empty_file_is_one(key):
 
 
 def test_what_was_broken_off_is_no_file(key, tmp_path):
-    with pytest.raises(RuntimeError, match="power"), encryption.writing(tmp_path / "a", CHUNK) as out:
+    with pytest.raises(RuntimeError, match="power"), writing(tmp_path / "a", CHUNK) as out:
         out.write(bytes(5 * CHUNK))
         raise RuntimeError("power")
     assert (tmp_path / "a").stat().st_size > 4 * CHUNK

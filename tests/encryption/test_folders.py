@@ -11,6 +11,8 @@ import pytest
 from octavo import data, models
 from octavo.base import encryption, safe_read
 from octavo.base.encryption import folders
+from octavo.base.encryption.errors import Exchanged
+from octavo.base.encryption.file_format import Place
 from octavo.cli.main import main
 from octavo.data.storage.open_rows import open_rows
 from octavo.models.tiny import tiny
@@ -41,7 +43,7 @@ def test_every_file_is_bound_and_the_list_names_all(stored):
         identity = opened.place.folder
     for name in PLAIN:
         with encryption.Reader.of(stored / name) as opened:
-            assert opened.place == encryption.Place(identity, name.encode()) and opened.version == 2
+            assert opened.place == Place(identity, name.encode()) and opened.version == 2
     assert set(folders.listed(stored)) == {name.encode() for name in PLAIN}
     assert read(stored) == PLAIN
 
@@ -128,7 +130,7 @@ def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change)
 def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, change, why):
     encryption.check_folder(stored)
     change(stored)
-    with pytest.raises(encryption.Exchanged, match=why):
+    with pytest.raises(Exchanged, match=why):
         encryption.check_folder(stored)
     for command in ("decrypt", "encrypt"):  # the latter would copy it as it is
         assert main([command, str(stored), str(tmp_path / "out")]) == 1

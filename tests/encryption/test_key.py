@@ -13,6 +13,7 @@ import traceback
 import pytest
 
 from octavo.base import encryption
+from octavo.base.encryption.key import from_file, without_key, write_new
 from tests.encryption.conftest import SECRET
 
 FORMS = {
@@ -41,23 +42,23 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
     file.write_bytes(wrong)
     file.chmod(0o600)
     with pytest.raises(encryption.NoKey, match=r"key holds no key: that is 64 hex digits") as found:
-        encryption.from_file(file)
+        from_file(file)
     told = "".join(traceback.format_exception(found.value))
     assert not wrong or wrong.decode("latin1") not in told
 
 
 def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
     with pytest.raises(encryption.NoKey, match="No such file"):
-        encryption.from_file(tmp_path / "none")
+        from_file(tmp_path / "none")
     with pytest.raises(encryption.NoKey, match="no regular file and no pipe"):
-        encryption.from_file(tmp_path)
+        from_file(tmp_path)
     file = tmp_path / "open.key"
     file.write_text(SECRET.hex())
     file.chmod(0o644)
     with pytest.raises(encryption.NoKey, match="can be read by everybody"):
-        encryption.from_file(file)
+        from_file(file)
     with pytest.raises(encryption.NoKey, match="no key is replaced"):
-        encryption.write_new(file)
+        write_new(file)
     monkeypatch.setenv(encryption.FILE, str(file))
     with pytest.raises(encryption.NoKey, match="are both set"):
         encryption.find()
@@ -68,9 +69,9 @@ def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
 
 
 def test_a_new_key_is_for_this_user_alone(tmp_path):
-    made = encryption.write_new(tmp_path / "key")
+    made = write_new(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
-    assert encryption.from_file(tmp_path / "key").id == made.id != encryption.write_new(tmp_path / "another").id
+    assert from_file(tmp_path / "key").id == made.id != write_new(tmp_path / "another").id
 
 
 def test_a_key_is_shown_nowhere(key):
@@ -79,7 +80,7 @@ def test_a_key_is_shown_nowhere(key):
     for taken in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="not pickled and not copied"):
             taken(key)
-    assert not {encryption.FILE, encryption.VALUE} & encryption.without_key().keys()
+    assert not {encryption.FILE, encryption.VALUE} & without_key().keys()
 
 
 def test_no_core_file_and_none_through_a_pipe(key):
@@ -96,7 +97,7 @@ def test_one_byte_again_and_again_is_no_key(tmp_path, monkeypatch, wrong):
     file.write_bytes(wrong)
     file.chmod(0o600)
     with pytest.raises(encryption.NoKey, match=r"is one byte, 32 times: a placeholder"):
-        encryption.from_file(file)
+        from_file(file)
     if wrong.isascii() and len(wrong) != 32:
         monkeypatch.delenv(encryption.FILE, raising=False)
         monkeypatch.setenv(encryption.VALUE, wrong.decode())

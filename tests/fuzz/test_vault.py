@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 
 from octavo.base import encryption, safe_read
+from octavo.base.encryption.file_format import was_encrypted
+from octavo.base.encryption.reader import read_in_version_1
 from octavo.cli.main import main
 from tests.encryption import version_1
 from tests.fuzz import mutate
@@ -136,7 +138,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                 file = rng.choice(_files(folder))
                 mutate.write(file, damaged := mutate.damage(rng, file.read_bytes()))
                 done = [f"{file.relative_to(folder)} of 0.4.0: bytes"]
-                if not encryption.begins(damaged) and not encryption.was_encrypted(damaged[:64], encryption.find()):
+                if not encryption.begins(damaged) and not was_encrypted(damaged[:64], encryption.find()):
                     continue  # nothing of an encrypted file is left, and nothing says that one was here
             else:
                 done = []
@@ -144,7 +146,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                     if _files(folder):
                         done.append(change(rng, here, folder))
             _read(here, folder, f"case {number} of seed {seed}, {'; '.join(done)}", old, found)
-            encryption.read_in_version_1()
+            read_in_version_1()
     return found
 
 

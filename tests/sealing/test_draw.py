@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.base import encryption
+from octavo.base.encryption.key import new_secret
 from octavo.fp8.arithmetic import dequantize, quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, read_key
@@ -77,10 +78,10 @@ def test_scales_of_fp8_move_along(key, spec):
 
 def test_a_key_is_not_shown(tmp_path, key_file, key):
     """Key files are the vault's; tests/encryption/test_key.py has what else is refused."""
-    encryption.new_secret(tmp_path / "new.key")
+    new_secret(tmp_path / "new.key")
     assert read_key(tmp_path / "new.key").fingerprint != read_key(key_file).fingerprint == key.fingerprint
     with pytest.raises(encryption.NoKey, match="no key is replaced"):
-        encryption.new_secret(key_file)
+        new_secret(key_file)
     with pytest.raises(SealError, match="not stored"):
         pickle.dumps(key)
     assert SECRET.hex() not in repr(key) + str(vars(Key))

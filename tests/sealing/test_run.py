@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from octavo import adapters, data, models, rl, sealing, train
 from octavo.base import encryption
+from octavo.base.encryption.key import write_new
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data.builtin import digit_clips, digits
@@ -215,7 +216,7 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
     with pytest.raises(train.TrainError, match="4 dropped"):
         train.run(short)
-    encryption.write_new(tmp_path / "files.key")
+    write_new(tmp_path / "files.key")
     monkeypatch.setenv(encryption.FILE, str(tmp_path / "files.key"))
     assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
     stored = data.Sealed(tmp_path / "stored")
@@ -232,7 +233,7 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     """The key that sealed encrypts neither what it sealed nor a run on it, and opens no files."""
     monkeypatch.setenv(encryption.FILE, "of another command")  # what is set below is put back
     seal, files, twin = str(place / "seal.key"), str(tmp_path / "files.key"), str(place / "text-twin")
-    encryption.write_new(files)
+    write_new(files)
     stored, target, why = str(tmp_path / "stored"), str(tmp_path / "target"), "A key has one purpose"
     assert main(["encrypt", twin, stored, "--key-file", files]) == 0
     model = ["--model", str(place / "text")]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import encryption
+from octavo.base.encryption.key import write_new
 from octavo.config import Config, load_config
 from octavo.train import TrainError
 from octavo.train.run_dir import encryption_rules
@@ -36,6 +37,6 @@ def test_a_key_in_the_environment_with_rewards_of_a_file_is_refused(tmp_path, mo
 def test_a_key_in_a_file_with_rewards_of_a_file_is_taken(tmp_path, monkeypatch):
     monkeypatch.delenv(encryption.VALUE, raising=False)
     encryption_rules.check(config(tmp_path, "own.py:score"))
-    encryption.write_new(tmp_path / "key")
+    write_new(tmp_path / "key")
     monkeypatch.setenv(encryption.FILE, str(tmp_path / "key"))
     encryption_rules.check(config(tmp_path, "own.py:score"))

@@ -14,6 +14,7 @@ import pytest
 
 from octavo import train
 from octavo.base import encryption
+from octavo.base.encryption.key import write_new
 from octavo.cli.main import main
 from octavo.config import load_config
 from octavo.data.storage import cache
@@ -149,7 +150,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
 
     for key, why in ((None, "run.encrypt: there is no key"), (tmp_path / "other", "encrypted with another key")):
         if key is not None:
-            encryption.write_new(key)
+            write_new(key)
             monkeypatch.setenv(encryption.FILE, str(key))
         else:
             monkeypatch.delenv(encryption.FILE)

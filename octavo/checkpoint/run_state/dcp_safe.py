@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from octavo.base import accelerator, encryption, safe_read
+from octavo.base import accelerator, safe_read
+from octavo.base.encryption.writer import writing
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.expert_rows import Rows
 
@@ -100,7 +101,7 @@ class Encrypting(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with encryption.writing(path) as stream:
+        with writing(path) as stream:
             yield stream
 
 

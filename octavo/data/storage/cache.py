@@ -24,7 +24,8 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from octavo.base import atomic_write
-from octavo.base.encryption import VaultError, anonymous, check_folder, is_encrypted
+from octavo.base.encryption import VaultError, check_folder, is_encrypted
+from octavo.base.encryption.anonymous_file import anonymous
 from octavo.base.hub import is_name
 from octavo.data import content
 from octavo.data.errors import DataError

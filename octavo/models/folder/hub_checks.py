@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from octavo.base import encryption
+from octavo.base.encryption.anonymous_file import plain_path
 from octavo.models.errors import ModelError
 from octavo.models.folder.headers import is_weights
 
@@ -34,7 +35,7 @@ def readable(folder: Path) -> Iterator[Path]:
         made = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
         try:
             for file in files:
-                (made / file.name).symlink_to(stack.enter_context(encryption.plain_path(file.absolute())))
+                (made / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
         except encryption.VaultError as cause:
             raise ModelError(f"{cause}.") from cause
         yield made

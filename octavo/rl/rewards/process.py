@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.base.encryption import without_key
+from octavo.base.encryption.key import without_key
 
 #: seconds in which a file of functions must be read and run: it may import libraries and load tables
 STARTING = 300.0
