@@ -31,7 +31,7 @@ def to_config(tree: Tree) -> Config:
         raise ConfigError(tree.problems)
     problems = list(tree.problems)
     bad: list[Path] = []
-    more = 0
+    untold = 0
     order = _order(tree)
     try:
         config: Config | None = Config.model_validate(tree.value, context={"rules": "later"})
@@ -39,10 +39,10 @@ def to_config(tree: Tree) -> Config:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(_once(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
-        more = len(details[MOST_TOLD:])
+        untold = len(details[MOST_TOLD:])
         problems += [_problem(detail, tree) for detail in details[:MOST_TOLD]]
         bad = [tuple(detail["loc"]) for detail in details]
-        config = None if more else _repaired(tree.value, bad)
+        config = None if untold else _repaired(tree.value, bad)
     if config is not None:
         lost = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
@@ -51,7 +51,7 @@ def to_config(tree: Tree) -> Config:
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))
     if problems or config is None:
-        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), more)
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), untold)
     return config
 
 

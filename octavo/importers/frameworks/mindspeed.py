@@ -180,11 +180,10 @@ def _fsdp2_settings(draft: Draft, u: Under) -> None:
     else:
         f.same("offload_to_cpu", why="off")
     if towers := f.words("recompute_modules"):
-        found = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
-        value = (
-            "full" if len(found) == 2 else {part: "full" if part in found else "none" for part in model_and_data.TOWERS}
-        )
-        f.put("train.recompute", value, "recompute_modules", why="blocks of these modules are computed again")
+        components = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
+        each = {part: "full" if part in components else "none" for part in model_and_data.TOWERS}
+        why = "blocks of these modules are computed again"
+        f.put("train.recompute", "full" if len(components) == 2 else each, "recompute_modules", why=why)
     kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
     if kind := choice(draft, f("param_dtype"), kinds):
         f.put("train.precision", kind, "param_dtype")
