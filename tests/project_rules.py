@@ -1,7 +1,7 @@
 """The rules of the layout, each a function of a tree of sources that gives a sentence for whatever breaks it.
 
-Sources are read, never run. ``tests/test_project.py`` holds the rules on this tree, and on one with a violation
-planted.
+Sources are read, never run, but for tables whose words a rule looks for. ``tests/test_project.py`` holds the rules on
+this tree, and on one with a violation planted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from octavo.recipe_specs import NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "octavo"
@@ -28,7 +30,7 @@ LEVELS = [
     {"models", "data"},
     {"fp8"},
     {"config", "arithmetic"},
-    {"base"},
+    {"base", "recipe_specs"},
 ]
 LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
 # The packages of octavo.fp8, the lowest first; within one, files form no circle.
@@ -80,6 +82,10 @@ NAMES_DEVICES = {
 }
 VENDORS = ("cuda", "hip", "xpu", "npu", "mps", "hpu", "mtia")
 OF_VENDORS = tuple(f"torch.{stem}{vendor}" for stem in ("", "backends.", "version.") for vendor in VENDORS)
+# Subject -> (words of which no two are listed by hand, the modules that may: the table from which others are derived).
+LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "recipes": (frozenset(NAMES), ("octavo.recipe_specs",)),
+}
 # Third-party packages that only some packages may import.
 KEPT_IN = {
     "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench", "loading"},
@@ -382,3 +388,53 @@ def loaded_by_text(tree: Tree) -> list[str]:
         for line, text in file.loads
         if (module not in LOADERS | STRANGERS if text is None else text.startswith(".") or "octavo" in text)
     ]
+
+
+def lists_of_names(tree: Tree) -> list[str]:
+    """Rule 5 of the layout outside fp8: no two words of a subject of :data:`LISTED_ONCE` are listed outside of its
+    table: in a tuple, list, set, dict (keys or values) or ``Literal``, nested or not; in alternatives of a pattern or a
+    condition; in a text that is nothing but such words. A sentence may name them."""
+    return [
+        f"{module}:{line} lists {subject}: {', '.join(sorted(listed))}; derive them from {' or '.join(allowed)}"
+        for subject, (words, allowed) in LISTED_ONCE.items()
+        for module, file in tree.files.items()
+        if not f"{module}.".startswith(tuple(f"{name}." for name in allowed))
+        and not words.isdisjoint(word for _, text, _ in file.texts for word in _words_of(text))
+        for line, listed in _lists(file, words)
+    ]
+
+
+def _words_of(text: str) -> list[str]:
+    return [word for word in re.split(r"[\s,;|/]+", text) if word]
+
+
+def _lists(file: File, words: frozenset[str]) -> Iterator[tuple[int, set[str]]]:
+    """(line, words) of each outermost expression that lists two or more of the words."""
+    inside: set[int] = set()
+    for node in file.nodes:  # parents come before what is inside them
+        if id(node) not in inside and isinstance(
+            node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BoolOp | ast.MatchOr
+        ):
+            listed = words.intersection(_texts_in(node))
+            if len(listed) > 1:
+                inside |= {id(n) for n in ast.walk(node)}
+                yield node.lineno, listed
+    for line, text, node_id in file.texts:  # without docstrings
+        listed = set(_words_of(text))
+        if len(listed) > 1 and listed <= words and node_id not in inside:
+            yield line, listed
+
+
+def _texts_in(node: ast.AST) -> Iterator[str]:
+    """The texts that an expression consists of, without those in calls and in what is computed of others."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.Starred() | ast.MatchOr() | ast.MatchValue():
+            pass
+        case ast.BoolOp() | ast.Compare() | ast.UnaryOp():
+            pass
+        case _:
+            return
+    for child in ast.iter_child_nodes(node):
+        yield from _texts_in(child)

@@ -26,6 +26,7 @@ from tests.project_rules import (
     imports_down,
     inits,
     know_shards,
+    lists_of_names,
     loaded_by_text,
     names_as_text,
     names_no_device,
@@ -161,6 +162,23 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
                 "x = 'it is in octavo/fp8/long_gone.py, line 1'",
             )
         ),
+        *(
+            (lists_of_names, {"octavo.train.step.step": says})
+            for says in (
+                "RECIPES = ('rowwise', 'mxfp8')",
+                "x = ['off', *('rowwise', 'blockwise')]",
+                "x = name in {'tensorwise', 'delayed'}",
+                "x = {'row': 'rowwise', 'block': 'blockwise'}",
+                "x = {'rowwise': 1, 'mxfp8': 2}",
+                "x = (('rowwise', 1), ('mxfp8', 2))",
+                "x: Literal['off', 'rowwise', 'blockwise']",
+                "x = name == 'rowwise' or name == 'mxfp8'",
+                "x = name != 'rowwise' and not name == 'mxfp8'",
+                "match name:\n    case 'rowwise' | 'mxfp8':\n        pass",
+                "x = 'rowwise mxfp8'.split()",
+                "x = 'rowwise,mxfp8'",
+            )
+        ),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
@@ -168,6 +186,7 @@ def test_a_planted_violation_is_found(rule, planted: dict[str, str], tree: Tree)
     found = tree.planted(planted)
     if rule in (
         know_shards,
+        lists_of_names,
         names_no_device,
     ):  # they look at each file for itself, and test_the_layout_keeps at all of them
         found.files = {name: found.files[name] for name in planted}
@@ -181,6 +200,15 @@ x = "cuda_graphs", "the GPU, cuda:0 or another", "peak_cuda", cfg.train.cuda_gra
     found = tree.planted({"octavo.train.step.step": said})
     found.files = {"octavo.train.step.step": found.files["octavo.train.step.step"]}
     assert not names_no_device(found)
+
+
+def test_one_recipe_may_be_named_and_a_sentence_name_several(tree: Tree) -> None:
+    said = """\"rowwise, mxfp8\"
+x = 'rowwise', "use rowwise or mxfp8", {"recipe": "rowwise"}, f(x, "mxfp8"), ("off", "auto")
+"""
+    planted = tree.planted({"octavo.train.step.step": said})
+    planted.files = {"octavo.train.step.step": planted.files["octavo.train.step.step"]}
+    assert not lists_of_names(planted)
 
 
 def test_who_may_name_devices_is_there_and_does(tree: Tree) -> None:

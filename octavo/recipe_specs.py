@@ -1,0 +1,167 @@
+"""The recipes: one table, from which every list of recipe names is derived.
+
+With x (M tokens x K), w (N x K), dy (M x N), a training step of a linear layer has three GEMMs::
+
+    fwd    y  = x @ w.T      contracts K
+    dgrad  dx = dy @ w       contracts N
+    wgrad  dw = dy.T @ x     contracts M
+
+A recipe says for each of their six operands which elements share one scale, and how scales are stored. The rest follows
+from that: which recipes cast a weight in two layouts, which have a scale that spans tokens, which multiply by the codes
+of a frozen weight. To add a recipe, add a line to :data:`SPECS`; choices of the configuration, candidates of ``auto``,
+ladders, notes of a plan, memory figures and benchmarks read it there.
+
+This file needs neither torch nor pydantic: ``octavo.fp8`` and ``octavo.config`` both read it.
+:mod:`octavo.fp8.arithmetic.recipe` makes the casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+Block = tuple[int, int]  # rows x columns of a tensor as stored that share one scale; -1 is the whole dimension
+
+FORMATS = ("e4m3", "hybrid")
+"""e4m3 throughout, or E5M2 for dy (more range, fewer digits)."""
+
+TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """A line of the table.
+
+    Args:
+        name: as configurations, plans and ``octavo.fp8.recipe`` know it.
+        blocks: of the operands x, w of fwd, dy, w of dgrad, and dy, x of wgrad.
+        scale: how scales are stored: "fp32", "pow2" (fp32, rounded up to a power of two) or "e8m0" (one byte).
+        formats: those of :data:`FORMATS` that it can have, its default first.
+        rank: the order among recipes of equal speed; the lowest is taken, which is the one with the finest scales.
+        delayed: x and dy take their scales from amax histories. Those belong to a whole layer, so no single GEMM of
+            another recipe can have its casts, and ``auto`` does not choose it.
+        native: the least compute capability whose tensor cores multiply by such scales. Before it they are emulated.
+        fastest_on: major compute capabilities of which it is the documented choice where nothing was measured.
+        elsewhere: (library, its name for these casts), more than once where a library has several.
+    """
+
+    name: str
+    blocks: tuple[Block, Block, Block, Block, Block, Block]
+    scale: str
+    formats: tuple[str, ...]
+    rank: int
+    delayed: bool = False
+    native: tuple[int, int] = (8, 9)
+    fastest_on: tuple[int, ...] = ()
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def layouts(self) -> int:
+        """In how many ways a weight is cast: one byte a parameter for each. 1 where fwd and dgrad share codes."""
+        return len({self.blocks[1], self.blocks[3]})
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether x and dy have one scale each, which differs from rank to rank."""
+        return TENSOR in (self.blocks[0], self.blocks[2])
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether tokens share scales in the forward pass, so that a token's result depends on its batch."""
+        return self.delayed or self.blocks[0][0] != 1
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every GPU with FP8 in hardware multiplies by its scales."""
+        return self.native <= (8, 9)
+
+
+_ALONG = (1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 1)
+_MX = (1, 32), (1, 32), (1, 32), (32, 1), (32, 1), (32, 1)
+_E4M3, _WITH_HYBRID, _HYBRID = ("e4m3",), ("e4m3", "hybrid"), ("hybrid", "e4m3")
+
+# From few scales, which are fast, to many; then those that do not scale by the current amax. dy never has blocks of two
+# dimensions: those diverged in large trainings.
+_TABLE = (
+    # The fewest scales, and the fastest GEMMs.
+    RecipeSpec(
+        "tensorwise", (TENSOR,) * 6, "fp32", _HYBRID, rank=3,
+        elsewhere=(("torchao", "tensorwise"), ("Megatron", "tensorwise")),
+    ),
+    # An outlier spoils its row alone.
+    RecipeSpec(
+        "rowwise", (ROW, ROW, ROW, COLUMN, COLUMN, COLUMN), "pow2", _WITH_HYBRID, rank=2, fastest_on=(8, 12),
+        elsewhere=(("torchao", "rowwise"), ("torchao", "rowwise_with_gw_hp")),
+    ),
+    # DeepSeek-V3's, and the default.
+    RecipeSpec(
+        "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), elsewhere=(("Megatron", "blockwise"),)
+    ),
+    # OCP MX: blocks along each contraction. A block of 32 has no use for the range of E5M2.
+    RecipeSpec(
+        "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), elsewhere=(("Megatron", "mxfp8"),)
+    ),
+    # No cast waits for an amax.
+    RecipeSpec("delayed", (TENSOR,) * 6, "fp32", _HYBRID, rank=4, delayed=True, elsewhere=(("Megatron", "delayed"),)),
+)  # fmt: skip
+
+SPECS: Mapping[str, RecipeSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
+"""Name -> line, in the order of the table."""
+
+USUAL = "blockwise"
+"""The recipe of what runs in FP8 without saying in which."""
+
+NAMES = tuple(SPECS)
+CURRENT = tuple(name for name, spec in SPECS.items() if not spec.delayed)
+"""Those that scale by the current amax, whose casts a GEMM of another recipe may have."""
+
+RANKED = tuple(sorted(NAMES, key=lambda name: SPECS[name].rank))
+CANDIDATES = tuple(name for name in RANKED if name in CURRENT)
+"""What ``auto`` chooses among; of those that tie, the first."""
+
+BY_ROW = tuple(name for name in CURRENT if not SPECS[name].spans_rows)
+"""Those in which an outlier spoils its token at most, the fastest first."""
+
+LADDER = tuple(name for name in CURRENT if SPECS[name].everywhere)
+"""From coarse to fine: where a GEMM goes that needs smaller blocks."""
+
+FROZEN_BLOCKS: Mapping[str, Block] = MappingProxyType({"row": ROW, "block": (128, 128), "tensor": TENSOR})
+"""Kind of frozen FP8 weights -> the block of their codes, which are E4M3 with scales in fp32."""
+
+FITTING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        kind: tuple(name for name, spec in SPECS.items() if spec.blocks[1] == block and spec.scale != "e8m0")
+        for kind, block in FROZEN_BLOCKS.items()
+    }
+)
+"""Kind of frozen FP8 weights -> the recipes that multiply by such codes; the first names the kind."""
+
+NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, names in FITTING.items()})
+"""Kind of frozen FP8 weights -> the recipe to set for it."""
+
+
+def with_format(form: str) -> tuple[str, ...]:
+    """The recipes whose default format it is."""
+    return tuple(name for name, spec in SPECS.items() if spec.formats[0] == form)
+
+
+def kind_of_word(word: str) -> str:
+    """The kind that a recipe's name or a kind's own says; another word as it is."""
+    return next((kind for kind, name in NAME_OF_KIND.items() if name == word), word)
+
+
+def fastest_on(major: int) -> str:
+    """The documented choice for GPUs of a major compute capability; those newer than the table are as its newest."""
+    by_major = {number: name for name, spec in SPECS.items() for number in spec.fastest_on}
+    return by_major.get(major, by_major[max(by_major)])
+
+
+def named_in(library: str) -> dict[str, str]:
+    """A library's names of recipes -> ours."""
+    return {theirs: name for name, spec in SPECS.items() for of, theirs in spec.elsewhere if of == library}
+
+
+def listed(names: tuple[str, ...], last: str = "and") -> str:
+    """Names in a sentence: "a, b and c"."""
+    return f" {last} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
