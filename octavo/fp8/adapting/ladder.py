@@ -3,9 +3,9 @@
     tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
-A finer recipe that no backend can run for a layer is left out of its ladder. GEMMs outside of the share of linear FLOPs
-(the head, patch embeddings) do not move, nor do those of delayed scaling, whose histories are one recipe's, and those
-of weights that are codes between steps.
+The order is that of :data:`octavo.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left out
+of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do
+those of delayed scaling, whose histories are one recipe's, and those of weights that are codes between steps.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import OUTSIDE
-
-_COARSE_TO_FINE = ("tensorwise", "rowwise", "blockwise")
+from octavo.recipe_specs import LADDER
 
 
 def finer(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
     """The recipes between one and high precision: those that are ``named`` behind it (all of them, where it is not
     among them), or those with smaller blocks."""
-    ladder = _COARSE_TO_FINE if named is None else tuple(named)
+    ladder = LADDER if named is None else tuple(named)
     if name in ladder:
         return ladder[ladder.index(name) + 1 :]
     return () if named is None else ladder

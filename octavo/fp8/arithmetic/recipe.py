@@ -9,18 +9,7 @@ With x (M tokens x K), w (N x K), dy (M x N)::
 A recipe gives every operand of every GEMM a :class:`CastSpec`, or keeps a whole GEMM in high precision (``None``).
 Where two GEMMs name the same cast of the same tensor, its codes are made once and used twice.
 
-========== ===================== ======================= ======================== ===== ==========================
-recipe     fwd: x, w             dgrad: dy, w            wgrad: dy, x             scale why
-========== ===================== ======================= ======================== ===== ==========================
-tensorwise tensor, tensor        tensor, same            same, same               fp32  fewest scales, fastest
-rowwise    row, row              row, column             column, column           pow2  outliers stay in their row
-blockwise  1x128, 128x128        1x128, same             128x1, 128x1             pow2  the default; DeepSeek-V3's
-mxfp8      1x32, 1x32            1x32, 32x1              32x1, 32x1               e8m0  OCP MX, along each contraction
-delayed    tensor, tensor        tensor, same            same, same               fp32  no wait for an amax
-========== ===================== ======================= ======================== ===== ==========================
-
-``format="e4m3"`` uses E4M3 throughout, ``"hybrid"`` E5M2 for dy (more range, fewer digits). dy is never scaled in
-2-D blocks: that diverged in large trainings.
+The recipes are the lines of :data:`octavo.recipe_specs.SPECS`. Their table with the reasons is in ``docs/numerics.md``.
 
 A GEMM may have the casts of another recipe, in that recipe's own format: ``recipe("tensorwise", wgrad="blockwise")``.
 """
@@ -31,29 +20,16 @@ import difflib
 from dataclasses import dataclass
 from functools import lru_cache
 
+from octavo import recipe_specs
 from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.recipe_specs import CURRENT, FORMATS, SPECS
 
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
+RECIPES = recipe_specs.NAMES
 """The names that :func:`recipe` knows."""
 
 GEMMS = ("fwd", "dgrad", "wgrad")
-LENT = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-"""Recipes whose casts a GEMM of another one may have. The histories of ``delayed`` are of a whole layer."""
-PRECISIONS = ("fp8", "bf16", *LENT)
+PRECISIONS = ("fp8", "bf16", *CURRENT)
 """What a recipe may say of one of its GEMMs."""
-_FORMATS = ("e4m3", "hybrid")
-_DEFAULT_FORMAT = {name: "hybrid" if name in ("tensorwise", "delayed") else "e4m3" for name in RECIPES}
-_SCALE = {"tensorwise": "fp32", "rowwise": "pow2", "blockwise": "pow2", "mxfp8": "e8m0", "delayed": "fp32"}
-
-# Blocks of the six operands: fwd x, fwd w, dgrad dy, dgrad w, wgrad dy, wgrad x.
-_TENSOR, _ROW, _COLUMN = (-1, -1), (1, -1), (-1, 1)
-_BLOCKS: dict[str, tuple[tuple[int, int], ...]] = {
-    "tensorwise": (_TENSOR, _TENSOR, _TENSOR, _TENSOR, _TENSOR, _TENSOR),
-    "rowwise": (_ROW, _ROW, _ROW, _COLUMN, _COLUMN, _COLUMN),
-    "blockwise": ((1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 1)),
-    "mxfp8": ((1, 32), (1, 32), (1, 32), (32, 1), (32, 1), (32, 1)),
-    "delayed": (_TENSOR, _TENSOR, _TENSOR, _TENSOR, _TENSOR, _TENSOR),
-}
 
 
 class RecipeError(ValueError):
@@ -115,6 +91,10 @@ class Recipe:
             lines.append(f"  {gemm:<5}  {out} = {left} @ {right}")
         return "\n".join(lines)
 
+    def weight_casts(self) -> tuple[CastSpec, ...]:
+        """The casts of the weight in fwd and dgrad. Each is a layout of codes, a byte a parameter."""
+        return tuple(dict.fromkeys(gemm.b for gemm in (self.fwd, self.dgrad) if gemm is not None))
+
     def words(self) -> dict[str, str]:
         """What it says of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
         return _words(self)
@@ -132,33 +112,36 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
 
     Args:
         name: one of :data:`RECIPES`.
-        format: ``"e4m3"`` or ``"hybrid"``; None: hybrid for tensorwise and delayed, e4m3 for the others.
+        format: ``"e4m3"`` or ``"hybrid"``; None: the recipe's own, the first of its line.
         fwd, dgrad, wgrad: ``"fp8"``, ``"bf16"`` to keep that GEMM in high precision, or a recipe whose casts it has.
 
     Raises RecipeError for an unknown name, format or precision, a pair that cannot be, and no GEMM left in FP8.
     """
     if name not in RECIPES:
         raise RecipeError(_unknown(name))
-    chosen = _DEFAULT_FORMAT[name] if format is None else format
-    if chosen not in _FORMATS:
+    spec = SPECS[name]
+    chosen = spec.formats[0] if format is None else format
+    if chosen not in FORMATS:
         raise RecipeError(
             f"recipe {name!r}: format={chosen!r} does not exist; use 'e4m3' (for all) or 'hybrid' (E5M2 for dy)."
         )
-    if name == "mxfp8" and chosen == "hybrid":
+    if chosen not in spec.formats:
+        others = ", ".join(recipe_specs.with_format(chosen))
         raise RecipeError(
-            "recipe 'mxfp8' with format='hybrid' cannot be: MXFP8 scales each 32 values of dy, so E5M2's range buys "
-            "nothing and costs a digit. Use format='e4m3', or another recipe (tensorwise, delayed) for hybrid."
+            f"recipe {name!r} with format={chosen!r} cannot be: it scales each {max(spec.blocks[2])} values of dy, so "
+            f"E5M2's range buys nothing and costs a digit. Use format={spec.formats[0]!r}, or another recipe "
+            f"({others}) for {chosen}."
         )
     wanted = {"fwd": fwd, "dgrad": dgrad, "wgrad": wgrad}
     for gemm, precision in wanted.items():
         if precision not in PRECISIONS:
             raise RecipeError(
                 f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16', or the recipe whose "
-                f"casts it has ({', '.join(LENT)})."
+                f"casts it has ({', '.join(CURRENT)})."
             )
-        if name == "delayed" and precision in LENT:
+        if spec.delayed and precision in CURRENT:
             raise RecipeError(
-                f"recipe 'delayed': {gemm}={precision!r} cannot be: the histories of a layer serve all of its GEMMs. "
+                f"recipe {name!r}: {gemm}={precision!r} cannot be: the histories of a layer serve all of its GEMMs. "
                 "Use 'fp8' or 'bf16'."
             )
     if set(wanted.values()) == {"bf16"}:
@@ -168,12 +151,12 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         )
     dy_format = "e5m2" if chosen == "hybrid" else "e4m3"
     formats = ("e4m3", "e4m3", dy_format, "e4m3", dy_format, "e4m3")
-    specs = [CastSpec(f, block, _SCALE[name]) for f, block in zip(formats, _BLOCKS[name], strict=True)]
-    gemms: dict[str, Gemm | None] = {g: Gemm(specs[2 * i], specs[2 * i + 1]) for i, g in enumerate(GEMMS)}
+    casts = [CastSpec(f, block, spec.scale) for f, block in zip(formats, spec.blocks, strict=True)]
+    gemms: dict[str, Gemm | None] = {g: Gemm(casts[2 * i], casts[2 * i + 1]) for i, g in enumerate(GEMMS)}
     for gemm, word in wanted.items():
         if word not in ("fp8", name):
             gemms[gemm] = None if word == "bf16" else recipe(word).gemm(gemm)
-    return Recipe(name, chosen, gemms["fwd"], gemms["dgrad"], gemms["wgrad"], Delayed() if name == "delayed" else None)
+    return Recipe(name, chosen, gemms["fwd"], gemms["dgrad"], gemms["wgrad"], Delayed() if spec.delayed else None)
 
 
 @lru_cache(maxsize=1024)
@@ -186,7 +169,7 @@ def _words(of: Recipe) -> dict[str, str]:
         elif plain is None or plain.gemm(name) == casts:
             words[name] = "fp8"
         else:
-            words[name] = next((other for other in LENT if recipe(other).gemm(name) == casts), "fp8")
+            words[name] = next((other for other in CURRENT if recipe(other).gemm(name) == casts), "fp8")
     return words
 
 

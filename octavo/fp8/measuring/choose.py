@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.cases import Entry, Measured
+from octavo.recipe_specs import CANDIDATES, RANKED, SPECS, USUAL, fastest_on
 
 MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
 TIE = 0.03
-FINEST = ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")  # in case of a tie, the first
 
 
 class Choice(NamedTuple):
@@ -71,7 +71,7 @@ def _finest(healthy: Mapping[str, Entry], high: float, micro_steps: int) -> tupl
 
 def _rank(short: str) -> int:
     name = short.split(" ")[0]
-    return FINEST.index(name) if name in FINEST else len(FINEST)
+    return RANKED.index(name) if name in RANKED else len(RANKED)
 
 
 def _ms(seconds: float) -> str:
@@ -84,12 +84,12 @@ def by_table(
     """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
     n, k = shape
     if sm is None:
-        preferred = "blockwise"
+        preferred = USUAL
     elif sm < (8, 9):
         return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
     else:
-        preferred = {8: "rowwise", 9: "blockwise", 10: "mxfp8", 11: "mxfp8"}.get(sm[0], "rowwise")
-    order = [preferred, "blockwise", "rowwise", "tensorwise", *allowed]
+        preferred = fastest_on(sm[0])
+    order = [preferred, *(name for name in CANDIDATES if SPECS[name].everywhere), *allowed]
     name = next((r for r in order if r in allowed), None)
     if name is None:
         return None, "auto, not measured: no recipe is allowed"
@@ -103,7 +103,7 @@ def by_table(
 def _too_small(name: str, n: int, k: int) -> str | None:
     if n % 16 or k % 16:
         return f"N={n} or K={k} is no multiple of 16"
-    if name == "tensorwise":
+    if SPECS[name].by_tensor and not SPECS[name].delayed:
         return f"K={k} <= 4096 and N={n} <= 1024" if k <= 4096 and n <= 1024 else None
     if n <= 2048:
         return f"N={n} <= 2048"

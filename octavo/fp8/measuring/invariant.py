@@ -22,9 +22,12 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.invariance import KERNELS, InvarianceError, Rows, active
 from octavo.fp8.kernels import why_not_rows
 from octavo.fp8.moe.experts import Experts
+from octavo.recipe_specs import BY_ROW, listed
 
 _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
 """Attention of transformers that is not torch's own ``sdpa``, by how its names begin."""
+
+_BY_ROW = listed(BY_ROW, "or")
 
 
 def invariant(model: nn.Module) -> AbstractContextManager[object]:
@@ -53,7 +56,7 @@ def not_invariant(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         for site in _sites(module):
             if (reason := _spans_rows(site.recipe)) is not None:
-                return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe blockwise, rowwise or mxfp8"
+                return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe {_BY_ROW}"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
             own = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
             able = ("reference",) if own is None else ("triton", "reference")

@@ -19,10 +19,10 @@ from octavo.base import accelerator, atomic_write, safe_read
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
-from octavo.fp8.measuring.choose import FINEST
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decisions, device_of
 from octavo.fp8.policy.policy import Policy
+from octavo.recipe_specs import RANKED
 
 _FORMAT = 1
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is measured now)
@@ -120,7 +120,7 @@ def measure(
     found = Measurements(machine)
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
-        wanted = sorted(recipes, key=lambda r: FINEST.index(r.name))
+        wanted = sorted(recipes, key=lambda r: RANKED.index(r.name))
         names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
         if case in known and names <= known[case].entries.keys():
             found.cases[case] = _only(known[case], names)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.arithmetic.recipe import RECIPES, Recipe
 from octavo.fp8.dense.compiled_check import compiled_layer
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.kernels.self_check import Check, fused_checks, kernel_checks
@@ -23,6 +23,7 @@ from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 from octavo.fp8.policy.stays import last_layer
+from octavo.recipe_specs import TENSOR
 
 _FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks run besides their linear layers
 
@@ -54,14 +55,7 @@ def notes_of(
 ) -> tuple[str, ...]:
     """What a reader should know of a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
-    used = {r.recipe.name for r in fp8 if r.recipe is not None}
-    notes = _output_note(rows)
-    if used & {"tensorwise", "delayed"}:
-        more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if "delayed" in used else ""
-        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
-    twice = {r.recipe.name for r in fp8 if r.recipe is not None and r.row.codes is None} & {"rowwise", "mxfp8"}
-    if twice:
-        notes.append(f"{' and '.join(sorted(twice))} cast weights twice: 2 bytes of codes a parameter")
+    notes = _output_note(rows) + _cast_notes(policy, fp8)
     notes += frozen_notes(model, rows)
     notes += padded(rows)
     frozen = sum(r.row.frozen for r in fp8)
@@ -81,6 +75,37 @@ def notes_of(
             "layer runs its own now, on one cast of their input"
         )
     return tuple(notes)
+
+
+def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
+    """What follows from the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
+    notes = []
+    if any(_by_tensor(row) for row in rows):
+        late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
+        more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if late else ""
+        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
+    casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
+    twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
+    if twice:
+        kept = "at each use, and keep none" if policy.weight_codes == "recast" else "2 bytes of codes a parameter"
+        notes.append(f"{' and '.join(twice)} cast weights twice: {kept}")
+    return notes
+
+
+def _name_of(recipe: Recipe) -> str:
+    """A recipe and those whose casts of a weight it has, such as "blockwise with dgrad of mxfp8"."""
+    lent = [f"{gemm} of {word}" for gemm, word in recipe.words().items() if gemm != "wgrad" and word in RECIPES]
+    return " with ".join([recipe.name, *([" and ".join(lent)] if lent else [])])
+
+
+def _by_tensor(row: PlanRow) -> bool:
+    """Whether x or dy has one scale, which is that of the tokens on this rank. (Weights are whole wherever they are
+    cast.)"""
+    assert row.recipe is not None
+    casts = [gemm.a for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
+    if row.recipe.wgrad is not None and not row.row.frozen:
+        casts += [row.recipe.wgrad.a, row.recipe.wgrad.b]
+    return any(spec.block == TENSOR for spec in casts)
 
 
 def _output_note(rows: Sequence[PlanRow]) -> list[str]:

@@ -37,10 +37,11 @@ from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
+from octavo.recipe_specs import FORMATS, NAMES, listed
 
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
-    "recipe: off, tensorwise, rowwise, blockwise, mxfp8 or delayed. format: e4m3 or hybrid. fwd, dgrad, wgrad: fp8 or "
+    f"recipe: {listed((OFF, *NAMES), 'or')}. format: {listed(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
     "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
     "are remarks.",
     "steps: the first and the last step in which a line holds, as in [1, 100]; leave it out for all.",

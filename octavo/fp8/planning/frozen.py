@@ -1,10 +1,11 @@
 """Frozen FP8 weights in a plan: which recipes multiply by their very codes, and what a reader should know of them.
 
 A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
-tensorwise and delayed. There is no other way to run it in FP8, since casting dequantized values in other blocks would
-train beside a base that nobody has. dgrad multiplies by the same codes where its blocks are the same (block, tensor);
-rowwise contracts the other dimension there, and its codes are cast from dequantized values at each backward and not
-kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs multiply by dequantized values.
+tensorwise and delayed (:data:`octavo.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
+dequantized values in other blocks would train a base that nobody has. dgrad
+multiplies by the same codes where its blocks are the same (block, tensor); rowwise contracts the other dimension there,
+and its codes are cast from dequantized values at each backward and not kept. In high precision (recipe off, ``fwd:
+bf16``, ``dgrad: bf16``) GEMMs multiply by dequantized values.
 """
 
 from __future__ import annotations
@@ -21,11 +22,7 @@ from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError
 from octavo.fp8.policy.topology import Row
 from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
-
-RECIPE_OF = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
-"""The recipe to set for a kind of frozen weight; delayed fits "tensor" as well."""
-
-_ROW, _COLUMN = (1, -1), (-1, 1)
+from octavo.recipe_specs import COLUMN, NAME_OF_KIND, ROW
 
 
 def fitted(recipe: Recipe, codes: CastSpec) -> Recipe | None:
@@ -40,7 +37,7 @@ def fitted(recipe: Recipe, codes: CastSpec) -> Recipe | None:
     if fwd is not None:
         fits = _alike(fwd.b, codes)
     else:
-        fits = dgrad is None or _alike(dgrad.b, codes) or (codes.block == _ROW and dgrad.b.block == _COLUMN)
+        fits = dgrad is None or _alike(dgrad.b, codes) or (codes.block == ROW and dgrad.b.block == COLUMN)
     return replace(recipe, fwd=own(fwd), dgrad=own(dgrad)) if fits else None
 
 
@@ -56,9 +53,9 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
     out = {name: own for name, recipe in allowed.items() if (own := fitted(recipe, codes)) is not None}
     if not out and decision.recipe not in (AUTO, OFF):
         kind = kind_of(codes)
-        fix = f"recipe {RECIPE_OF[kind]!r}" if kind in RECIPE_OF else "another checkpoint"
+        fix = f"recipe {NAME_OF_KIND[kind]!r}" if kind in NAME_OF_KIND else "another checkpoint"
         raise PlanError(
-            f"{row.name!r} holds frozen FP8 codes of kind {RECIPE_OF.get(kind, kind)} ({codes}), and "
+            f"{row.name!r} holds frozen FP8 codes of kind {NAME_OF_KIND.get(kind, kind)} ({codes}), and "
             f"{decision.source} asks for the recipe {decision.recipe!r}, which multiplies by other blocks. "
             f"Set {fix} for it, or 'off' to compute with its dequantized values."
         )
@@ -68,7 +65,7 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
 def none_fits(codes: CastSpec) -> str:
     """The reason of a layer that "auto" leaves in high precision."""
     kind = kind_of(codes)
-    no_candidate = f", and {RECIPE_OF[kind]} is no candidate of auto" if kind in RECIPE_OF else ""
+    no_candidate = f", and {NAME_OF_KIND[kind]} is no candidate of auto" if kind in NAME_OF_KIND else ""
     return f"auto: holds frozen FP8 codes ({codes}){no_candidate}"
 
 
@@ -80,7 +77,7 @@ def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
     weights = [w for _, w in frozen_weights(model)]
     params, size = sum(w.numel() for w in weights), frozen_bytes(model)
     kinds = Counter(kind_of(spec) for weight in weights if (spec := codes_cast(weight)) is not None)
-    what = ", ".join(f"{n} {RECIPE_OF.get(kind, kind)}" for kind, n in kinds.items())
+    what = ", ".join(f"{n} {NAME_OF_KIND.get(kind, kind)}" for kind, n in kinds.items())
     yield (
         f"{len(weights)} weights hold frozen FP8 codes ({what}): {size:,} bytes with their scales, "
         f"{size / max(1, params):.3f} a parameter"
@@ -95,8 +92,8 @@ def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
         yield "fwd: bf16 multiplies by dequantized values of frozen weights"
     if any(r.dgrad is None for r in fp8):
         yield "dgrad: bf16 multiplies by dequantized values of frozen weights"
-    if any(r.fwd is not None and r.dgrad is not None and r.fwd.b.block != r.dgrad.b.block for r in fp8):
+    if other := sorted({r.name for r in fp8 if len(r.weight_casts()) > 1}):
         yield (
-            "rowwise contracts outputs in dgrad: codes of frozen weights are cast for it from dequantized values at "
-            "each backward, and not kept"
+            f"dgrad of {' and '.join(other)} multiplies by other blocks: codes of frozen weights are cast for it from "
+            "dequantized values at each backward, and not kept"
         )

@@ -14,15 +14,13 @@ from typing import Any
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
+from octavo.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
 
 OFF, AUTO, HEAD = "off", "auto", "lm_head"
 FUSE = (OFF, "on", AUTO)
-USUAL = "blockwise"
-"""The recipe of what is asked to run in FP8 without saying in which."""
-CANDIDATES = ("blockwise", "mxfp8", "rowwise", "tensorwise")
-"""What auto chooses among. ``delayed`` is not in it: its histories are state, and values that outgrow them saturate."""
 ACTIVATIONS = ("bf16", "fp8")
 WEIGHT_CODES = ("keep", "recast", "both")
+_DELAYED = tuple(name for name, spec in SPECS.items() if spec.delayed)
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
@@ -125,9 +123,9 @@ class Policy:
         rules: :class:`Rule` objects (or mappings with their fields); a later rule wins over an earlier one.
         activations: what blocks keep for backward besides the inputs of FP8 layers: "bf16", as they come; or "fp8",
             wherever FP8 can hold it (:mod:`octavo.fp8.dense.sources`).
-        weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; rowwise
-            and mxfp8 two), "recast" them at each use, or keep "both" layouts of those that forward and dgrad share (two
-            bytes), so that no backward turns them.
+        weight_codes: "keep" the FP8 codes of weights from one optimizer step to the next (a byte a parameter; two where
+            forward and dgrad cast weights in two layouts), "recast" them at each use, or keep "both" layouts of those
+            that forward and dgrad share (two bytes), so that no backward turns them.
         param: whether weights of FP8 layers are FP8 between steps, with their high-precision values as a master.
         backend: "auto", or the backend that must run every FP8 GEMM.
         candidates: the recipes that "auto" chooses among.
@@ -166,10 +164,10 @@ class Policy:
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
         head = parts.get(HEAD, ComponentPolicy())
-        if head.recipe in (AUTO, "delayed") or head.param or head.activations:
+        if head.recipe in (AUTO, *_DELAYED) or head.param or head.activations:
             raise PlanError(
                 f"component {HEAD!r}: {_given(head)} asks for what a head cannot do. Give it a recipe that scales by "
-                "the current amax, by name (blockwise, rowwise, tensorwise, mxfp8), without param and activations."
+                f"the current amax, by name ({', '.join(CANDIDATES)}), without param and activations."
             )
         rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
@@ -198,7 +196,7 @@ class Policy:
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
         """Also of levels that are off: a word nobody reads yet is a surprise for later."""
-        words = (("format", ("e4m3", "hybrid")), *((gemm, PRECISIONS) for gemm in GEMMS))
+        words = (("format", FORMATS), *((gemm, PRECISIONS) for gemm in GEMMS))
         for name, allowed in words:
             value = getattr(level, name)
             optional = name == "format" or not isinstance(level, Policy)

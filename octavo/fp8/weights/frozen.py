@@ -38,12 +38,10 @@ from octavo.fp8.weights.fp8_codes import Codes, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of, reshard
+from octavo.recipe_specs import FROZEN_BLOCKS, NAME_OF_KIND, SPECS
 
-FROZEN = {
-    "row": CastSpec("e4m3", (1, -1), "pow2"),
-    "block": CastSpec("e4m3", (128, 128), "pow2"),
-    "tensor": CastSpec("e4m3", (-1, -1), "fp32"),
-}
+FROZEN = {kind: CastSpec("e4m3", block, SPECS[NAME_OF_KIND[kind]].scale) for kind, block in FROZEN_BLOCKS.items()}
+"""Kind -> the cast of its codes: that of the weight in the forward of the recipe that is named after it."""
 
 
 def frozen(
