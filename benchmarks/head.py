@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import data, fp8, train
+from octavo.recipe_specs import CANDIDATES
 
-RECIPES = ("blockwise", "rowwise", "mxfp8", "tensorwise")
 IGNORE = -100
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     h, target, weight = hidden_of(asked.run, asked.batches)
     exact, dh, dw = judged(None, h, target, weight)
     print(f"{target.numel()} tokens, head {tuple(weight.shape)}, mean loss {exact.mean():.4f} in high precision")
-    for recipe in RECIPES:
+    for recipe in CANDIDATES:
         each, *gradients = judged(recipe, h, target, weight)
         gap = (each - exact).double()
         error = 1.96 * gap.std() / len(gap) ** 0.5

@@ -18,16 +18,13 @@ from rich.table import Table
 
 from octavo import rl
 from octavo.config import load_config
+from octavo.recipe_specs import RANKED
 from octavo.train.run_dir.run_dir import read_rows
 
 LORA = ("lora={rank: 16}", "model.load_in_fp8=blockwise")
 CASES: dict[str, tuple[str, ...]] = {
     "high precision": ("fp8.recipe=off",),
-    "blockwise": (),
-    "rowwise": ("fp8.recipe=rowwise",),
-    "mxfp8": ("fp8.recipe=mxfp8",),
-    "tensorwise": ("fp8.recipe=tensorwise",),
-    "delayed": ("fp8.recipe=delayed",),
+    **{name: (f"fp8.recipe={name}",) for name in RANKED},
     "blockwise, kv in FP8": ("rl.kv=fp8",),
     "LoRA on FP8, BF16 elsewhere": LORA,
     "blockwise, invariant": ("rl.invariant=true",),

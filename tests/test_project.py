@@ -55,6 +55,7 @@ RULES = (
     names_as_text,
     loaded_by_text,
     names_no_device,
+    lists_of_names,
 )
 
 

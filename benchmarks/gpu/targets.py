@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from octavo.bench.record import Result, Row
+from octavo.recipe_specs import CURRENT
 
 Pairs = Sequence[tuple[Row, Row]]  # of each case in question: its baseline, and the fastest of the candidates asked for
 
@@ -85,7 +86,7 @@ def activations(pairs: Pairs) -> float:
 LINEAR = r"(qwen3-8b (qkv|gate_up|down)|small) sum M="
 WIDE = r"(16384|96) x "
 STEP = r"(qwen3_vl_8b, 8192 tokens|tiny)"
-FP8 = r"(blockwise|tensorwise|rowwise|mxfp8)"
+FP8 = f"({'|'.join(CURRENT)})"
 
 TARGETS: tuple[Target, ...] = (
     Target("linear, blockwise", "TransformerEngine 1.41x, H200", 1.65, "linear", LINEAR, "blockwise", speed),

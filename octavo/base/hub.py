@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base.safe_read import first_line
+from octavo.recipe_specs import NAME_OF_KIND
 
 SECONDS = 10.0  # that the hub may take to answer
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -58,10 +59,11 @@ def resolved(cfg: Any, say: Say) -> Any:
 
 def model_folder(name: str, revision: str | None, kind: str | None, say: Say) -> Path:
     """The folder of a model, or of its twin whose codes are of `kind` (row, block, tensor; None: no twin is asked)."""
+    called = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _newest(name, revision, "model")
     for twin in (name + ending for ending in TWINS.get(kind or "", ()) if "fp8" not in name.lower()):
         if (taken := _twin(twin, str(kind), sha is not None, say)) is not None:
-            say(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({kind}wise, load_in_fp8)")
+            say(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({called}, load_in_fp8)")
             return taken
     if sha is not None:
         found = _fetched(name, sha)
@@ -70,7 +72,7 @@ def model_folder(name: str, revision: str | None, kind: str | None, say: Say) ->
         say(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable(name, revision, "model", why))
-    more = "" if kind is None else f"; no published FP8 twin of the kind {kind}wise was found, so it is quantized here"
+    more = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
     say(f"model.path {name}: {_at(found)} is taken{more}")
     return found
 
@@ -180,7 +182,10 @@ def _twin(name: str, kind: str, reachable: bool, say: Say) -> Path | None:
         return None
     held = kind_of(config if kept is None else kept / "config.json")
     if held != kind:
-        say(f"note: {name} is not taken: its codes are {'of no kind known here' if held is None else held + 'wise'}")
+        say(
+            f"note: {name} is not taken: its codes are "
+            f"{'of no kind known here' if held is None else NAME_OF_KIND[held]}"
+        )
         return None
     return kept or _fetched(name, str(sha))
 

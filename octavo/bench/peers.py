@@ -18,8 +18,11 @@ from octavo import fp8
 from octavo.base import accelerator
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
+from octavo.recipe_specs import CANDIDATES, SPECS, named_in
 
-RECIPES = ("blockwise", "tensorwise", "rowwise", "mxfp8")
+RECIPES = CANDIDATES
+#: those with one layout of a weight, which a GPU may also keep turned for dgrad; they stand for all where time is short
+SHARED = tuple(name for name in RECIPES if SPECS[name].layouts == 1)
 
 
 def high(bench: Bench, n: int, k: int) -> nn.Module:
@@ -85,9 +88,10 @@ def transformer_engine(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
 
 def able(bench: Bench, recipe: str) -> list[str]:
     """The backends that can run all three GEMMs of a recipe on the bench's device and take part in a choice there; on
-    a CPU the reference alone. MXFP8 takes part where tensor cores multiply it, from Blackwell on: elsewhere it is
-    emulated, can only lose, and would cost a fifth of a suite's time."""
-    if recipe == "mxfp8" and (accelerator.capability(bench.device) or (10, 0)) < (10, 0):
+    a CPU the reference alone. A recipe takes part where tensor cores multiply by its scales (MXFP8 from Blackwell on):
+    elsewhere it is emulated, can only lose, and would cost a fifth of a suite's time."""
+    native, capability = SPECS[recipe].native, accelerator.capability(bench.device)
+    if not SPECS[recipe].everywhere and capability is not None and capability < native:
         return []
     made = fp8.recipe(recipe)
     found = []
@@ -106,7 +110,7 @@ def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable
         for backend in able(bench, recipe):
             made[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
     if accelerator.is_gpu(bench.device):  # the reference reads codes either way round
-        for recipe in ("blockwise", "tensorwise"):
+        for recipe in SHARED:
             for backend in able(bench, recipe)[:1]:
                 layer = partial(octavo, bench, n, k, recipe, backend, "both")
                 made[f"{recipe} {backend}, both layouts of w"] = layer
@@ -114,8 +118,8 @@ def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable
         made[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
     if compiling:
         made[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
-        for recipe in ("blockwise", "tensorwise"):
+        for recipe in SHARED:
             made[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
-        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        for recipe in named_in("torchao"):
             made[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
     return made

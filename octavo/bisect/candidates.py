@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.config import Component, Config, Fp8Section, Rule
-from octavo.config.sections.names import COMPONENTS
+from octavo.config.sections.names import COMPONENTS, lacks
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
+from octavo.recipe_specs import SPECS
 from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
 from octavo.train.setup import planning
 
@@ -84,7 +85,7 @@ class Space:
     def in_recipe(self, layers: Collection[Candidate], recipe: str) -> Config:
         """The configuration with the layers of these GEMMs in another recipe; nothing is taken away."""
         names = dict.fromkeys(one.name for one in layers if one.gemm)
-        form = "e4m3" if recipe == "mxfp8" and self.cfg.fp8.format == "hybrid" else None
+        form = SPECS[recipe].formats[0] if lacks(recipe, self.cfg.fp8.format) else None
         asked = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
         return _with_rules(self.cfg, self._folded(dict(asked)))
 

@@ -29,13 +29,13 @@ from octavo.config import Config, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
+from octavo.recipe_specs import BY_ROW
 from octavo.report.evidence.run_reader import json_of
 from octavo.report.trial.memory_savings import storable, switches
 from octavo.report.trial.reuse import same_files
 from octavo.report.trial.runs import own_recipe
 from octavo.train.setup import frozen_base
 
-FINER = ("rowwise", "blockwise", "mxfp8")  # recipes that are tried in place of one that breaks, the fastest first
 MOST_SETS = 6
 
 
@@ -187,7 +187,7 @@ def _mildest(space: Space, asked: _Asked, out: Sequence[Candidate], full: Bar) -
     if gemms and asked.by == "loss":
         rest = replace(space, cfg=space.without(features)) if features else space
         layers = ", ".join(dict.fromkeys(one.name for one in gemms))
-        for recipe in FINER:
+        for recipe in BY_ROW:
             how = f"{layers} in {recipe}" + (f", without {named(features)}" if features else "")
             if not space.has_recipe(gemms, recipe) and asked.works(works := rest.in_recipe(gemms, recipe), full, how):
                 return how, works
@@ -198,7 +198,7 @@ def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
     """Changes of more than a few layers: recipes, then components and kinds of GEMMs in high precision, those of fewest
     FLOPs first, then features."""
     everything = list(space.gemms)
-    for recipe in FINER:
+    for recipe in BY_ROW:
         if not space.has_recipe(everything, recipe):
             yield f"{recipe} everywhere", space.in_recipe(everything, recipe)
     components = dict.fromkeys(one.component for one in everything)

@@ -24,11 +24,12 @@ from typing import Any
 from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
+from octavo.config.sections import names
 from octavo.config.sections.names import one_word
 from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
 
 PLACE, VIDEO = "<image>", "<video>"  # as rows of training data write them
-FROZEN = ("rowwise", "blockwise", "tensorwise", "off")
+FROZEN = (*names.FROZEN, "off")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
+from octavo.recipe_specs import FITTING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +137,6 @@ def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
         return f"octavo merge {run} {run}-merged"
     if (result.dir / "hf").is_dir():
         recipe = str(cfg.fp8.recipe)
-        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe == "rowwise" else "fp8-block"
+        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in FITTING["row"] else "fp8-block"
         return f"octavo export {run} {run}-{kind.partition('-')[0]} --format {kind}"
     return f'octavo generate {run} --prompt "..."'

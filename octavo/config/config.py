@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
 from octavo.config.rules.general import check
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
-from octavo.config.sections.names import COMPONENTS, USUAL, FrozenName, frozen_word
+from octavo.config.sections.names import COMPONENTS, FROZEN, frozen_word
+from octavo.recipe_specs import USUAL
 
 
 class Config(Sections):
@@ -67,7 +68,7 @@ def _implied(data: dict[str, Any]) -> dict[str, str]:
     model = _raw(data.get("model"))
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
     words = {name: frozen_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
-    return {name: word for name, word in words.items() if isinstance(word, str) and word in get_args(FrozenName)}
+    return {name: word for name, word in words.items() if isinstance(word, str) and word in FROZEN}
 
 
 def _raw(value: Any) -> Any:

@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 
 from octavo.config.config import Config
 from octavo.config.sections.model import AttentionSection, Kernel
-from octavo.config.sections.names import RECIPES
+from octavo.config.sections.names import FROZEN, RECIPES
+from octavo.recipe_specs import USUAL, listed
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import dotted, named, nearest
 
@@ -125,11 +126,11 @@ def _short_form(path: Path, value: str) -> str:
         kernel = nearest(value, get_args(Kernel))
         meant = f"did you mean {kernel}? " if kernel else ""
         return f"{meant}use one of {', '.join(get_args(Kernel))}, or a mapping such as {{foundation: flash}}"
-    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, ("rowwise", "blockwise", "tensorwise"))
+    close, kind = nearest(value, ("none", "selective", "full")), nearest(value, FROZEN)
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")
-        + "use rowwise, blockwise or tensorwise, or a mapping such as {foundation: blockwise}",
-        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else 'blockwise'}}}",
+        + f"use {listed(FROZEN, 'or')}, or a mapping such as {{foundation: {USUAL}}}",
+        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else USUAL}}}",
         "path": f"write {{path: {value}}}",
         "every": "use true, false, or a mapping such as {every: 25}",
         "match": f'write {{match: "{value}", recipe: off}}',

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.rules.lora import runs_fp8
 from octavo.config.sections.all_sections import Sections
-from octavo.config.sections.names import COMPONENTS
+from octavo.config.sections.names import COMPONENTS, is_delayed
 from octavo.config.sections.rl import BEYOND_SFT
 
 ADAPT = "fp8.adapt"
@@ -45,9 +45,9 @@ def _beside(config: Sections, key: str) -> Iterator[Finding]:
     fp8, train, what = config.fp8, config.train, "fp8.adapt" if key == ADAPT else "the rule's span"
     parts = {f"fp8.{name}": part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
     param = [f"{name}.param" for name, part in {"fp8": fp8, **parts}.items() if part.param]
-    delayed = [f"{name}.recipe" for name, part in {"fp8": fp8, **parts}.items() if part.recipe == "delayed"]
-    delayed += [f"fp8.rules.{n}.recipe" for n, rule in enumerate(fp8.rules) if rule.recipe == "delayed"]
-    delayed += ["fp8.candidates"] if "delayed" in fp8.candidates else []
+    delayed = [f"{name}.recipe" for name, part in {"fp8": fp8, **parts}.items() if is_delayed(part.recipe)]
+    delayed += [f"fp8.rules.{n}.recipe" for n, rule in enumerate(fp8.rules) if is_delayed(rule.recipe)]
+    delayed += ["fp8.candidates"] if any(map(is_delayed, fp8.candidates)) else []
     beside = (
         ("train.compile", train.compile, "a compiled graph holds the recipes that it was traced with", "use false"),
         ("train.cuda_graphs", train.cuda_graphs, "a CUDA graph holds the kernels that it captured", "use false"),

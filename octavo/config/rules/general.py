@@ -12,10 +12,11 @@ from octavo.config.rules.lora import PARTS, recipe_of, runs_fp8
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.data import DataSection, Dataset
 from octavo.config.sections.fp8 import Component, Fp8Section, Head, Rule
-from octavo.config.sections.names import COMPONENTS
+from octavo.config.sections.names import COMPONENTS, lacks
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.sections.text_types import is_url
 from octavo.config.yaml.problems import named, nearest
+from octavo.recipe_specs import SPECS
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")
@@ -73,8 +74,9 @@ def _init(config: Sections) -> Iterator[Finding]:
 
 def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
-    if fp8.recipe == "mxfp8" and fp8.format == "hybrid":
-        yield finding("fp8.format", "mxfp8 has no hybrid format", "use e4m3, or leave `format` out", "fp8.recipe")
+    if lacks(fp8.recipe, fp8.format):
+        found = f"{fp8.recipe} has no {fp8.format} format"
+        yield finding("fp8.format", found, f"use {_format_of(fp8.recipe)}, or leave `format` out", "fp8.recipe")
     if fp8.recipe != "off" and _all_bf16(fp8):
         fix = "use `recipe: off`, or leave one of them fp8"
         yield finding("fp8.wgrad", _NOTHING_LEFT, fix, "fp8.fwd", "fp8.dgrad")
@@ -120,16 +122,20 @@ def _part(key: str, part: Component | Head | Rule, fp8: Fp8Section) -> Iterator[
                 fix = f"remove `{name}` or set a recipe"
                 yield finding(f"{key}.{name}", "has no effect where the recipe is off", fix, recipe)
         return
-    if part.recipe == "mxfp8" and part.format == "hybrid":
-        yield finding(form, "mxfp8 has no hybrid format", "use e4m3", recipe)
-    elif part.recipe == "mxfp8" and part.format is None and fp8.format == "hybrid":
-        found = "mxfp8 has no hybrid format, which is inherited from fp8.format"
-        yield finding(recipe, found, "add `format: e4m3` here", "fp8.format", form)
-    elif part.recipe is None and part.format == "hybrid" and fp8.recipe == "mxfp8":
-        found = "mxfp8, inherited from fp8.recipe, has no hybrid format"
-        yield finding(form, found, "use e4m3", "fp8.recipe", recipe)
+    if lacks(part.recipe, part.format):
+        yield finding(form, f"{part.recipe} has no {part.format} format", f"use {_format_of(part.recipe)}", recipe)
+    elif part.format is None and lacks(part.recipe, fp8.format):
+        found = f"{part.recipe} has no {fp8.format} format, which is inherited from fp8.format"
+        yield finding(recipe, found, f"add `format: {_format_of(part.recipe)}` here", "fp8.format", form)
+    elif part.recipe is None and lacks(fp8.recipe, part.format):
+        found = f"{fp8.recipe}, inherited from fp8.recipe, has no {part.format} format"
+        yield finding(form, found, f"use {_format_of(fp8.recipe)}", "fp8.recipe", recipe)
     if part.recipe is not None and _all_bf16(part):
         yield finding(f"{key}.wgrad", _NOTHING_LEFT, "use `recipe: off`", *(f"{key}.{gemm}" for gemm in GEMMS))
+
+
+def _format_of(recipe: str | None) -> str:
+    return SPECS[recipe].formats[0] if recipe is not None and recipe in SPECS else ""
 
 
 def _all_bf16(part: Fp8Section | Component | Head | Rule) -> bool:

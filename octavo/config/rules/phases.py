@@ -11,6 +11,7 @@ from octavo.config.sections.rl import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITI
 from octavo.config.sections.run import RunSection
 from octavo.config.sections.text_types import is_reward_path
 from octavo.config.sections.train import OptimizerSection, TrainSection
+from octavo.recipe_specs import BY_ROW, SPECS, listed
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")
@@ -131,9 +132,9 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and rl.stale:
         found = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
         yield finding("rl.stale", found, "use `stale: 0`, or leave invariant out", "rl.invariant")
-    if rl.invariant and config.fp8.recipe in ("tensorwise", "delayed"):
+    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
         found = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
-        yield finding("fp8.recipe", found, "use blockwise, rowwise or mxfp8, or leave invariant out", "rl.invariant")
+        yield finding("fp8.recipe", found, f"use {listed(BY_ROW, 'or')}, or leave invariant out", "rl.invariant")
     if rl.reference == "disk":
         found = "completions are new in every step, so nothing about them can be computed before the first"
         yield finding("rl.reference", found, "use copy, or base beside adapters (lora)", "train.phase")

@@ -7,8 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_serializer
 
 from octavo.config.sections.fp8_adapt import Adapt
-from octavo.config.sections.names import FROM_LIST, USUAL, Candidate, Format, Gemm, Recipe, Section
+from octavo.config.sections.names import FROM_LIST, RECIPES, Candidate, Format, Gemm, HeadName, Recipe, Section
 from octavo.config.sections.text_types import FilePath, Text
+from octavo.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL, listed, with_format
+
+_TWICE = listed(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
+_DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORMATS)
 
 
 class Component(Section):
@@ -28,9 +32,7 @@ class Component(Section):
 class Head(Section):
     """FP8 settings of the language model's head, whose weight stays in high precision and may be the embedding's."""
 
-    recipe: Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8"] = Field(
-        default="off", description="Recipe of the head's three GEMMs; nothing is inherited."
-    )
+    recipe: HeadName = Field(default="off", description="Recipe of the head's three GEMMs; nothing is inherited.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
     fwd: Gemm | None = Field(default=None, description="Precision of the GEMM of logits, x = h wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dh = dx w.")
@@ -68,14 +70,13 @@ class Fp8Section(Section):
     recipe: Recipe = Field(
         default=USUAL,
         description="How operands are scaled, in every component that does not say otherwise, the projector included: "
-        "off (high precision), tensorwise, rowwise, blockwise, mxfp8, delayed; or auto: measured at the start of the "
+        f"off (high precision), {', '.join(RECIPES[1:])}; or auto: measured at the start of the "
         "run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md). Where it is absent and components "
-        "are named (other than to be off), those alone run in FP8, blockwise unless they say otherwise.",
+        f"are named (other than to be off), those alone run in FP8, {USUAL} unless they say otherwise.",
     )
     format: Format | None = Field(
         default=None,
-        description="e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own (e4m3 for blockwise, rowwise "
-        "and mxfp8, hybrid for tensorwise and delayed).",
+        description=f"e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own ({_DEFAULTS}).",
     )
     param: bool = Field(
         default=False,
@@ -89,8 +90,8 @@ class Fp8Section(Section):
     )
     weight_codes: Literal["keep", "recast", "both"] = Field(
         default="keep",
-        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter, rowwise "
-        "and mxfp8 2), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
+        description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter; "
+        f"2 of {_TWICE}), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
         "forward and dgrad share (2 bytes, and no backward lays a weight out anew; of a frozen FP8 base in one process "
         "too, from the first backward on).",
     )
@@ -116,7 +117,7 @@ class Fp8Section(Section):
         default=(), description="Exceptions by module name; the last that matches wins."
     )
     candidates: Annotated[tuple[Candidate, ...], FROM_LIST] = Field(
-        default=("blockwise", "mxfp8", "rowwise", "tensorwise"),
+        default=CANDIDATES,
         min_length=1,
         description="The recipes that auto chooses among.",
     )

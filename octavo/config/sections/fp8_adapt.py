@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.sections.names import FROM_LIST, Section, one_word
+from octavo.config.sections.names import FROM_LIST, Section, one_of, one_word
+from octavo.recipe_specs import CURRENT, LADDER
 
-_Rung = Annotated[Literal["tensorwise", "rowwise", "blockwise", "mxfp8"], BeforeValidator(one_word)]
+if TYPE_CHECKING:
+    _Name = str
+else:
+    _Name = one_of(*CURRENT)
+_Rung = Annotated[_Name, BeforeValidator(one_word)]
 
 
 class AdaptSection(Section):
@@ -21,7 +26,7 @@ class AdaptSection(Section):
     recipes: Annotated[tuple[_Rung, ...] | None, FROM_LIST] = Field(
         default=None,
         description="Recipes between that of the plan and high precision, in the order in which they are tried; [] is "
-        "none. Absent: those with smaller blocks, of tensorwise rowwise and blockwise, of rowwise blockwise.",
+        f"none. Absent: those with smaller blocks, which are those after it in {', '.join(LADDER)}.",
     )
     sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Least SQNR of operands in E4M3, in dB.")
     sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Least SQNR of operands in E5M2, in dB.")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.sections.names import COMPONENTS, FROM_LIST, Frozen, FrozenName, Section, Short, frozen_word
+from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
 from octavo.config.sections.text_types import FilePath, Text
-
-#: kind of frozen FP8 weights (``octavo.fp8.FROZEN``) -> the recipes that multiply by such codes, the usual one first
-FITTING: Mapping[str, tuple[Text, ...]] = {
-    "row": ("rowwise",),
-    "block": ("blockwise",),
-    "tensor": ("tensorwise", "delayed"),
-}
+from octavo.recipe_specs import kind_of_word
 
 
 class LoadInFp8Section(Section):
@@ -31,18 +24,16 @@ class LoadInFp8Section(Section):
     @property
     def kinds(self) -> dict[str, str]:
         """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
-        return {name: word.removesuffix("wise") for name in COMPONENTS if (word := getattr(self, name)) is not None}
+        return {name: kind_of_word(word) for name in COMPONENTS if (word := getattr(self, name)) is not None}
 
 
 def for_foundation(value: Any) -> Any:
     """One word (or `true`) speaks of the language model; towers stay in high precision unless they are named."""
     word = frozen_word(value)
-    return {"foundation": word} if word is None or word in get_args(FrozenName) else value
+    return {"foundation": word} if word is None or word in FROZEN else value
 
 
-_OR_KIND = BeforeValidator(
-    for_foundation, json_schema_input_type=Literal[FrozenName, Short] | bool | LoadInFp8Section | None
-)
+_OR_KIND = BeforeValidator(for_foundation, json_schema_input_type=FROZEN_INPUT | LoadInFp8Section | None)
 
 
 Kernel = Literal[

@@ -5,41 +5,65 @@ A word that has two spellings is kept in one.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-Short = Literal["row", "block", "tensor"]
+from octavo.recipe_specs import CURRENT, FORMATS, NAME_OF_KIND, NAMES, SPECS
+
+
+def one_of(*words: str) -> Any:
+    """The type of a setting that is one of these words."""
+    return Literal[words]
 
 
 def one_word(value: Any) -> Any:
     """Weights that are codes and the recipe that multiplies by them have one name: ``block`` reads as ``blockwise``."""
-    return f"{value}wise" if isinstance(value, str) and value in get_args(Short) else value
+    return NAME_OF_KIND.get(value, value) if isinstance(value, str) else value
 
 
 def frozen_word(value: Any) -> Any:
     """The kind of frozen weights: `true` is the usual one, rows, and `false` none."""
-    return {True: "rowwise", False: None}[value] if isinstance(value, bool) else one_word(value)
+    return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else one_word(value)
 
-
-RecipeName = Literal["off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed", "auto"]
-Format = Literal["e4m3", "hybrid"]
-Gemm = Literal["fp8", "bf16"]
-CandidateName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"]
-FrozenName = Literal["rowwise", "blockwise", "tensorwise"]
-
-Recipe = Annotated[RecipeName, BeforeValidator(one_word, json_schema_input_type=Literal[RecipeName, Short])]
-Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=Literal[CandidateName, Short])]
-Frozen = Annotated[
-    FrozenName | None,
-    BeforeValidator(frozen_word, json_schema_input_type=Literal[FrozenName, Short] | bool | None),
-]
 
 #: the recipes this version can run, `off` (plain high precision) first
-RECIPES: tuple[str, ...] = ("off", "tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
+RECIPES: tuple[str, ...] = ("off", *NAMES)
 
-#: the recipe of what runs in FP8 without saying in which
-USUAL: RecipeName = "blockwise"
+#: kinds of frozen FP8 weights, by the recipes that are named after them
+FROZEN: tuple[str, ...] = tuple(NAME_OF_KIND.values())
+
+if TYPE_CHECKING:  # type checkers take no Literal that is made of a table
+    Format = str
+    RecipeName = str
+    CandidateName = str
+    HeadName = str
+    FrozenName = str
+else:
+    Format = one_of(*FORMATS)
+    RecipeName = one_of(*RECIPES, "auto")
+    CandidateName = one_of(*NAMES)
+    HeadName = one_of("off", *CURRENT)
+    FrozenName = one_of(*FROZEN)
+Gemm = Literal["fp8", "bf16"]
+
+Recipe = Annotated[
+    RecipeName, BeforeValidator(one_word, json_schema_input_type=one_of(*RECIPES, "auto", *NAME_OF_KIND))
+]
+Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=one_of(*NAMES, *NAME_OF_KIND))]
+FROZEN_INPUT = one_of(*FROZEN, *NAME_OF_KIND) | bool
+Frozen = Annotated[FrozenName | None, BeforeValidator(frozen_word, json_schema_input_type=FROZEN_INPUT | None)]
+
+
+def lacks(recipe: str | None, form: str | None) -> bool:
+    """Whether a recipe is named that cannot have a format that is named."""
+    return recipe is not None and recipe in SPECS and form is not None and form not in SPECS[recipe].formats
+
+
+def is_delayed(recipe: str | None) -> bool:
+    """Whether a recipe is named whose scales come from amax histories."""
+    return recipe is not None and recipe in SPECS and SPECS[recipe].delayed
+
 
 #: what `model.freeze` and the `fp8` section know by name
 COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation")

@@ -10,6 +10,7 @@ from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.frameworks import hf_trainer
 from octavo.importers.frameworks.megatron import RING
+from octavo.recipe_specs import named_in
 
 NAME = "axolotl"
 MARKS = ("base_model", "sequence_len", "sample_packing", "lora_target_linear", "datasets.*", "micro_batch_size",
@@ -479,14 +480,13 @@ def _saving(draft: Draft, world: int) -> None:
 
 
 def _fp8(draft: Draft, lora: bool) -> None:
-    recipes = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
     gather = "fp8_enable_fsdp_float8_all_gather"
     if not draft.flag("fp8"):
         draft.same("fp8", why="off")
         draft.dead(gather, "fp8_config.recipe", why="fp8 is off there, and this alone converts no layer")
         model_and_data.no_fp8(draft)
         return
-    recipe = choice(draft, "fp8_config.recipe", recipes) or "tensorwise"
+    recipe = choice(draft, "fp8_config.recipe", named_in("torchao")) or "tensorwise"
     draft.put("fp8.recipe", recipe, "fp8", "fp8_config.recipe", why="torchao, a scale a tensor by default")
     if draft.text("fp8_config.recipe") == "rowwise_with_gw_hp":
         draft.put("fp8.wgrad", "bf16", "fp8_config.recipe")

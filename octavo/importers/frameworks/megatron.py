@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from octavo.importers.common import steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.common.prefixed_keys import Under
+from octavo.recipe_specs import named_in
 
-RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
+RECIPES = named_in("Megatron")
 _STATES = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "fp16": None}
 
 #: what these flags do, in Megatron's own loading and saving

@@ -30,21 +30,22 @@ from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, sources
 from octavo.models.weights.shards import Shards, open_weights
 from octavo.models.weights.streaming import Stream
+from octavo.recipe_specs import NAME_OF_KIND, kind_of_word
 
 _QUANTIZED = ("linear", "experts")
 _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.FROZEN`, which the recipes that multiply by it are named after: row of rowwise); one
-    word speaks of the language model, and True means its rows. Raises ModelError for unknown ones."""
-    names = ", ".join(f"{kind}wise" for kind in fp8.FROZEN)
+    """component -> kind (of `fp8.FROZEN`, by its own name or that of its recipe: row or rowwise); one word speaks of
+    the language model, and True means its rows. Raises ModelError for unknown ones."""
+    names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
         raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
     given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
-    asked = {component: str(kind).removesuffix("wise") for component, kind in given.items() if kind is not None}
+    asked = {component: kind_of_word(str(kind)) for component, kind in given.items() if kind is not None}
     for component, kind in asked.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
@@ -292,9 +293,9 @@ def _kinds(
         held = [name for name in mine if name in there]
         if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
             raise ModelError(
-                f"load_in_fp8 asks for {kind}wise in {component}, and {folder} holds FP8 codes of {quantization} "
-                f"({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes as they "
-                "are, or use the BF16 checkpoint."
+                f"load_in_fp8 asks for {NAME_OF_KIND[kind]} in {component}, and {folder} holds FP8 codes of "
+                f"{quantization} ({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes "
+                "as they are, or use the BF16 checkpoint."
             )
         kinds.update({name: kind for name in mine if name not in there})
     return kinds

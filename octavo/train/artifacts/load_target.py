@@ -29,9 +29,9 @@ from octavo.base import accelerator, safe_read
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
-from octavo.config.sections.model import FITTING
 from octavo.models.folder.folder import pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
+from octavo.recipe_specs import NAME_OF_KIND
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
@@ -45,8 +45,6 @@ Say = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
 
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
-#: the recipe whose casts make codes of a kind (`fp8.FROZEN`), so that its GEMMs multiply by them as they are
-RECIPE_OF = {kind: recipes[0] for kind, recipes in FITTING.items()}
 _STANDS = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
 #: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
 HIGH = "off"
@@ -299,7 +297,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     for name, weight in fp8.frozen_weights(model):
         kind = kinds.get(fp8.codes_of_frozen(weight).spec.block)
         if kind is not None:
-            wanted[name.removesuffix(".weight")] = RECIPE_OF[kind]
+            wanted[name.removesuffix(".weight")] = NAME_OF_KIND[kind]
     if not wanted:
         return None
     by_component: dict[str, list[tuple[str, str]]] = {}
@@ -370,7 +368,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     inside = configuration(run) if (run / run_dir.CONFIG).is_file() else None
     notes, trained_kinds = [], {} if inside is None else inside.model.load_in_fp8.kinds
     if trained_kinds:
-        kinds = sorted({f"{kind}wise" for kind in trained_kinds.values()})
+        kinds = sorted({NAME_OF_KIND[kind] for kind in trained_kinds.values()})
         fix = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
         notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {fix} computes so again")
     if base is not None:

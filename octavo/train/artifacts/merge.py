@@ -30,6 +30,7 @@ from octavo.adapters.merge import folds
 from octavo.adapters.merge_error import KEPT, MergeErrors
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
+from octavo.recipe_specs import NAME_OF_KIND
 from octavo.train.artifacts.load_target import HIGH, Opened, Target, look
 from octavo.train.errors import TrainError
 
@@ -223,7 +224,7 @@ def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
         return f"the adapter is folded into the high-precision weights of {found.base}"
     if trained:
-        made = ", ".join(f"{name}: {kind}wise" for name, kind in trained.items())
+        made = ", ".join(f"{name}: {NAME_OF_KIND[kind]}" for name, kind in trained.items())
         return f"the adapter is folded into the FP8 codes that training saw ({found.base}, loaded with {made})"
     return f"the adapter is folded into the FP8 codes of {found.base}"
 

@@ -266,8 +266,7 @@ def stays(model: nn.Module) -> list[str]:
 def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
     notes += stays(model)
-    recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
-    if ranks > 1 and "delayed" in recipes:
+    if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
     if (adapt := cfg.fp8.adapt) is not None:
         notes.append(

@@ -202,12 +202,12 @@ def _why_not(batch: dict[str, Any], target: Tensor) -> str | None:
 def why_never(plan: fp8.Plan, world: World) -> str | None:
     """Why no step of this run could be captured, with what would have to be set otherwise; None where some could. What
     settings alone rule out, the configuration has refused."""
-    recipes = {row.recipe.name for row in plan.rows if row.recipe is not None}
+    late = any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows)
     held = any(plan.policy.param_of(row.component) for row in plan.rows if row.fp8)
     obstacles = {
         f"it needs a GPU, and this runs on {world.device}": not accelerator.has_graphs(world.device),
         f"FSDP2 moves weights between {world.size} ranks within a step; use one process": world.size > 1,
-        "delayed scaling follows forwards on the host; use another recipe": "delayed" in recipes,
+        "delayed scaling follows forwards on the host; use another recipe": late,
         "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,
     }
     return next((why for why, found in obstacles.items() if found), None)
