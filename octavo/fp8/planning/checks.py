@@ -87,8 +87,8 @@ def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
     casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
     twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
     if twice:
-        kept = "at each use, and keep none" if policy.weight_codes == "recast" else "2 bytes of codes a parameter"
-        notes.append(f"{' and '.join(twice)} cast weights twice: {kept}")
+        kept = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
+        notes.append(f"{' and '.join(twice)} cast weights twice{kept}")
     return notes
 
 
