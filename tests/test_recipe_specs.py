@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -20,6 +21,7 @@ from octavo import fp8, recipe_specs
 from octavo.fp8.blocks import compiled as compiled_blocks
 from octavo.fp8.dense import compiled as compiled_layers
 from octavo.recipe_specs import SPECS
+from tests.project_rules import ROOT
 
 # Blocks of 1 x 128 on both operands of every GEMM, so that a weight has codes in two layouts.
 LINE = """\
@@ -50,6 +52,12 @@ def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
         "block": ("e4m3", (128, 128), "pow2"),
         "tensor": ("e4m3", (-1, -1), "fp32"),
     }
+
+
+def test_the_page_on_numerics_has_a_row_for_each_recipe() -> None:
+    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    table = page.partition("## Recipes\n")[2].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.M)) == sorted(SPECS)
 
 
 @pytest.mark.parametrize("name", SPECS)
