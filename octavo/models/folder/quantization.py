@@ -25,6 +25,7 @@ from typing import Any
 from octavo import fp8
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, stock
+from octavo.recipe_specs import FROZEN_BLOCKS
 
 METHODS = ("fp8", "compressed-tensors")
 #: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
@@ -74,7 +75,7 @@ class Quantization:
     @property
     def spec(self) -> fp8.CastSpec:
         """The cast of frozen weights of these codes: scales of any value ("fp32")."""
-        block = {"row": (1, -1), "tensor": (-1, -1)}.get(self.kind) or self.block
+        block = self.block if self.kind == "block" else FROZEN_BLOCKS[self.kind]
         assert block is not None
         return fp8.CastSpec("e4m3", block, "fp32")
 
