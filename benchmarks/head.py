@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import data, fp8, train
-from octavo.recipe_specs import CANDIDATES
+from octavo.base.recipe_specs import CANDIDATES
 
 IGNORE = -100
 

@@ -30,10 +30,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from octavo import fp8
+from octavo.base.recipe_specs import SPECS
 from octavo.bench import record
 from octavo.fp8.kernels import torch_backend, triton_backend
 from octavo.fp8.kernels.triton_kernels import cast, cast_tiles, gemm, launch, tiles
-from octavo.recipe_specs import SPECS
 
 SIZE = 128
 CALLS = 100  # of one contender in one round

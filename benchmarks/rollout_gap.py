@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo import rl
+from octavo.base.recipe_specs import RANKED
 from octavo.config import load_config
-from octavo.recipe_specs import RANKED
 from octavo.train.run_dir.run_dir import read_rows
 
 LORA = ("lora={rank: 16}", "model.load_in_fp8=blockwise")

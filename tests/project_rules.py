@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from octavo.recipe_specs import NAMES
+from octavo.base.recipe_specs import NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "octavo"
@@ -30,7 +30,7 @@ LEVELS = [
     {"models", "data"},
     {"fp8"},
     {"config", "arithmetic"},
-    {"base", "recipe_specs"},
+    {"base"},
 ]
 LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
 # The packages of octavo.fp8, the lowest first; within one, files form no circle.
@@ -84,7 +84,7 @@ VENDORS = ("cuda", "hip", "xpu", "npu", "mps", "hpu", "mtia")
 OF_VENDORS = tuple(f"torch.{stem}{vendor}" for stem in ("", "backends.", "version.") for vendor in VENDORS)
 # Subject -> (words of which no two are listed by hand, the modules that may: the table from which others are derived).
 LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
-    "recipes": (frozenset(NAMES), ("octavo.recipe_specs",)),
+    "recipes": (frozenset(NAMES), ("octavo.base.recipe_specs",)),
 }
 # Third-party packages that only some packages may import.
 KEPT_IN = {

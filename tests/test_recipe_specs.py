@@ -17,10 +17,11 @@ from torch import nn
 
 import octavo.bisect.find_culprits  # so that the process below has all that it imports from elsewhere
 import octavo.train.estimate.memory.states  # noqa: F401
-from octavo import fp8, recipe_specs
+from octavo import fp8
+from octavo.base import recipe_specs
+from octavo.base.recipe_specs import SPECS
 from octavo.fp8.blocks import compiled as compiled_blocks
 from octavo.fp8.dense import compiled as compiled_layers
-from octavo.recipe_specs import SPECS
 from tests.project_rules import ROOT
 
 # Blocks of 1 x 128 on both operands of every GEMM, so that a weight has codes in two layouts.

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from octavo.base.recipe_specs import CURRENT
 from octavo.bench.record import Result, Row
-from octavo.recipe_specs import CURRENT
 
 Pairs = Sequence[tuple[Row, Row]]  # of each case in question: its baseline, and the fastest of the candidates asked for
 

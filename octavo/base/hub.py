@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.safe_read import first_line
-from octavo.recipe_specs import NAME_OF_KIND
 
 SECONDS = 10.0  # that the hub may take to answer
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

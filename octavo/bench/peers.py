@@ -16,9 +16,9 @@ from torch import nn
 
 from octavo import fp8
 from octavo.base import accelerator
+from octavo.base.recipe_specs import CANDIDATES, SPECS, named_in
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
-from octavo.recipe_specs import CANDIDATES, SPECS, named_in
 
 RECIPES = CANDIDATES
 #: those with one layout of a weight, which a GPU may also keep turned for dgrad; they stand for all where time is short

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.base.recipe_specs import SPECS
 from octavo.config import Component, Config, Fp8Section, Rule
 from octavo.config.sections.names import COMPONENTS, lacks
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
-from octavo.recipe_specs import SPECS
 from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
 from octavo.train.setup import planning
 

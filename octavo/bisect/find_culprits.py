@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import atomic_write
+from octavo.base.recipe_specs import BY_ROW
 from octavo.bisect.candidates import Candidate, Space, extras
 from octavo.bisect.failure_criterion import MARGINS, Bar, By, short
 from octavo.bisect.minimal_set import Diffuse, smallest
@@ -29,7 +30,6 @@ from octavo.config import Config, to_yaml
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8 import PlanError
 from octavo.fp8.arithmetic import GEMMS
-from octavo.recipe_specs import BY_ROW
 from octavo.report.evidence.run_reader import json_of
 from octavo.report.trial.memory_savings import storable, switches
 from octavo.report.trial.reuse import same_files

@@ -16,9 +16,9 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from octavo.base.recipe_specs import FITTING
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
-from octavo.recipe_specs import FITTING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
+from octavo.base.recipe_specs import USUAL
 from octavo.config.rules.general import check
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
 from octavo.config.sections.names import COMPONENTS, FROZEN, frozen_word
-from octavo.recipe_specs import USUAL
 
 
 class Config(Sections):

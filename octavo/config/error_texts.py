@@ -12,10 +12,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from octavo.base.recipe_specs import USUAL, listed
 from octavo.config.config import Config
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import FROZEN, RECIPES
-from octavo.recipe_specs import USUAL, listed
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import dotted, named, nearest
 

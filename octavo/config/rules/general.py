@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from octavo.base.hub import is_name
+from octavo.base.recipe_specs import SPECS
 from octavo.config.rules import adaptive, lora, packing, phases
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.rules.lora import PARTS, recipe_of, runs_fp8
@@ -16,7 +17,6 @@ from octavo.config.sections.names import COMPONENTS, lacks
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.sections.text_types import is_url
 from octavo.config.yaml.problems import named, nearest
-from octavo.recipe_specs import SPECS
 
 ABSENT = "required, but absent"
 FREEZABLE = (*COMPONENTS, "lm_head")

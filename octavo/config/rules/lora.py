@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octavo.base.recipe_specs import FITTING
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.fp8 import Component, Fp8Section
 from octavo.config.sections.names import COMPONENTS
 from octavo.config.yaml.problems import named, nearest
-from octavo.recipe_specs import FITTING
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from octavo.base.recipe_specs import BY_ROW, SPECS, listed
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.names import Section
@@ -11,7 +12,6 @@ from octavo.config.sections.rl import BEYOND_SFT, OF_CRITIC, OPTIONS, WITH_CRITI
 from octavo.config.sections.run import RunSection
 from octavo.config.sections.text_types import is_reward_path
 from octavo.config.sections.train import OptimizerSection, TrainSection
-from octavo.recipe_specs import BY_ROW, SPECS, listed
 
 BUILT_IN = ("exact_match", "number", "choice", "regex", "format", "math")
 _WITH_PATTERN = ("regex", "format")

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer
 
+from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL, listed, with_format
 from octavo.config.sections.fp8_adapt import Adapt
 from octavo.config.sections.names import FROM_LIST, RECIPES, Candidate, Format, Gemm, HeadName, Recipe, Section
 from octavo.config.sections.text_types import FilePath, Text
-from octavo.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL, listed, with_format
 
 _TWICE = listed(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
 _DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORMATS)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from octavo.base.recipe_specs import CURRENT, LADDER
 from octavo.config.sections.names import FROM_LIST, Section, one_of, one_word
-from octavo.recipe_specs import CURRENT, LADDER
 
 if TYPE_CHECKING:
     _Name = str

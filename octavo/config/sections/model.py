@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
+from octavo.base.recipe_specs import kind_of_word
 from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
 from octavo.config.sections.text_types import FilePath, Text
-from octavo.recipe_specs import kind_of_word
 
 
 class LoadInFp8Section(Section):

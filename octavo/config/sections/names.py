@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from octavo.recipe_specs import CURRENT, FORMATS, NAME_OF_KIND, NAMES, SPECS
+from octavo.base.recipe_specs import CURRENT, FORMATS, NAME_OF_KIND, NAMES, SPECS
 
 
 def one_of(*words: str) -> Any:

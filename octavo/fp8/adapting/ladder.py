@@ -3,9 +3,9 @@
     tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
-The order is that of :data:`octavo.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left out
-of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do
-those of delayed scaling, whose histories are one recipe's, and those of weights that are codes between steps.
+The order is that of :data:`octavo.base.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left
+out of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do those of
+delayed scaling, whose histories are one recipe's, and those of weights that are codes between steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from octavo.base.recipe_specs import LADDER
 from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, standing
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
 from octavo.fp8.dense.gemms import backends_for
@@ -24,7 +25,6 @@ from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.decisions import OUTSIDE
-from octavo.recipe_specs import LADDER
 
 
 def finer(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ With x (M tokens x K), w (N x K), dy (M x N)::
 A recipe gives every operand of every GEMM a :class:`CastSpec`, or keeps a whole GEMM in high precision (``None``).
 Where two GEMMs name the same cast of the same tensor, its codes are made once and used twice.
 
-The recipes are the lines of :data:`octavo.recipe_specs.SPECS`. Their table with the reasons is in ``docs/numerics.md``.
+The recipes are the lines of :data:`octavo.base.recipe_specs.SPECS`. Their table with the reasons is in
+``docs/numerics.md``.
 
 A GEMM may have the casts of another recipe, in that recipe's own format: ``recipe("tensorwise", wgrad="blockwise")``.
 """
@@ -20,9 +21,9 @@ import difflib
 from dataclasses import dataclass
 from functools import lru_cache
 
-from octavo import recipe_specs
+from octavo.base import recipe_specs
+from octavo.base.recipe_specs import CURRENT, FORMATS, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.recipe_specs import CURRENT, FORMATS, SPECS
 
 RECIPES = recipe_specs.NAMES
 """The names that :func:`recipe` knows."""

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from octavo.base.recipe_specs import CANDIDATES, RANKED, SPECS, USUAL, fastest_on
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.cases import Entry, Measured
-from octavo.recipe_specs import CANDIDATES, RANKED, SPECS, USUAL, fastest_on
 
 MARGIN = 0.02  # FP8 must win by more: a tie costs accuracy and buys nothing
 TIE = 0.03

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
+from octavo.base.recipe_specs import BY_ROW, listed
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.invariance import KERNELS, InvarianceError, Rows, active
 from octavo.fp8.kernels import why_not_rows
 from octavo.fp8.moe.experts import Experts
-from octavo.recipe_specs import BY_ROW, listed
 
 _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
 """Attention of transformers that is not torch's own ``sdpa``, by how its names begin."""

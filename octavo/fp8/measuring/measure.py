@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from octavo.base import accelerator, atomic_write, safe_read
+from octavo.base.recipe_specs import RANKED
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.policy.decisions import decisions, device_of
 from octavo.fp8.policy.policy import Policy
-from octavo.recipe_specs import RANKED
 
 _FORMAT = 1
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is measured now)

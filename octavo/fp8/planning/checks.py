@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from octavo.base.recipe_specs import TENSOR
 from octavo.fp8.arithmetic.recipe import RECIPES, Recipe
 from octavo.fp8.dense.compiled_check import compiled_layer
 from octavo.fp8.kernels.registry import select
@@ -23,7 +24,6 @@ from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
 from octavo.fp8.policy.stays import last_layer
-from octavo.recipe_specs import TENSOR
 
 _FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks run besides their linear layers
 

@@ -28,6 +28,7 @@ from typing import Any
 from torch import nn
 
 from octavo.base import atomic_write
+from octavo.base.recipe_specs import FORMATS, NAMES, listed
 from octavo.base.safe_read import printable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
@@ -37,7 +38,6 @@ from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, topology
-from octavo.recipe_specs import FORMATS, NAMES, listed
 
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",

@@ -1,7 +1,7 @@
 """Frozen FP8 weights in a plan: which recipes multiply by their very codes, and what a reader should know of them.
 
 A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
-tensorwise and delayed (:data:`octavo.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
+tensorwise and delayed (:data:`octavo.base.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
 dequantized values in other blocks would train a base that nobody has. dgrad multiplies by the same codes where its
 blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast from
 dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs
@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from octavo.base.recipe_specs import COLUMN, NAME_OF_KIND, ROW
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.recipe import Gemm, Recipe
 from octavo.fp8.planning.rows import PlanRow
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError
 from octavo.fp8.policy.topology import Row
 from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
-from octavo.recipe_specs import COLUMN, NAME_OF_KIND, ROW
 
 
 def fitted(recipe: Recipe, codes: CastSpec) -> Recipe | None:

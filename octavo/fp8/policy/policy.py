@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
-from octavo.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
 
 OFF, AUTO, HEAD = "off", "auto", "lm_head"
 FUSE = (OFF, "on", AUTO)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.base.recipe_specs import FROZEN_BLOCKS, NAME_OF_KIND, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.layout import grid_of
 from octavo.fp8.kernels.registry import get
@@ -38,7 +39,6 @@ from octavo.fp8.weights.fp8_codes import Codes, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of, reshard
-from octavo.recipe_specs import FROZEN_BLOCKS, NAME_OF_KIND, SPECS
 
 FROZEN = {kind: CastSpec("e4m3", block, SPECS[NAME_OF_KIND[kind]].scale) for kind, block in FROZEN_BLOCKS.items()}
 """Kind -> the cast of its codes: that of the weight in the forward of the recipe that is named after it."""

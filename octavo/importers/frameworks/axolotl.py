@@ -6,11 +6,11 @@ import math
 import re
 
 from octavo.base.hub import is_name
+from octavo.base.recipe_specs import named_in
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.frameworks import hf_trainer
 from octavo.importers.frameworks.megatron import RING
-from octavo.recipe_specs import named_in
 
 NAME = "axolotl"
 MARKS = ("base_model", "sequence_len", "sample_packing", "lora_target_linear", "datasets.*", "micro_batch_size",

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from octavo.base.recipe_specs import named_in
 from octavo.importers.common import steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.common.prefixed_keys import Under
-from octavo.recipe_specs import named_in
 
 RECIPES = named_in("Megatron")
 _STATES = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "fp16": None}

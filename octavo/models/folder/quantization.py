@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo import fp8
+from octavo.base.recipe_specs import FROZEN_BLOCKS
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, stock
-from octavo.recipe_specs import FROZEN_BLOCKS
 
 METHODS = ("fp8", "compressed-tensors")
 #: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order

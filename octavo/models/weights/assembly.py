@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from octavo import fp8
 from octavo.base import accelerator
+from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at
 from octavo.models.folder.hub_checks import readable
@@ -30,7 +31,6 @@ from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, sources
 from octavo.models.weights.shards import Shards, open_weights
 from octavo.models.weights.streaming import Stream
-from octavo.recipe_specs import NAME_OF_KIND, kind_of_word
 
 _QUANTIZED = ("linear", "experts")
 _HOLDS_CODES = (*_QUANTIZED, "lm_head")

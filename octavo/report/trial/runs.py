@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from octavo.base.recipe_specs import FITTING
 from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.recipe_specs import FITTING
 from octavo.report.evidence.claims import LEAST_FORK
 from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_claims import forks_begin

@@ -26,12 +26,12 @@ from torch import nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.base import accelerator, safe_read
+from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.models.folder.folder import pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
-from octavo.recipe_specs import NAME_OF_KIND
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import folds
 from octavo.adapters.merge_error import KEPT, MergeErrors
+from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.checkpoint.export import Exported, Progress, check_target, export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE
-from octavo.recipe_specs import NAME_OF_KIND
 from octavo.train.artifacts.load_target import HIGH, Opened, Target, look
 from octavo.train.errors import TrainError
 

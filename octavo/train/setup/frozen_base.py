@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from octavo import data, fp8, models
 from octavo.adapters.experts import stock_name
+from octavo.base.recipe_specs import FITTING
 from octavo.config import Config, override
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import full, master_of, plain
 from octavo.models.folder.quantization import read_quantization
 from octavo.parallel import World
-from octavo.recipe_specs import FITTING
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 
