@@ -9,6 +9,7 @@ A projector runs as in version 0.4.0, of which the file is: in high precision un
 The runs: every file of examples/tiny as its head says (20 steps), and the first 50 of the demo's 500 steps, in high
 precision and in FP8. They use the command line alone, one thread and no GPU, so the script serves any version.
 Bits depend on the kernels of the CPU as well: on another platform than the file's nothing is judged (exit code 2).
+Another version of transformers is judged and named: its models compute the same until one of them is changed.
 """
 
 from __future__ import annotations
@@ -139,11 +140,17 @@ def version() -> str:
 def check(found: dict[str, Any], names: Sequence[str], folder: Path) -> int:
     """Train again and say of each run whether its losses are those of the file."""
     here, there = platform(), found["platform"]
+    libraries = {"transformers": (there.pop("transformers"), here.pop("transformers"))}
     if here != there:
         print("nothing is judged: the losses were made on another platform, where other bits are right.")
         for key in {**there, **here}:
             print(f"  {key}: {there.get(key)} there, {here.get(key)} here")
         return OTHER_PLATFORM
+    for name, (theirs, installed) in libraries.items():
+        if theirs != installed:
+            print(
+                f"the losses were made with {name} {theirs}, and {installed} is installed: a difference may be its own"
+            )
     code = EQUAL
     for name in names:
         if name not in found["losses"]:
