@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from octavo import models
 from octavo.config import Dataset
 from octavo.data import Encoder, collate, read
+from octavo.family_records import tiny_families
 from octavo.models.tiny import tiny
 
 _OF_CLASS = (
@@ -99,7 +100,7 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def write(folder: Path, families: tuple[str, ...] = tiny.FAMILIES) -> None:
+def write(folder: Path, families: tuple[str, ...] = tiny_families()) -> None:
     write_rows(folder / "rows")
     record: dict[str, Any] = {**versions(), "losses": {}}
     for family in families:

@@ -8,6 +8,7 @@ from pathlib import Path
 import transformers
 
 from octavo import fp8, models
+from octavo.family_records import RECORDS
 from octavo.models.custom.register import is_own
 from octavo.models.folder.folder import quiet
 from octavo.models.forward.packed import why_not_packed
@@ -55,20 +56,22 @@ taken as the folder has them, and wait for one; the last column says what was in
 """
 
 TESTS = {"image": "test_seeing", "audio": "test_hearing"}
-INFERRED = {
-    "llavaonevision1_5": "the 4B's `rope_theta` and the chat template (both are read from the folder)",
-    "nvila": "the processor of the layout of one folder; whether VILA 1.5 wants a line break behind each image",
-    "nvila_lite": "the processor of the layout of one folder",
-}
-"""What no primary source says of a family."""
-TRAINED = ("model type", "may run in FP8", "packs", "rows that ranks share", "tried in", "`hf/` read by", "inferred")
+HEADINGS = (
+    "model type",
+    "may run in FP8",
+    "packs",
+    "rows that ranks share",
+    "tried in",
+    "`hf/` read by",
+    "inferred",
+)
 
 
 def page(found: Sequence[Surveyed]) -> str:
     """The page, of what a survey of the installed transformers found."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(one) for one in found)]
     trains = [one.model_type for one in found if one.here == TRAINS and (one.tower or one.audio)]
-    trained = _table([TRAINED, ["---"] * len(TRAINED), *map(_trained, trains)])
+    trained = _table([HEADINGS, ["---"] * len(HEADINGS), *map(_trained, trains)])
     head = HEAD.format(version=transformers.__version__, summary=summary(found), trained=trained)
     return head + _table(lines)
 
@@ -90,7 +93,7 @@ def _trained(model_type: str) -> list[str]:
     reader = "Octavo's" if is_own(model_type) else "transformers"
     told = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
     shared = "no" if packed is not None else _shared(model, family)
-    return [f"`{model_type}`", ", ".join(parts), told, shared, f"`{test}`", reader, INFERRED.get(model_type, "")]
+    return [f"`{model_type}`", ", ".join(parts), told, shared, f"`{test}`", reader, RECORDS[model_type].unsourced]
 
 
 def _shared(model: transformers.PreTrainedModel, family: models.Family) -> str:

@@ -8,16 +8,11 @@ from __future__ import annotations
 import argparse
 
 from octavo.cli import arguments
+from octavo.family_records import tiny_families
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "family",
-        metavar="FAMILY",
-        help="qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, qwen2_vl, qwen2_5_vl, internvl, mistral3, "
-        "llava_onevision, llavaonevision1_5, smolvlm, gemma3, glm4v, glm46v, glm4v_moe, glm_ocr, "
-        "ernie4_5_vl_moe, nvila, nvila_lite, qwen2_audio, qwen3, qwen3_moe, llama, mpt",
-    )
+    parser.add_argument("family", metavar="FAMILY", help=", ".join(tiny_families()))
     parser.add_argument("directory", metavar="DIR", help="folder to write; must not hold another checkpoint")
     parser.add_argument("--seed", type=arguments.natural, default=0, help="seed of the random weights (default 0)")
 

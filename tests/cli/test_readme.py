@@ -18,8 +18,8 @@ from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main
 from octavo.config import Config, LoraSection, load_config_text, override
 from octavo.config.sections.rl import PreferenceSection, RlSection
+from octavo.family_records import tiny_families
 from octavo.models.structure import shapes
-from octavo.models.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ LINES = [
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 SECTIONS |= {"lora": LoraSection, "rl": RlSection, "preference": PreferenceSection}  # which may be absent
 #: what the parser leaves to the command
-NAMES = {"suite": [[suite] for suite in SUITES], "family": tiny.FAMILIES, "shape": shapes.SHAPES}
+NAMES = {"suite": [[suite] for suite in SUITES], "family": tiny_families(), "shape": shapes.SHAPES}
 
 
 def parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> Namespace:

@@ -17,7 +17,7 @@ from octavo.data.encoding.batched_processor import Calls, Wanted, parted
 from octavo.data.encoding.inputs import Input, check_lengths, cut, joined
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
-from octavo.models.structure.support import TRAINED
+from octavo.family_records import trained_families
 from octavo.models.tiny import tiny
 from tests.data.test_batched_processor import same
 
@@ -105,7 +105,7 @@ def gradients(model, batches):
     return total, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", trained_families("images"))
 def test_a_batch_has_the_gradients_of_its_rows(loaded, source, family):
     """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
     is the CPU's."""

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from octavo import fp8, generation, models
+from octavo.family_records import tiny_families
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
-from octavo.models.tiny import tiny
 from tests.generation.conftest import prompts_of, questions
 
 FEW = ("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "mistral3", "llava_onevision", "smolvlm", "glm4v")
@@ -26,7 +26,7 @@ FAMILIES = {
     **dict.fromkeys((*FEW, *LIKE_OTHERS, "ernie4_5_vl_moe", "llavaonevision1_5", "nvila", "nvila_lite", "mpt"), 6),
 }
 ASKED_OTHERWISE = ("gemma3", "qwen3_5", "qwen3_5_moe", "qwen2_audio")  # by transformers, one by one
-assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny.FAMILIES)
+assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny_families())
 
 
 def stock(model, processor, question, new: int) -> list[int]:

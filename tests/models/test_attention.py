@@ -12,14 +12,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo import models
 from octavo.checkpoint import save_hf
+from octavo.family_records import tiny_families
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import attention, segments
-from octavo.models.tiny import tiny
 from octavo.parallel import World
 from tests.models.conftest import MANY, batch, labels, some_image
 
-FAMILIES = list(tiny.FAMILIES)
+FAMILIES = list(tiny_families())
 MASKS = ("gemma3", "qwen3_5", "ernie4_5_vl_moe")  # windows, images that see both ways, layers without attention
 
 

@@ -8,20 +8,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from octavo import fp8, models
+from octavo.family_records import tiny_families, trained_families
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models.structure import skeleton, structure
-from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
-from octavo.models.tiny import tiny
 
 FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_every_parameter_has_one_component(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
     assert described.name == family
-    assert described.has_vision == (family in TRAINED) and described.has_audio == (family in TRAINED_WITH_SOUND)
+    assert described.has_vision == (family in trained_families("images"))
+    assert described.has_audio == (family in trained_families("sound"))
     towers = {"image": described.has_vision, "audio": described.has_audio}
     parts = {f"{of}_{part}" for of, there in towers.items() for part in ("encoder", "projector") if there}
     found = {described.component_of(n.rpartition(".")[0]) for n, _ in model.named_parameters(remove_duplicate=False)}
@@ -219,7 +219,7 @@ def test_what_stays_in_high_precision_has_a_reason(checkpoint):
     assert all(len(reason) > 20 for reason in reasons.values())
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_the_plan_reads_the_components_as_the_family_does(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)

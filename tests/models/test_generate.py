@@ -11,7 +11,7 @@ from PIL import Image
 
 from octavo import models
 from octavo.checkpoint import verify
-from octavo.models.tiny import tiny
+from octavo.family_records import tiny_families
 from tests.models.conftest import conversation, labels, some_image
 
 
@@ -30,7 +30,7 @@ def teach(model, processor, answer: str, image: bool) -> None:
 
 
 # LLaVA-OneVision and SmolVLM, whose images are many tokens, would want more steps than these
-@pytest.mark.parametrize("family", [f for f in tiny.FAMILIES if f not in ("llava_onevision", "smolvlm")])
+@pytest.mark.parametrize("family", [f for f in tiny_families() if f not in ("llava_onevision", "smolvlm")])
 def test_what_was_learned_is_generated(checkpoint, family):
     model = models.load(checkpoint(family)).train()
     processor = models.load_processor(checkpoint(family))

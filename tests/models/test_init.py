@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from octavo import models
+from octavo.family_records import tiny_families
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
 
@@ -46,7 +47,7 @@ def all_of(model):
     return model.state_dict() | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_as_the_family_initialises_it(bare, family):
     folder, wanted = bare(family)
     state = torch.random.get_rng_state()

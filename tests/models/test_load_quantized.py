@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import fp8, models
+from octavo.family_records import tiny_families, trained_families
 from octavo.models.structure.skeleton import read_config, skeleton
-from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
-from octavo.models.tiny import tiny
 from octavo.models.weights import streaming
 from octavo.models.weights.assembly import assemble, prepare
 from octavo.models.weights.shards import open_weights
@@ -22,7 +21,7 @@ from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
 KINDS = tuple(fp8.FROZEN)
-CASES = [(family, kind) for family in tiny.FAMILIES for kind in KINDS if kind == "row" or family in MANY]
+CASES = [(family, kind) for family in tiny_families() for kind in KINDS if kind == "row" or family in MANY]
 
 
 def streamed(folder: Path, dtype=torch.float32):
@@ -38,7 +37,7 @@ def streamed(folder: Path, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((f, torch.float32) for f in tiny.FAMILIES), *((f, torch.bfloat16) for f in MANY)]
+    ("family", "dtype"), [*((f, torch.float32) for f in tiny_families()), *((f, torch.bfloat16) for f in MANY)]
 )
 def test_streaming_gives_what_transformers_gives(checkpoint, family, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)  # many chunks, as large matrices have
@@ -82,9 +81,9 @@ def test_published_experts_lie_transposed(checkpoint, tmp_path):
 def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeypatch):
     monkeypatch.setattr(streaming, "_CHUNK", 1 << 13)
     stock = models.load(checkpoint(family))  # fp32, as on disk
-    of = "audio" if family in TRAINED_WITH_SOUND else "image"
+    of = "audio" if family in trained_families("sound") else "image"
     parts = ["foundation", f"{of}_encoder", *([f"{of}_projector"] if family != "gemma3" else [])]  # whose is no layer
-    asked = dict.fromkeys(parts, kind) if family in (*TRAINED, *TRAINED_WITH_SOUND) else kind
+    asked = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
     seen = []
     model = models.load(
         checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail

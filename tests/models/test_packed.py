@@ -13,11 +13,11 @@ from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfi
 
 from octavo import fp8, models
 from octavo.data.encoding.inputs import joined as stacked
+from octavo.family_records import tiny_families
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import segments
 from octavo.models.forward import packed
-from octavo.models.tiny import tiny
 from tests.models.conftest import conversation, some_image
 
 APART = (
@@ -27,7 +27,7 @@ APART = (
     "qwen3_5_moe",
     "qwen2_audio",
 )  # in fp64 (test_mpt.py), both ways, recurrences, sound
-FAMILIES = [f for f in tiny.FAMILIES if f not in APART]
+FAMILIES = [f for f in tiny_families() if f not in APART]
 KINDS = ("mm_token_type_ids", "moe_mm_token_type_ids")  # of tokens
 PADDING = 5
 

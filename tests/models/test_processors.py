@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models.structure.support import TRAINED
-from octavo.models.tiny import tiny
+from octavo.family_records import tiny_families, trained_families
 from tests.models.conftest import batch, conversation, some_image
 
 FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", trained_families("images"))
 def test_an_image_becomes_as_many_tokens_as_features(checkpoint, family):
     model = models.load(checkpoint(family))
     processor = models.load_processor(checkpoint(family))
@@ -31,7 +30,7 @@ def test_an_image_becomes_as_many_tokens_as_features(checkpoint, family):
     assert not torch.equal(seen, other)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_text_and_answers(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     inputs = batch(processor, image=False)
@@ -44,7 +43,7 @@ def test_text_and_answers(checkpoint, family):
     assert len(processor.tokenizer(digit, add_special_tokens=False)["input_ids"]) == 1
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_system_turns_and_any_text_survive(checkpoint, family):
     tokenizer = models.load_tokenizer(checkpoint(family))
     messages = [{"role": "system", "content": "Answer in German."}, *conversation(False)]
@@ -204,7 +203,9 @@ def test_auto_processor_where_torchvision_is(checkpoint):
     pytest.importorskip("torchvision")
     from transformers import AutoProcessor
 
-    for family in (family for family in TRAINED if family != "smolvlm"):  # which also wants num2words
+    for family in trained_families("images"):
+        if family == "smolvlm":  # its stock class also wants num2words
+            continue
         stock = AutoProcessor.from_pretrained(checkpoint(family))
         ours = models.load_processor(checkpoint(family))
         assert type(stock) in type(ours).__mro__ or family == "mistral3"
@@ -225,7 +226,7 @@ def test_without_torchvision_pillow(checkpoint):
 
 def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
     """PyPI's beside a CPU torch raises as it is imported."""
-    for name in ("image_processors", "audio_processors"):
+    for name in ("stock_processors", "audio_processors"):
         monkeypatch.delitem(sys.modules, f"octavo.models.{name}", raising=False)
         monkeypatch.delattr(models, name, raising=False)
 

@@ -14,8 +14,8 @@ from octavo import models
 from octavo.base import atomic_write
 from octavo.checkpoint import save_hf
 from octavo.checkpoint.live import hf_folder
+from octavo.family_records import tiny_families
 from octavo.models.structure.skeleton import auto_class
-from octavo.models.tiny import tiny
 from octavo.parallel import World
 from tests.models.conftest import auto_config, batch
 
@@ -35,7 +35,7 @@ def disturb(model) -> None:
             p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(index)))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_round_trip_through_stock_transformers(checkpoint, tmp_path, family):
     source = checkpoint(family)
     model = models.load(source)

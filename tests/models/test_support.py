@@ -1,7 +1,8 @@
-"""What trains here, and why another family is planned alone."""
+"""What trains here, and why another family is planned only."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +10,15 @@ from transformers import Gemma3Config, Lfm2VlConfig, PaliGemmaConfig, Qwen3Confi
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
 from octavo import models
-from octavo.models.processors import image
-from octavo.models.structure import support
+from octavo.family_records import RECORDS, trained_families
+from octavo.models.processors import stock
 from octavo.train.errors import TrainError
 from octavo.train.setup.build import check_family
 
 
 def test_what_trains_has_a_processor():
-    assert set(support.TRAINED) == set(image.PROCESSORS)
-    assert not set(support.TRAINED) & set(support.WAITS)
+    named = [RECORDS[family].processor for family in trained_families("images")]
+    assert set(named) == set(stock.PROCESSORS)
 
 
 def test_text_models_and_the_families_of_the_table_train(checkpoint):
@@ -35,14 +36,13 @@ def test_text_models_and_the_families_of_the_table_train(checkpoint):
     ],
 )
 def test_others_wait_for_a_reason(config, reason, monkeypatch):
-    kind = config.model_type
-    monkeypatch.setattr(support, "TRAINED", tuple(name for name in support.TRAINED if name != kind))
+    if config is Gemma3Config:
+        monkeypatch.delitem(RECORDS, config.model_type)
     assert reason in models.why_not_trained(config())
 
 
 def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(models, "read_config", lambda path: Gemma3Config())
-    monkeypatch.setitem(support.WAITS, "gemma3", "of this reason")
-    monkeypatch.setattr(support, "TRAINED", ())
+    monkeypatch.setitem(RECORDS, "gemma3", replace(RECORDS["gemma3"], why_not="of this reason"))
     with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
         check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))

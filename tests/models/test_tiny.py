@@ -13,9 +13,10 @@ from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
 from octavo.cli import tiny as command
+from octavo.family_records import tiny_families
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny import tiny
-from octavo.models.tiny.configs import CONFIGS
+from octavo.models.tiny.configs import CHECKPOINTS
 from tests.models.conftest import auto_config, batch, some_image
 
 
@@ -23,7 +24,7 @@ def contents(folder) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_stock_classes_load_it_and_agree(checkpoint, family):
     folder = checkpoint(family)
     model = models.load(folder)
@@ -77,13 +78,13 @@ def test_the_command_names_every_family():
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     [families] = [one.help for one in parser._actions if one.dest == "family"]
-    assert sorted(families.split(", ")) == sorted(tiny.FAMILIES)
+    assert sorted(families.split(", ")) == sorted(tiny_families())
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_families())
 def test_every_family_has_the_size_that_the_command_writes(family):
     ids = defaultdict(itertools.count().__next__)  # whatever its tokens are called
-    config = CONFIGS[family](tiny.SIZES[0], 512, ids)
+    config = CHECKPOINTS[family].config(tiny.SIZES[0], 512, ids)
     assert models.describe(models.empty(config)).layer_globs
     assert config.get_text_config().hidden_size == 128
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models.structure.support import TRAINED
+from octavo.family_records import trained_families
 from tests.models.conftest import batch
 
-VISION = TRAINED
+VISION = trained_families("images")
 
 
 def step(model, inputs):

@@ -17,8 +17,9 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from octavo import models
+from octavo.family_records import RECORDS
 from octavo.models import ModelError
-from octavo.models.processors.video import STOCK, Videos, metadata
+from octavo.models.processors.video import Videos, metadata
 from octavo.models.tiny import tiny
 
 KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")
@@ -59,12 +60,13 @@ def stock():
 def videos(kind: str, **more) -> Videos:
     """As published."""
     patch = {"qwen3_vl": {"patch": 16, "merge": 2, "depth": 2}, "qwen2_5_vl": {"patch": 14, "merge": 2, "depth": 2}}
-    return Videos(kind, **{**STOCK[kind], **patch.get(kind, {"tile": (448, 448), "tile_tokens": 256}), **more})
+    sizes = patch.get(kind, {"tile": (448, 448), "tile_tokens": 256})
+    return Videos(kind, **{**RECORDS[kind].video.settings, **sizes, **more})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_stock_is_what_transformers_has(stock, kind):
-    own, theirs = STOCK[kind], stock[kind][1]
+    own, theirs = RECORDS[kind].video.settings, stock[kind][1]
     if kind != "internvl":
         assert (own["min_pixels"], own["max_pixels"]) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
         assert {n: own[n] for n in ("min_frames", "max_frames", "max_video_tokens")} == {

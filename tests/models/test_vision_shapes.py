@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.models.structure.support import TRAINED
+from octavo.family_records import trained_families
 from tests.models.conftest import some_image
 
 OWN = {"llavaonevision1_5": 2}  # class tokens, one an image, which are no patches
 
 
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", trained_families("images"))
 def test_patches_and_features_are_those_of_the_model(checkpoint, family):
     """What FLOPs, tokens of a plan and shares of ranks are reckoned from."""
     model, processor = models.load(checkpoint(family)), models.load_processor(checkpoint(family))

@@ -13,9 +13,9 @@ from transformers import DeepseekV3Config
 from octavo import models
 from octavo.base.seal_note import read_note
 from octavo.cli.main import main
+from octavo.family_records import tiny_families
 from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.models.tiny.tiny import FAMILIES
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model
 from octavo.sealing import rules as rules_of
 from octavo.sealing.check import check as tried
@@ -36,7 +36,7 @@ def test_a_sealed_model_answers_as_the_plain_one(checkpoint, key, family):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in FEW])
+@pytest.mark.parametrize("family", [f for f in tiny_families() if f not in FEW])
 def test_every_family_that_trains(checkpoint, key, family):
     assert tried(checkpoint(family), key) < 1e-3
 

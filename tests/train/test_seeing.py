@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from octavo import fp8, models, train
-from octavo.models.structure.support import TRAINED
+from octavo.family_records import trained_families
 from octavo.models.tiny import tiny
 from tests.models.conftest import batch
 
@@ -29,7 +29,7 @@ class Logits(train.Callback):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", TRAINED)
+@pytest.mark.parametrize("family", trained_families("images"))
 def test_it_trains_and_stock_transformers_gives_its_logits(family, make: Make, tmp_path):
     tiny.write(family, tmp_path / "tiny", size="mini")
     cfg = make(

@@ -17,11 +17,11 @@ from octavo.base import encryption, safe_read
 from octavo.checkpoint.model.export_checksums import MARKER, is_changed, read_note, sha256
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
+from octavo.family_records import trains_on
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import companions, read_companion
 from octavo.models.processors.vocabulary import check_vocabulary
-from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -76,7 +76,7 @@ def check_companions(folder: Path, raw: Mapping[str, Any], stock: Stock | None, 
             found.warn("companions/template", folder=folder)
         return
     kind = "" if stock is None else stock.model.config.model_type
-    part = "image" if kind in TRAINED else "audio" if kind in TRAINED_WITH_SOUND else None
+    part = "image" if trains_on(kind, "images") else "audio" if trains_on(kind, "sound") else None
     with found.failing("tokenizer.json", "companion"):
         loaded: Any = models.load_processor(folder) if part and made else models.load_tokenizer(folder)
         _check_ids(loaded, stock, folder, found)

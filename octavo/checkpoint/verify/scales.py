@@ -12,9 +12,9 @@ from octavo.checkpoint.model.stock_model import Linear, Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
+from octavo.family_records import trains_on
 from octavo.models import describe
 from octavo.models.folder.quantization import Quantization
-from octavo.models.structure.support import TRAINED_WITH_SOUND
 
 _OTHER = {"_scale_inv": "_scale", "_scale": "_scale_inv"}
 _METHOD = {"_scale_inv": "fp8", "_scale": "compressed-tensors"}
@@ -162,7 +162,7 @@ def check_places(known: Mapping[str, Held], stock: Stock, found: Findings) -> No
 
 def check_sound(known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
     """FP8 in parts that servers run by transformers' own modules, which multiply values alone; each part once."""
-    if stock.model.config.model_type not in TRAINED_WITH_SOUND:
+    if not trains_on(stock.model.config.model_type, "sound"):
         return
     family = describe(stock.model)
     parts = {name: family.component_of(layer.module) for name, layer in stock.linears.items()}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.base.hub import is_name
+from octavo.family_records import video_families
 from octavo.importers.common.draft import Draft, choice, globs
 from octavo.importers.errors import TranslateError
 from octavo.importers.source.root_folder import section, whole
@@ -17,8 +18,6 @@ _SEES = re.compile(
     r"magistral-small-2509|kimi-k(2\.[5-9]|3)|step-?3|multimodal|paligemma|molmo|ovis|[-_]ocr\b)",
     re.IGNORECASE,
 )
-#: families whose videos train here -> what their names look like; `model_type` of config.json decides where it is here
-_FILMED = {"qwen3_vl": r"qwen-?3[-_]?vl", "qwen2_5_vl": r"qwen-?2\.?5[-_]?vl", "internvl": r"internvl"}
 #: data sets of one file
 _MOST_SETS = 1000
 #: pixels of the side of a token: patches of 16 or 14, two by two
@@ -60,10 +59,13 @@ def sees(draft: Draft, path: str | None) -> bool:
 
 
 def filmed(draft: Draft, path: str | None) -> str | None:
-    """The family of a model whose videos train here; None for any other."""
-    kind = str(config_of(draft, path).get("model_type") or "")
-    by_name = (name for name, pattern in _FILMED.items() if path and re.search(pattern, path, re.IGNORECASE))
-    return next((name for name in _FILMED if kind.startswith(name)), None) if kind else next(by_name, None)
+    """The family of a model whose videos train here, by `model_type` of config.json where it is here, else by the
+    model's name; None for any other."""
+    families = video_families()
+    if kind := str(config_of(draft, path).get("model_type") or ""):
+        return next((name for name in families if kind.startswith(name)), None)
+    named = (name for name, video in families.items() if path and re.search(video.hub_name, path, re.IGNORECASE))
+    return next(named, None)
 
 
 _COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp|ep|etp|vpp)_?\d+))+$")
@@ -95,11 +97,12 @@ def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], us
     if not taken or family is None:
         draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos", apart=True)
         return
+    budget = video_families()[family].budget
     for ours, key in keys.items():
         value = draft.number(key, usual.get(ours))
-        if ours.endswith("pixels") and family != "qwen2_5_vl":
+        if ours.endswith("pixels") and budget != "frame":
             whole = "data.video.max_pixels counts all frames of a video together: this, times the frames of yours"
-            draft.none(key, why=whole if family == "qwen3_vl" else "every frame is one tile of a fixed size")
+            draft.none(key, why=whole if budget == "video" else "every frame is one tile of a fixed size")
         elif value or (value == 0 and ours.endswith("pixels")):
             draft.put(f"data.video.{ours}", value if ours == "fps" else max(1, int(value)), key)
 

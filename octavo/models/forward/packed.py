@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from octavo.family_records import attends_both_ways
 from octavo.models.attention import attention
 from octavo.models.attention.segments import INSTEAD, PackedForward, Segments, Share, under_way
 from octavo.models.errors import ModelError
 from octavo.models.forward.paged import axes, positions
 from octavo.models.processors.frames import OF_VIDEOS
 from octavo.models.structure.families import Family
-from octavo.models.structure.support import TWO_WAYS
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call
@@ -45,7 +45,7 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 def _why_not(config: PreTrainedConfig) -> str | None:
     if getattr(config, "audio_config", None) is not None:
         return f"model_type {config.model_type!r} takes sound, which packs do not hold in this version"
-    if config.model_type in TWO_WAYS:
+    if attends_both_ways(config.model_type):
         return (
             f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "
             "samples of a pack is causal"

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from octavo.family_records import attends_both_ways
 from octavo.models.errors import ModelError
 from octavo.models.processors.frames import set_times
 from octavo.models.structure.families import Family
-from octavo.models.structure.support import TWO_WAYS
 
 NAME = "octavo_paged"
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -48,7 +48,7 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache is
     not for: layers that are no plain attention over all earlier tokens, and positions of a sequence that depend on the
     longest one beside it."""
-    if config.model_type in TWO_WAYS:
+    if attends_both_ways(config.model_type):
         raise ModelError(
             f"tokens of an image see those behind them in model_type {config.model_type!r}, and the generation engine "
             "is causal. Ask it with transformers' own generate."

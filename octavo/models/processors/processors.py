@@ -1,6 +1,6 @@
 """The processor of a model folder: text and PIL images in, the model's tensors out.
 
-Models that see images get one of :mod:`octavo.models.processors.image`. A text-only model gets `TextProcessor`, which
+Models that see images get one of :mod:`octavo.models.processors.stock`. A text-only model gets `TextProcessor`, which
 takes the same calls and refuses images.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo.base import safe_read
+from octavo.family_records import RECORDS, trained_families, trains_on, video_families
 from octavo.models.custom.nvila.three import add_media, template_of
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written
 from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, stock
 from octavo.models.folder.hub_checks import readable
 from octavo.models.folder.normalizers import check_growth
-from octavo.models.processors.video import STOCK, videos_of
+from octavo.models.processors.video import videos_of
 from octavo.models.processors.vocabulary import check_vocabulary
 from octavo.models.structure.skeleton import stock_config
-from octavo.models.structure.support import TRAINED, TRAINED_WITH_SOUND
 
 
 class TextProcessor:
@@ -116,7 +116,7 @@ def load_for_chat(path: str | Path) -> Any:
     folder = Path(path)
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
     media = any(at(folder, name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
-    if media and raw.get("model_type") in (*TRAINED, *TRAINED_WITH_SOUND):
+    if media and trains_on(raw.get("model_type"), "images", "sound"):
         return load_processor(folder)
     tokenizer = load_tokenizer(folder)
     check_template(tokenizer, folder)
@@ -177,26 +177,27 @@ def _load_processor(
     folder: Path, max_pixels: int | None, min_pixels: int | None, video: Mapping[str, Any] | None
 ) -> ProcessorMixin | TextProcessor:
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
-    if video is not None and raw.get("model_type") not in STOCK:
+    model_type = raw.get("model_type")
+    if video is not None and model_type not in video_families():
         raise ModelError(
-            f"data.video is given, and videos of model_type {raw.get('model_type')!r} are not taken here; those of "
-            f"{', '.join(STOCK)} are. Remove it, or take a model of these."
+            f"data.video is given, and videos of model_type {model_type!r} are not taken here; those of "
+            f"{', '.join(video_families())} are. Remove it, or take a model of these."
         )
     tokenizer = load_tokenizer(folder)
     limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
     given = {key: value for key, value in limits.items() if value is not None}
-    if raw.get("model_type") in TRAINED_WITH_SOUND:
+    if trains_on(model_type, "sound"):
         with _imported("feature extractors of sound", "torchaudio"):
             from octavo.models.processors import audio
 
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a model that sees nothing. Remove the limit.")
         return audio.load(folder, tokenizer, _chat_template(folder, tokenizer))
-    if raw.get("model_type") not in TRAINED:
+    if not trains_on(model_type, "images"):
         if "vision_config" in raw:
             raise ModelError(
-                f"{folder}: no processor for model_type {raw.get('model_type')!r}; families with images: "
-                f"{', '.join(TRAINED)}."
+                f"{folder}: no processor for model_type {model_type!r}; families with images: "
+                f"{', '.join(trained_families('images'))}."
             )
         if given:
             raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
@@ -205,8 +206,10 @@ def _load_processor(
 
     with _imported("image processors", "torchvision"):
         from octavo.models.processors import image
+        from octavo.models.processors import stock as stock_processors
 
-    processor_class, image_class = image.PROCESSORS[raw["model_type"]]
+    record = RECORDS[raw["model_type"]]
+    processor_class: Any = stock_processors.PROCESSORS[record.processor]
     images = at(folder, "preprocessor_config.json")
     if not images.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
@@ -215,27 +218,27 @@ def _load_processor(
             check_sizes(file)
     with stock(f"{folder}: the image processor cannot be loaded"):
         with readable(images.parent) as plain:
-            image_processor = image_class.from_pretrained(plain, local_files_only=True)
+            image_processor = processor_class.image_class.from_pretrained(plain, local_files_only=True)
         deviations = image_processor.image_std
         if 0 in (deviations if isinstance(deviations, list | tuple) else [deviations]):
             raise ModelError(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
     image.check_image_options(folder, processor_class, image_processor)
-    image.limit(image_processor, given)
+    image.limit(image_processor, record.image_cut, given)
     with stock(f"{folder}: the image processor cannot take an image"):
         made = image_processor(images=[Image.new("RGB", (64, 64))])
     image.check_made(folder, raw, image_processor, made)
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
-        internvl = processor_class is image.InternVLImageTextProcessor
-        own = {"image_seq_length": _image_seq_length(folder, raw)} if internvl else {}
-        more = own | image.stated_options(folder, processor_class)
-        processor = processor_class(image_processor, tokenizer, chat_template=template, **more)
-    image.check_agreement(folder, raw, processor)
-    if raw["model_type"] in STOCK:
+        shuffled = record.image_cut == "shuffled_tiles"
+        options = {"image_seq_length": _image_seq_length(folder, raw)} if shuffled else {}
+        options |= image.stated_options(folder, processor_class)
+        processor = processor_class(image_processor, tokenizer, chat_template=template, **options)
+    image.check_agreement(folder, raw, processor, record.image_cut)
+    if record.video is not None:
         length = getattr(processor, "image_seq_length", 0)
-        processor.videos = videos_of(folder, raw["model_type"], image_processor, video or {}, length)
+        processor.videos = videos_of(folder, record, image_processor, video or {}, length)
     return processor
 
 

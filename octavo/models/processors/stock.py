@@ -1,72 +1,192 @@
-"""Processors of Mistral 3, LLaVA-OneVision (2024), SmolVLM, Gemma 3, GLM-4V and Ernie 4.5 VL, for images and text.
+"""Processors of models that see images: text and PIL images in, the model's tensors out.
 
-Stock classes through thin subclasses, which say what the data side must know of a family:
+What a stock AutoProcessor is, but for its video processor, which wants torchvision; without that AutoProcessor fails or
+quietly returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
+`video_processor`; where videos of a family train, :mod:`octavo.models.processors.video` stands in its place. What else
+they say of a family is in :mod:`octavo.models.folder.processor_base`. Two stock classes cannot be made without packages
+that only videos need; what is missing of them stands here.
 
-    inputs         further tensors for the model, and what the first dimension of each counts
-    (octavo.data.encoding.inputs) tells_places   calls may ask which characters stand for each image: marks and line
-    breaks around it are its own images_by_row  images are given row by row: how many a row has decides what becomes of
-    them image_tokens   how many tokens an image becomes, by its size and whether it is the only one of its row trimmed
-    the pixels of one row without padding to the larger images of its neighbours
-
-Two stock classes cannot be made without packages that only videos need; what is missing of them stands here.
+`image_class` of each is the image processor that AutoProcessor takes, which computes with torchvision; where that is
+not installed its PIL form, which resizes a little differently (`processors.pixels_by` says which). Imported when such a
+processor is loaded: a machine that only measures models needs no Pillow.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.ernie4_5_vl_moe.processing_ernie4_5_vl_moe import Ernie4_5_VLMoeProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.utils import is_torchvision_available
 
+from octavo.models.custom.nvila.processor import NvilaProcessor
 from octavo.models.folder.chat import WithDeadline
+from octavo.models.folder.processor_base import Telling, TellingWithoutVideo
+from octavo.models.processors.frames import as_images
+from octavo.models.processors.video import Videos, metadata
+
+if is_torchvision_available():
+    from transformers.models.ernie4_5_vl_moe.image_processing_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessor as ErnieImages,
+    )
+    from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor as Gemma3Images
+    from transformers.models.glm4v.image_processing_glm4v import Glm4vImageProcessor as Glm4vImages
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor as GotOcr2Images
+    from transformers.models.llava_onevision.image_processing_llava_onevision import (
+        LlavaOnevisionImageProcessor as LlavaOnevisionImages,
+    )
+    from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor as PixtralImages
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImages
+    from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor as SmolVLMImages
+else:
+    from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeImageProcessorPil as ErnieImages,
+    )
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil as Gemma3Images
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil as Glm4vImages
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil as GotOcr2Images
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil as LlavaOnevisionImages,
+    )
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil as PixtralImages
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Qwen2VLImages
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil as SmolVLMImages
 
 
-class Telling(WithDeadline):
-    """What a processor says of itself to the data side; here: it tells places, and nothing else is special."""
-
-    tells_places = True
-    images_by_row = False
-    inputs: ClassVar[Mapping[str, str]] = {}
-
-    @staticmethod
-    def options(config: PreTrainedConfig) -> dict[str, Any]:
-        """What processor_config.json says, by the model's configuration."""
-        return {}
-
-    @staticmethod
-    def image_options(config: PreTrainedConfig) -> dict[str, Any]:
-        """What preprocessor_config.json says, by the model's configuration."""
-        return {}
-
-    def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens that an image of (height, width) becomes, of its own marks too."""
-        found: int = self._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0]  # type: ignore[attr-defined]
-        return found
-
-    def _counted(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[attr-defined]
+class _WithoutVideo(WithDeadline):
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
-class TellingWithoutVideo(Telling):
-    """Of a stock class that also takes a video processor."""
+class _Filming:
+    """What a processor says of videos to the data side: `videos` (None: it takes none here), the tensors of theirs in
+    `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot hold them
+    as images (None: they can)."""
+
+    videos: Videos | None = None
+    frames_are_images = False
+    why_not_images: ClassVar[str | None] = None
+
+    @property
+    def video_processor(self) -> Videos | None:
+        """Where stock code looks for it."""
+        return self.videos
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_dict().items() if key != "videos"}  # type: ignore[misc]
+
+    def video_text(self, film: Any) -> str:
+        """What stands in the text for a video: `film` has `total`, `fps`, `indices` and the `size` of its frames."""
+        assert self.videos is not None
+        about: dict[str, Any] = {"video_metadata": [metadata(film.total, film.fps, film.indices)]}
+        if self.videos.tile is None:
+            about["video_grid_thw"] = np.array([self.videos.grid(len(film.indices), *film.size)])
+        else:
+            about["pixel_values_videos"] = [np.empty((len(film.indices), 0))]
+        return self.replace_video_token(about, 0)  # type: ignore[attr-defined,no-any-return]
+
+    def as_images(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch as tensors in host memory, whose videos have become images
+        (:mod:`octavo.models.processors.frames`)."""
+        assert self.videos is not None
+        return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
+
+    def video_inputs(self, films: Sequence[Any]) -> dict[str, Any]:
+        """How a call is given videos, decoded; `film.frames` are those of its `indices`."""
+        told = [metadata(film.total, film.fps, film.indices) for film in films]
+        return {"videos": [film.frames for film in films], "video_metadata": told} if films else {}
+
+
+class Qwen3VLImageTextProcessor(_Filming, _WithoutVideo, Qwen3VLProcessor):
+    """Qwen3VLProcessor for images and text (dense and MoE), and videos where `videos` are given."""
+
+    image_class = Qwen2VLImages
+    inputs: ClassVar[dict[str, str]] = {"pixel_values_videos": "patch", "video_grid_thw": "video"}
+
+
+class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
+    """Qwen2VLProcessor for images and text."""
+
+    image_class = Qwen2VLImages
+
+
+class Qwen25VLImageTextProcessor(_Filming, _WithoutVideo, Qwen2_5_VLProcessor):
+    """Qwen2_5_VLProcessor for images and text, and videos where `videos` are given."""
+
+    image_class = Qwen2VLImages
+    why_not_images = "videos of qwen2_5_vl stand in seconds, and prompts of the engine in images"
+    inputs: ClassVar[dict[str, str]] = {**Qwen3VLImageTextProcessor.inputs, "second_per_grid_ts": "video"}
+
+
+class InternVLImageTextProcessor(_Filming, WithDeadline, InternVLProcessor):
+    """InternVLProcessor for images and text, and videos, whose frames are images of one tile."""
+
+    image_class = GotOcr2Images
+    frames_are_images = True
+
+    def __call__(  # type: ignore[override]
+        self, images: Any = None, text: Any = None, videos: Any = None, **options: Any
+    ) -> BatchFeature:
+        """The stock class where there are no videos; it takes videos of one length alone."""
+        if videos is None:
+            return super().__call__(images=images, text=text, **options)
+        texts = [text] if isinstance(text, str) else text
+        order = re.findall(f"{re.escape(self.image_token)}|{re.escape(self.video_token)}", "".join(texts))
+        # videos of several lengths are no tensor before they are one row of tiles
+        made = ProcessorMixin.__call__(self, images, texts, videos, **{**options, "return_tensors": None})
+        clips = iter(made.pop("pixel_values_videos"))
+        counts = iter([] if images is None else np.asarray(made.pop("num_patches")).tolist())
+        tiles = np.empty(0) if images is None else np.asarray(made["pixel_values"])
+        found, at = [], 0
+        for token in order:
+            if token == self.image_token:
+                found.append(tiles[at : (at := at + next(counts))])
+            else:
+                found.append(next(clips))
+        made["pixel_values"] = np.concatenate(found)
+        return BatchFeature(dict(made), tensor_type=options.get("return_tensors"))
 
     def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **own: Any
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        image_seq_length: int = 256,
+        chat_template: str | None = None,
+        **_: Any,
     ):
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **own)  # type: ignore[call-arg]
+        super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
+
+
+class FrameImages(Qwen2VLImages):
+    """Qwen2VLImageProcessor for towers that take frames one by one: patches of one frame where a folder leaves
+    `temporal_patch_size` out, not of two."""
+
+    temporal_patch_size = 1
+
+
+class OneVision15ImageTextProcessor(Qwen25VLImageTextProcessor):
+    """Of LLaVA-OneVision-1.5, whose folders name Qwen2_5_VLProcessor."""
+
+    image_class = FrameImages
 
 
 class PixtralImageTextProcessor(Telling, ProcessorMixin):
     """What PixtralProcessor is, which cannot be imported without torchvision: rows of image tokens, a break token
     behind each row and the end token behind the last."""
 
+    image_class = PixtralImages
     inputs = {"image_sizes": "image"}
 
     def __init__(
@@ -127,6 +247,7 @@ class PixtralImageTextProcessor(Telling, ProcessorMixin):
 class LlavaOnevisionImageTextProcessor(TellingWithoutVideo, LlavaOnevisionProcessor):
     """LlavaOnevisionProcessor for images and text: the only image of a row is cut into tiles, of several none is."""
 
+    image_class = LlavaOnevisionImages
     images_by_row = True
     inputs = {"image_sizes": "image", "batch_num_images": "row"}
 
@@ -176,6 +297,7 @@ class SmolVLMImageTextProcessor(Telling, _PlainTemplates, SmolVLMProcessor):
     class fills each row up with empty tiles, which the model throws away.
     """
 
+    image_class = SmolVLMImages
     images_by_row = True
     inputs = {"pixel_attention_mask": "pixels"}
 
@@ -228,6 +350,7 @@ class Gemma3ImageTextProcessor(Telling, Gemma3Processor):
     """Gemma3Processor for images and text. `token_type_ids` say which tokens see each other both ways: those of one
     image."""
 
+    image_class = Gemma3Images
     images_by_row = True
     inputs = {"token_type_ids": "token"}
 
@@ -253,11 +376,14 @@ class Gemma3ImageTextProcessor(Telling, Gemma3Processor):
 class Glm4vImageTextProcessor(TellingWithoutVideo, Glm4vProcessor):
     """Glm4vProcessor for images and text."""
 
+    image_class = Glm4vImages
+
 
 class Ernie45VLImageTextProcessor(TellingWithoutVideo, Ernie4_5_VLMoeProcessor):
     """Ernie4_5_VLMoeProcessor for images and text. `moe_mm_token_type_ids` choose experts of text or of images, and
     count the marks around an image with it."""
 
+    image_class = ErnieImages
     inputs = {"moe_mm_token_type_ids": "token"}
 
     def create_moe_mm_token_type_ids(self, input_ids: Any) -> Any:
@@ -269,3 +395,23 @@ class Ernie45VLImageTextProcessor(TellingWithoutVideo, Ernie4_5_VLMoeProcessor):
 
 def _square(side: int) -> dict[str, int]:
     return {"height": side, "width": side}
+
+
+PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
+    processor.__name__: processor
+    for processor in (
+        Qwen3VLImageTextProcessor,
+        Qwen2VLImageTextProcessor,
+        Qwen25VLImageTextProcessor,
+        InternVLImageTextProcessor,
+        OneVision15ImageTextProcessor,
+        PixtralImageTextProcessor,
+        LlavaOnevisionImageTextProcessor,
+        SmolVLMImageTextProcessor,
+        Gemma3ImageTextProcessor,
+        Glm4vImageTextProcessor,
+        Ernie45VLImageTextProcessor,
+        NvilaProcessor,
+    )
+}
+"""By the names that records of families have (:mod:`octavo.family_records`)."""

@@ -5,8 +5,8 @@ What the stock video processors of transformers do (`Qwen3VLVideoProcessor`, `Qw
 already, each as it was decoded, so that no video lies in memory in its own size. A :class:`Videos` stands where a
 stock processor looks for its video processor; what stands in the text for a video is the stock processor's own.
 
-Values that neither the configuration nor the folder's video_preprocessor_config.json gives are those of :data:`STOCK`,
-not of the installed transformers: another version changes no run.
+Values that neither the configuration nor the folder's video_preprocessor_config.json gives are those of the family's
+record (`VideoRecord`), not of the installed transformers: another version changes no run.
 """
 
 from __future__ import annotations
@@ -23,31 +23,10 @@ from transformers import BatchFeature
 from transformers.video_utils import VideoMetadata
 
 from octavo.base import safe_read
+from octavo.family_records import RECORDS, FamilyRecord
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, read_json
 
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-_CELL = 32 * 32  # pixels a token of Qwen3-VL
-_QWEN3 = {
-    "fps": 2.0, "min_frames": 4, "max_frames": 768, "min_pixels": 128 * _CELL, "max_pixels": 768 * _CELL,
-    "cap_pixels_per_frame": False, "max_video_tokens": 768, "mean": _HALF[0], "std": _HALF[1],
-}  # fmt: skip
-STOCK: Mapping[str, Mapping[str, Any]] = {
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-    # Its stock class takes every frame unless it is told a rate (`do_sample_frames`); a rate is taken here.
-    "qwen2_5_vl": {
-        **_QWEN3, "min_pixels": 128 * 28 * 28, "max_pixels": 768 * 28 * 28, "max_video_tokens": 128000,
-        "mean": _CLIP[0], "std": _CLIP[1],
-    },
-    # likewise; it has no limits of its own
-    "internvl": {
-        **_QWEN3, "fps": 1.0, "min_frames": 1, "min_pixels": None, "max_pixels": None, "cap_pixels_per_frame": None,
-        "mean": _CLIP[0], "std": _CLIP[1],
-    },
-}  # fmt: skip
-"""`model_type` of the families whose videos train -> what they do where nothing else is said."""
 ASKED = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 """What the section `data.video` may say of them."""
 _LONGEST = 200  # times the shorter side
@@ -57,8 +36,9 @@ _LONGEST = 200  # times the shorter side
 class Videos:
     """How a family takes videos.
 
-    kind      its `model_type`; patch, merge, depth: pixels of a patch and patches of a token, in each direction, and
-              frames of a patch; tile: (height, width) of a frame that is an image of one tile (InternVL)
+    kind      its `model_type`, whose record says what limits of pixels bound (`VideoRecord.budget`)
+    patch, merge, depth   pixels of a patch and patches of a token, in each direction, and frames of a patch
+    tile      (height, width) of a frame that is an image of one tile (InternVL)
     fps       frames of a second that are taken, as many as `min_frames` to `max_frames`
     pixels    `min_pixels` to `max_pixels`: of all frames together (Qwen3-VL), of each (Qwen2.5-VL)
     """
@@ -82,6 +62,11 @@ class Videos:
     model_input_names = ("pixel_values_videos", "video_grid_thw")  # as a stock video processor says
 
     @property
+    def together(self) -> bool:
+        """Whether limits of pixels bound all frames of a video together."""
+        return RECORDS[self.kind].video.budget == "video"  # type: ignore[union-attr]
+
+    @property
     def merge_size(self) -> int:
         return self.merge
 
@@ -100,7 +85,7 @@ class Videos:
         if total < self.depth:
             raise ValueError(f"has {total} frame(s), and the model takes {self.depth} at least")
         asked = total / fps * self.fps
-        if self.kind.startswith("qwen3"):
+        if self.together:
             count = min(max(int(asked), self.min_frames), self.max_frames, total)
             return np.linspace(0, total - 1, count).round().astype(int).tolist()  # type: ignore[no-any-return]
         if self.tile is None:
@@ -116,7 +101,7 @@ class Videos:
             return self.tile
         assert self.min_pixels is not None and self.max_pixels is not None
         unit, least, most = self.patch * self.merge, self.min_pixels, self.max_pixels
-        if not self.kind.startswith("qwen3"):  # each frame by itself
+        if not self.together:  # each frame by itself
             if self.cap_pixels_per_frame:
                 share = int(self.max_video_tokens * unit * unit * 0.9) * self.depth // frames
                 most = max(min(most, share), int(least * 1.05))
@@ -189,20 +174,22 @@ def _fitted(counted: int, frames: int, height: int, width: int, unit: int, least
     return tall, wide
 
 
-def videos_of(folder: Path, kind: str, image_processor: Any, asked: Mapping[str, Any], tile_tokens: int = 0) -> Videos:
+def videos_of(
+    folder: Path, record: FamilyRecord, image_processor: Any, asked: Mapping[str, Any], tile_tokens: int = 0
+) -> Videos:
     """How the model of a folder takes videos: as `asked` (of :data:`ASKED`, None: not asked), else as its
-    video_preprocessor_config.json says, else as :data:`STOCK`.
+    video_preprocessor_config.json says, else as the family's record does, which has `video`.
 
     Raises ModelError for values that cannot be, and for limits of pixels where frames have one size.
     """
     file = at(folder, "video_preprocessor_config.json")
     own = read_json(file) if file.exists() else {}
-    stock = STOCK[kind]
+    assert record.video is not None
     stated = {name: own[name] for name in (*ASKED, "max_video_tokens") if own.get(name) is not None}
     stated |= {ours: own[theirs] for ours, theirs in (("mean", "image_mean"), ("std", "image_std")) if own.get(theirs)}
     size = own.get("size") if isinstance(own.get("size"), Mapping) else {}
     tile, more = None, {}
-    if kind == "internvl":
+    if record.video.budget == "tile":
         wrong = [name for name in ("min_pixels", "max_pixels", "cap_pixels_per_frame") if asked.get(name) is not None]
         if wrong:
             raise ModelError(f"data.video.{wrong[0]}: {folder} makes every frame one tile of a fixed size. Remove it.")
@@ -217,14 +204,14 @@ def videos_of(folder: Path, kind: str, image_processor: Any, asked: Mapping[str,
         stated |= {name: value for name, value in limits.items() if value is not None}
         ours = image_processor
         more = {"patch": ours.patch_size, "merge": ours.merge_size, "depth": ours.temporal_patch_size}
-    values = {**stock, **stated, **{name: value for name, value in asked.items() if value is not None}}
+    values = {**record.video.settings, **stated, **{name: value for name, value in asked.items() if value is not None}}
     for name in ("mean", "std"):
         given = values[name]
         if not isinstance(given, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in given):
             shown = safe_read.printable(repr(given))[:80]
             raise ModelError(f"{file if own else folder} gives image_{name} {shown}: it is three numbers.")
         values[name] = tuple(given)
-    found = Videos(kind, **values, **more)
+    found = Videos(record.model_type, **values, **more)
     _check(found, file if own else folder, asked)
     return found
 

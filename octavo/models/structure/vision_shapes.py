@@ -7,7 +7,7 @@ tiles     tiles of one size (InternVL, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from octavo.family_records import RECORDS
 from octavo.models.errors import ModelError
 from octavo.models.structure import anyres
 
@@ -117,40 +118,85 @@ class Vision:
 
 
 def vision_of(config: PreTrainedConfig) -> Vision:
-    """The way of a configuration's family. Raises ModelError for one that Octavo does not know."""
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
+    """The way of a configuration's family, by the `image_cut` of its record. Raises ModelError for one that Octavo does
+    not know."""
+    if getattr(config, "vision_config", None) is None:
         raise ModelError(f"model_type {config.model_type!r} takes no images")
-    patch = _pair(vision.patch_size)
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
-    if hasattr(vision, "spatial_merge_size"):
-        frames = getattr(vision, "temporal_patch_size", 1)
-        return Vision("patches", patch, channels * frames, vision.spatial_merge_size)
-    if vision.model_type == "pixtral":
-        return Vision("whole", patch, channels, config.spatial_merge_size)
-    tile = _pair(vision.image_size)
-    cells = (tile[0] // patch[0]) * (tile[1] // patch[1])
-    if config.model_type == "internvl":
-        small = round(1 / config.downsample_ratio)
-        least = (small * patch[0], small * patch[1])
-        return Vision("tiles", patch, channels, 1, tile, least, 1, int(cells * config.downsample_ratio**2))
-    if config.model_type == "smolvlm":
-        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
-    if config.model_type == "llava_onevision":
-        most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
-        breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
-        return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
-    if config.model_type == "gemma3":
-        return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
-    if config.model_type in ("nvila", "nvila_lite"):
-        rows, columns = tile[0] // patch[0], tile[1] // patch[1]
-        least = (config.merge * patch[0], config.merge * patch[1])
-        length, side = config.tile_tokens(rows, columns), config.vision_config.image_size
-        squares = tuple((scale // side) ** 2 for scale in config.s2_scales)
-        most = config.max_tiles + (not squares and config.max_tiles > 1)  # the whole image is a tile more
-        own = {"ends": config.newlines, "scales": squares, "most": most}
-        return Vision("tiles", patch, channels, 1, tile, least, 0, length, **own)
-    raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+    record = RECORDS.get(config.model_type)
+    cut = record.image_cut if record is not None else ""
+    if not cut:  # towers that say it themselves
+        vision = config.vision_config
+        cut = "patches" if hasattr(vision, "spatial_merge_size") else "whole" if vision.model_type == "pixtral" else ""
+    if not cut:
+        raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+    return _CUTS[cut](config, _pair(config.vision_config.patch_size), _channels(config.vision_config))
+
+
+def _channels(vision: PreTrainedConfig) -> int:
+    found: int = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    return found
+
+
+def _patches(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    vision = config.vision_config
+    return Vision("patches", patch, channels * getattr(vision, "temporal_patch_size", 1), vision.spatial_merge_size)
+
+
+def _whole(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    return Vision("whole", patch, channels, config.spatial_merge_size)
+
+
+def _tile(config: Any, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
+    """The size of a tile, and its patches."""
+    tile = _pair(config.vision_config.image_size)
+    return tile, (tile[0] // patch[0]) * (tile[1] // patch[1])
+
+
+def _shuffled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    tile, cells = _tile(config, patch)
+    small = round(1 / config.downsample_ratio)
+    least = (small * patch[0], small * patch[1])
+    return Vision("tiles", patch, channels, 1, tile, least, 1, int(cells * config.downsample_ratio**2))
+
+
+def _stacked_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    tile, cells = _tile(config, patch)
+    return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
+
+
+def _anyres_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    tile, cells = _tile(config, patch)
+    most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
+    breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
+    return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
+
+
+def _one_tile(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    tile, _ = _tile(config, patch)
+    return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
+
+
+def _scaled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+    tile, _ = _tile(config, patch)
+    rows, columns = tile[0] // patch[0], tile[1] // patch[1]
+    least = (config.merge * patch[0], config.merge * patch[1])
+    length, side = config.tile_tokens(rows, columns), config.vision_config.image_size
+    squares = tuple((scale // side) ** 2 for scale in config.s2_scales)
+    most = config.max_tiles + (not squares and config.max_tiles > 1)  # the whole image is a tile more
+    return Vision("tiles", patch, channels, 1, tile, least, 0, length, ends=config.newlines, scales=squares, most=most)
+
+
+_CUTS: Mapping[str, Callable[[Any, tuple[int, int], int], Vision]] = {
+    "patches": _patches,
+    "paired_patches": _patches,
+    "whole": _whole,
+    "shuffled_tiles": _shuffled_tiles,
+    "stacked_tiles": _stacked_tiles,
+    "anyres_tiles": _anyres_tiles,
+    "one_tile": _one_tile,
+    "scaled_tiles": _scaled_tiles,
+}
+"""The `image_cut` of a record -> the way, by the configuration."""
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The dimensions and processor entries of small checkpoints that hear."""
+"""Small checkpoints of families that take sound: dimensions, special tokens, processor files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2AudioConfig
 
-from octavo.models.tiny.parts import Ids, text
+from octavo.models.tiny.parts import Checkpoints, Ids, text
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, chatml
+
+CHECKPOINTS = Checkpoints()
 
 SECONDS = 1  # of the longest sound: 100 frames, 50 places in the tower, 25 tokens
 BINS = 32
 
-#: preprocessor_config.json, and processor_config.json
-EXTRACTOR: dict[str, Any] = {
+_EXTRACTOR: dict[str, Any] = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "feature_size": BINS,
     "sampling_rate": 16000,
@@ -24,9 +26,19 @@ EXTRACTOR: dict[str, Any] = {
     "return_attention_mask": True,
     "processor_class": "Qwen2AudioProcessor",
 }
-PROCESSOR = {"processor_class": "Qwen2AudioProcessor"}
+_FILES = {
+    "preprocessor_config.json": _EXTRACTOR,
+    "processor_config.json": {"processor_class": "Qwen2AudioProcessor"},
+}
+_TOKENS = Special(  # its template asks for sounds where others ask for images
+    (*CHATML_TOKENS, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+    chatml("<|audio_bos|><|AUDIO|><|audio_eos|>\n").replace("image", "audio"),
+    eos="<|im_end|>",
+    pad="<|endoftext|>",
+)
 
 
+@CHECKPOINTS.add(_TOKENS, _FILES)
 def qwen2_audio(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     sound = {
         "model_type": "qwen2_audio_encoder",

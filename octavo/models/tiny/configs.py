@@ -1,13 +1,10 @@
-"""The dimensions of the small checkpoints: real architectures, a few hundred thousand parameters.
-
-Widths are multiples of 16, 32 and 64 where the published models' are, and ragged where theirs are (Qwen2.5-VL's
-vision MLP). "small" trains well from scratch within minutes on a CPU; "mini" is for tests.
+"""Small checkpoints of real architectures, one function a family: those of text, and those of the first families that
+see; :mod:`octavo.models.tiny.vision` has the others, :mod:`octavo.models.tiny.parts` what all share.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
@@ -24,8 +21,25 @@ from transformers import (
 from octavo.models.custom.mpt import MPTConfig
 from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
 from octavo.models.tiny import audio as hearing
+from octavo.models.tiny import special_tokens
 from octavo.models.tiny import vision as seeing
-from octavo.models.tiny.parts import PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
+from octavo.models.tiny.parts import (
+    PAIRS,
+    PATCH,
+    PATCHES,
+    QWEN3_FILES,
+    Checkpoints,
+    Ids,
+    moe,
+    processor_files,
+    qwen_vision,
+    rope,
+    text,
+    vision_ids,
+)
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, chatml
+
+_CHECKPOINTS = Checkpoints()
 
 
 def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
@@ -40,16 +54,22 @@ def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> di
     }
 
 
-def _qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
+def qwen3_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Qwen3VLConfig(**_qwen3_parts(size, text(size, vocab, head_dim=32), True, ids))
 
 
-def _qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
+def qwen3_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = {**moe(size, vocab), "tie_word_embeddings": False}
     return Qwen3VLMoeConfig(**_qwen3_parts(size, decoder, False, ids))
 
 
-def _qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(
+    special_tokens.QWEN_VL,
+    processor_files("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", PAIRS, "Qwen2VLVideoProcessor"),
+)
+def qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab)
     decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
     decoder["bos_token_id"], decoder["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
@@ -59,9 +79,34 @@ def _qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 INTERNVL_IMAGE = 16  # pixels a tile: 4x4 patches, pixel shuffle to 4 tokens
+_INTERNVL = Special(
+    (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    chatml("<IMG_CONTEXT>", "<video>\\n"),
+    eos="<|im_end|>",
+    pad="<|endoftext|>",
+    names={
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+)
+_INTERNVL_FILES = processor_files(
+    "InternVLProcessor",
+    "GotOcr2ImageProcessor",
+    {
+        "size": {"height": INTERNVL_IMAGE, "width": INTERNVL_IMAGE},
+        "crop_to_patches": True,
+        "min_patches": 1,
+        "max_patches": 4,
+    },
+    "InternVLVideoProcessor",
+    image_seq_length=4,
+)
 
 
-def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(_INTERNVL, _INTERNVL_FILES)
+def internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, model_type="qwen3", head_dim=32, tie_word_embeddings=True)
     vision = {
         "hidden_size": 64,
@@ -83,7 +128,16 @@ def _internvl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-def _llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(
+    special_tokens.QWEN_VL,
+    processor_files(
+        "Qwen2_5_VLProcessor",
+        "Qwen2VLImageProcessor",
+        {**PATCHES, "temporal_patch_size": 1},
+        "Qwen2VLVideoProcessor",
+    ),
+)
+def llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, head_dim=32)
     depth, mlp = (4, 256) if size == "small" else (2, 128)
     vision = qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, embed_dim=64)
@@ -91,12 +145,38 @@ def _llavaonevision1_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return LLaVAOneVision1_5_Config(text_config=decoder, vision_config=vision, **vision_ids(ids))
 
 
-def _llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(special_tokens.QWEN)
+def qwen3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True))
+
+
+@_CHECKPOINTS.add(special_tokens.QWEN)
+def qwen3_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+    return Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True)
+
+
+# Llama 2: the system text goes inside the first user turn; an answer ends with </s>.
+_LLAMA_TEMPLATE = (
+    "{% set state = namespace(system='') %}{% for message in messages %}"
+    "{% if message['content'] is string %}{% set text = message['content'] %}"
+    "{% else %}{% set text = message['content'] | map(attribute='text') | join('') %}{% endif %}"
+    "{% if message['role'] == 'system' %}{% set state.system = '<<SYS>>\n' + text + '\n<</SYS>>\n\n' %}"
+    "{% elif message['role'] == 'user' %}{{ bos_token + '[INST] ' + state.system + text + ' [/INST]' }}"
+    "{% set state.system = '' %}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + text + eos_token }}"
+    "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}{% endfor %}"
+)
+_LLAMA = Special(("<unk>", "<s>", "</s>"), _LLAMA_TEMPLATE, eos="</s>", pad="<unk>", bos="<s>")
+
+
+@_CHECKPOINTS.add(_LLAMA)
+def llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, bos_token_id=ids["<s>"], eos_token_id=ids["</s>"], tie_word_embeddings=False)
     return LlamaConfig(**decoder)
 
 
-def _mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
+@_CHECKPOINTS.add(special_tokens.QWEN)
+def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """As LLM-Foundry's mpt-1b: learned positions, biases, its own scheme of random weights."""
     return MPTConfig(
         d_model=128 if size == "small" else 64,
@@ -107,35 +187,11 @@ def _mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-CONFIGS: Mapping[str, Callable[[str, int, Ids], PreTrainedConfig]] = {
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl_moe,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "internvl": _internvl,
-    "mistral3": seeing.mistral3,
-    "llava_onevision": seeing.llava_onevision,
-    "smolvlm": seeing.smolvlm,
-    "gemma3": seeing.gemma3,
-    "glm4v": seeing.glm4v,
-    "glm46v": seeing.glm46v,
-    "glm4v_moe": seeing.glm4v_moe,
-    "glm_ocr": seeing.glm_ocr,
-    "qwen2_vl": seeing.qwen2_vl,
-    "qwen3_5": seeing.qwen3_5,
-    "qwen3_5_moe": seeing.qwen3_5_moe,
-    "ernie4_5_vl_moe": seeing.ernie4_5_vl_moe,
-    "qwen2_audio": hearing.qwen2_audio,
-    "nvila": seeing.nvila,
-    "nvila_lite": seeing.nvila_lite,
-    "qwen3": lambda size, vocab, ids: Qwen3Config(**text(size, vocab, head_dim=32, tie_word_embeddings=True)),
-    "qwen3_moe": lambda size, vocab, ids: Qwen3MoeConfig(**moe(size, vocab), tie_word_embeddings=True),
-    "llama": _llama,
-    "mpt": _mpt,
-    "llavaonevision1_5": _llavaonevision1_5,
-}
+CHECKPOINTS = Checkpoints(_CHECKPOINTS | hearing.CHECKPOINTS | seeing.CHECKPOINTS)
+"""All of them."""
 
 
 def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
     """The configuration alone, for measuring: special tokens take the last ids of the vocabulary."""
     ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
-    return CONFIGS[family](size, vocab, ids)
+    return CHECKPOINTS[family].config(size, vocab, ids)

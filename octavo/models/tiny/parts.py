@@ -1,4 +1,4 @@
-"""What the configurations of small checkpoints share: decoders and towers of a few hundred thousand parameters.
+"""What small checkpoints share: their table, decoders and towers of a few hundred thousand parameters, processor files.
 
 Widths are multiples of 16, 32 and 64 where the published models' are, and ragged where theirs are. "small" trains well
 from scratch within minutes on a CPU; "mini" is for tests.
@@ -6,13 +6,87 @@ from scratch within minutes on a CPU; "mini" is for tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedConfig
+
+from octavo.models.tiny.special_tokens import Special
 
 SIZES = ("small", "mini")
 PATCH = 4  # pixels; two by two patches merge into one token of 8x8 pixels
 MAX_POSITIONS = 4096
 Ids = Mapping[str, int]
+Dimensions = Callable[[str, int, Ids], PreTrainedConfig]
+"""(size, rows of the embedding, special token -> its number) -> the configuration."""
+
+_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_convert_rgb": True}
+_CELL = (2 * PATCH) ** 2  # pixels a token
+PATCHES = {"patch_size": PATCH, "merge_size": 2, "size": {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}}
+"""Entries of an image processor that cuts whole images into patches of one frame."""
+PAIRS = {**PATCHES, "temporal_patch_size": 2}
+"""The same with patches of two frames; an image is one of two equal ones."""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small checkpoint: its configuration, its special tokens with its chat template, and the files of its processor
+    (name -> content)."""
+
+    config: Dimensions
+    special: Special
+    files: Mapping[str, Mapping[str, Any]]
+
+
+class Checkpoints(dict[str, Tiny]):
+    """`model_type` -> its small checkpoint."""
+
+    def add(
+        self, special: Special, files: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Callable[[Dimensions], Dimensions]:
+        """Decorates the function that makes the configuration, which has the `model_type` for its name."""
+
+        def enter(config: Dimensions) -> Dimensions:
+            self[config.__name__] = Tiny(config, special, files or {})
+            return config
+
+        return enter
+
+
+def processor_files(
+    processor: str,
+    image_processor: str,
+    image: Mapping[str, Any],
+    video_processor: str | None = None,
+    video: Mapping[str, Any] | None = None,
+    **entries: Any,
+) -> dict[str, dict[str, Any]]:
+    """The files that a stock AutoProcessor reads, which name stock classes (it needs torchvision and the video file;
+    Octavo reads the rest).
+
+    image, entries   what preprocessor_config.json and processor_config.json say besides the classes
+    video            what frames have otherwise than images
+    """
+    common = {**_HALF, "processor_class": processor}
+    files = {
+        "preprocessor_config.json": {**image, **common, "image_processor_type": image_processor},
+        "processor_config.json": {"processor_class": processor, **entries},
+    }
+    if video_processor is not None:
+        tiles = "crop_to_patches" in image or "patch_size" not in image
+        frames = {**({"size": image["size"]} if tiles else image), **(video or {})}
+        files["video_preprocessor_config.json"] = {**frames, **common, "video_processor_type": video_processor}
+    return files
+
+
+def image_file(**entries: Any) -> dict[str, dict[str, Any]]:
+    """The file of a family that has one of images alone."""
+    return {"preprocessor_config.json": {**_HALF, **entries}}
+
+
+QWEN3_FILES = processor_files("Qwen3VLProcessor", "Qwen2VLImageProcessor", PAIRS, "Qwen3VLVideoProcessor")
+"""Of Qwen3-VL, and of those after it."""
 
 
 def text(size: str, vocab: int, **more: Any) -> dict[str, Any]:

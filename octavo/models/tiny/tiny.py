@@ -11,42 +11,23 @@ give the same bytes (with the same versions of torch and transformers).
 from __future__ import annotations
 
 import filecmp
+import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from octavo.base import atomic_write, target_folder
+from octavo.family_records import tiny_families
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import quiet
 from octavo.models.structure.skeleton import auto_class
-from octavo.models.tiny import special_tokens
-from octavo.models.tiny.configs import CONFIGS
-from octavo.models.tiny.files import write_processor
+from octavo.models.tiny.configs import CHECKPOINTS
 from octavo.models.tiny.parts import SIZES
-from octavo.models.tiny.special_tokens import Special
 from octavo.models.tiny.tokenizer import train_tokenizer
-
-FAMILIES = tuple(CONFIGS)
-_SPECIAL: Mapping[str, Special] = {
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), special_tokens.QWEN_VL
-    ),
-    "llavaonevision1_5": special_tokens.QWEN_VL,
-    "internvl": special_tokens.INTERNVL,
-    "mistral3": special_tokens.MISTRAL3,
-    "llava_onevision": special_tokens.LLAVA_ONEVISION,
-    "smolvlm": special_tokens.SMOLVLM,
-    "gemma3": special_tokens.GEMMA3,
-    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), special_tokens.GLM4V),
-    "ernie4_5_vl_moe": special_tokens.ERNIE4_5_VL,
-    "qwen2_audio": special_tokens.QWEN2_AUDIO,
-    **dict.fromkeys(("qwen3", "qwen3_moe", "mpt"), special_tokens.QWEN),
-    **dict.fromkeys(("nvila", "nvila_lite"), special_tokens.NVILA),
-    "llama": special_tokens.LLAMA,
-}
 
 
 def write(
@@ -61,8 +42,8 @@ def write(
     Raises ModelError for an unknown family or size, and for a directory that holds anything else than exactly what
     would be written; writing the same again is a no-op.
     """
-    if family not in CONFIGS:
-        raise ModelError(f"there is no tiny family {family!r}; known: {', '.join(FAMILIES)}.")
+    if family not in tiny_families():
+        raise ModelError(f"there is no tiny family {family!r}; known: {', '.join(tiny_families())}.")
     size = size or SIZES[0]
     if size not in SIZES:
         raise ModelError(f"there is no size {size!r}; known: {', '.join(SIZES)}.")
@@ -80,11 +61,12 @@ def write(
 
 
 def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterable[str] | None) -> None:
-    tokens = _SPECIAL[family]
+    small = CHECKPOINTS[family]
+    tokens = small.special
     tokenizer = train_tokenizer(tokens, texts)
     ids = tokenizer.get_vocab()
     vocab = -(-len(ids) // 64) * 64
-    config = CONFIGS[family](size, vocab, ids)
+    config = small.config(size, vocab, ids)
     first = None if tokens.bos is None else ids[tokens.bos]
     with quiet():  # SmolVLM's says that its pad_token_id is its decoder's business
         for part in (config, config.get_text_config()):
@@ -100,7 +82,20 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     with quiet():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    write_processor(family, directory)
+    _write_files(small.files, directory)
+
+
+def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
+    """The files of a processor beside a tokenizer, which gets the processor's name."""
+    for name, content in files.items():
+        _dump(directory / name, content)
+    if processor := files.get("processor_config.json"):
+        file = directory / "tokenizer_config.json"
+        _dump(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
+
+
+def _dump(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _fill_zeros(model: torch.nn.Module) -> None:

@@ -1,5 +1,7 @@
-"""The dimensions of small checkpoints of families that see, one function a family; :mod:`octavo.models.tiny.configs`
-has the first four and what all share."""
+"""Small checkpoints of families that see, one function a family: dimensions, special tokens, processor files.
+
+:mod:`octavo.models.tiny.configs` has the first of them, :mod:`octavo.models.tiny.parts` what all share.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,33 @@ from transformers import (
 )
 
 from octavo.models.custom.nvila import NvilaConfig, NvilaLiteConfig
-from octavo.models.tiny.parts import PATCH, Ids, moe, qwen_vision, rope, text, vision_ids
+from octavo.models.custom.nvila.templates import TEMPLATES
+from octavo.models.tiny import special_tokens
+from octavo.models.tiny.parts import (
+    PAIRS,
+    PATCH,
+    PATCHES,
+    QWEN3_FILES,
+    Checkpoints,
+    Ids,
+    image_file,
+    moe,
+    processor_files,
+    qwen_vision,
+    rope,
+    text,
+    vision_ids,
+)
+from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, by_role, chatml
+
+CHECKPOINTS = Checkpoints()
 
 TILE = 16
 """Pixels a tile, in each direction, of families that cut images into tiles: 4 x 4 patches."""
 TILES = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
 TOKENS = (TILE // PATCH // 2) ** 2
 """Tokens a tile of families that merge 2 x 2 patches."""
+_SQUARE = {"height": TILE, "width": TILE}
 
 
 def _depth(size: str) -> int:
@@ -53,6 +75,24 @@ def _siglip(size: str) -> dict[str, Any]:
     return _tower(size, model_type="siglip_vision_model", vision_use_head=False)
 
 
+_MISTRAL3 = Special(
+    ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "[IMG_BREAK]",
+     "[IMG_END]", "<pad>"),
+    "{{ bos_token }}" + by_role(
+        system="[SYSTEM_PROMPT]TEXT[/SYSTEM_PROMPT]", user="[INST]TEXT[/INST]", assistant="TEXT</s>", image="[IMG]"
+    ),
+    eos="</s>", pad="<pad>", bos="<s>",
+)  # fmt: skip
+_MISTRAL3_FILES = processor_files(
+    "PixtralProcessor",
+    "PixtralImageProcessor",
+    {"size": {"longest_edge": 8 * TILE}, "patch_size": PATCH},
+    patch_size=PATCH,
+    spatial_merge_size=2,
+)
+
+
+@CHECKPOINTS.add(_MISTRAL3, _MISTRAL3_FILES)
 def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, model_type="mistral", head_dim=32, sliding_window=None)
     return Mistral3Config(
@@ -65,6 +105,25 @@ def mistral3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+_LLAVA_ONEVISION = Special(
+    (*CHATML_TOKENS, "<image>", "<video>"),
+    chatml("<image>\n"),
+    eos="<|im_end|>",
+    pad="<|endoftext|>",
+    names={"image_token": "<image>", "video_token": "<video>"},
+)
+_LLAVA_ONEVISION_FILES = processor_files(
+    "LlavaOnevisionProcessor",
+    "LlavaOnevisionImageProcessor",
+    {"size": _SQUARE, "image_grid_pinpoints": TILES},
+    "LlavaOnevisionVideoProcessor",
+    num_image_tokens=4 * TOKENS,
+    vision_feature_select_strategy="full",
+    vision_aspect_ratio="anyres_max_9",
+)
+
+
+@CHECKPOINTS.add(_LLAVA_ONEVISION, _LLAVA_ONEVISION_FILES)
 def llava_onevision(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return LlavaOnevisionConfig(
         text_config=text(size, vocab, model_type="qwen2"),
@@ -77,6 +136,30 @@ def llava_onevision(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+_CELLS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))
+_SMOLVLM = Special(
+    ("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+     *_CELLS),
+    "<|im_start|>" + by_role(
+        system="System: TEXT<end_of_utterance>\n", user="User: TEXT<end_of_utterance>\n",
+        assistant="Assistant:TEXT<end_of_utterance>\n", image="<image>",
+    ) + "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    eos="<end_of_utterance>", pad="<|im_end|>", bos="<|im_start|>",
+    names={
+        "image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>",
+    },
+)  # fmt: skip
+_SMOLVLM_FILES = processor_files(
+    "SmolVLMProcessor",
+    "SmolVLMImageProcessor",
+    {"size": {"longest_edge": 2 * TILE}, "max_image_size": {"longest_edge": TILE}, "do_image_splitting": True},
+    "SmolVLMVideoProcessor",
+    image_seq_len=TOKENS,
+)
+
+
+@CHECKPOINTS.add(_SMOLVLM, _SMOLVLM_FILES)
 def smolvlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab, model_type="llama", head_dim=32)
     decoder["pad_token_id"] = ids["<|im_end|>"]
@@ -89,6 +172,24 @@ def smolvlm(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+_GEMMA3 = Special(
+    ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
+     "<image_soft_token>"),
+    "{{ bos_token }}" + by_role(
+        system="<start_of_turn>user\nTEXT<end_of_turn>\n", user="<start_of_turn>user\nTEXT<end_of_turn>\n",
+        assistant="<start_of_turn>model\nTEXT<end_of_turn>\n", image="<start_of_image>",
+    ) + "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    eos="<end_of_turn>", pad="<pad>", bos="<bos>",
+    names={
+        "image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+    },
+)  # fmt: skip
+_GEMMA3_FILES = processor_files(
+    "Gemma3Processor", "Gemma3ImageProcessor", {"size": _SQUARE, "do_pan_and_scan": False}, image_seq_length=TOKENS
+)
+
+
+@CHECKPOINTS.add(_GEMMA3, _GEMMA3_FILES)
 def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """Two layers of three see 32 tokens back."""
     decoder = text(size, vocab, head_dim=32, query_pre_attn_scalar=32, sliding_window=32)
@@ -104,6 +205,24 @@ def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
+_GLM4V = Special(
+    ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_image|>",
+     "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|image|>", "<|video|>"),
+    "[gMASK]<sop>" + by_role(
+        system="<|system|>\nTEXT", user="<|user|>\nTEXT", assistant="<|assistant|>\nTEXT<|endoftext|>",
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+    ) + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    eos="<|endoftext|>", pad="<|endoftext|>",
+    names={"image_token": "<|image|>", "video_token": "<|video|>"},
+)  # fmt: skip
+_GLM_IMAGES = {  # an area is that of both frames
+    **PAIRS,
+    "size": {name: 2 * area for name, area in PATCHES["size"].items()},
+}
+_GLM4V_FILES = processor_files("Glm4vProcessor", "Glm4vImageProcessor", _GLM_IMAGES, "Glm4vVideoProcessor")
+_GLM46V_FILES = processor_files("Glm46VProcessor", "Glm46VImageProcessor", _GLM_IMAGES, "Glm46VVideoProcessor")
+
+
 def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
     """Rotary turns a part of each head."""
     head = decoder["hidden_size"] // decoder["num_attention_heads"]
@@ -117,18 +236,22 @@ def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) 
     }
 
 
+@CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Glm4vConfig(**_glm_parts(size, text(size, vocab), ids))
 
 
+@CHECKPOINTS.add(_GLM4V, _GLM46V_FILES)
 def glm46v(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Glm46VConfig(**_glm_parts(size, text(size, vocab), ids))
 
 
+@CHECKPOINTS.add(_GLM4V, _GLM46V_FILES)
 def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return GlmOcrConfig(**_glm_parts(size, text(size, vocab), ids, part=1.0))
 
 
+@CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """A dense layer, then one of eight experts and one that takes every token."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
@@ -136,6 +259,10 @@ def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
 
 
+_QWEN2_FILES = processor_files("Qwen2VLProcessor", "Qwen2VLImageProcessor", PAIRS, "Qwen2VLVideoProcessor")
+
+
+@CHECKPOINTS.add(special_tokens.QWEN_VL, _QWEN2_FILES)
 def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """A tower that names its own width `embed_dim`, and the decoder's `hidden_size`."""
     decoder = text(size, vocab)
@@ -161,14 +288,40 @@ def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, An
     }
 
 
+@CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_5(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Qwen3_5Config(**_qwen3_5_parts(size, text(size, vocab, head_dim=32), ids))
 
 
+@CHECKPOINTS.add(special_tokens.QWEN_VL, QWEN3_FILES)
 def qwen3_5_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     return Qwen3_5MoeConfig(**_qwen3_5_parts(size, moe(size, vocab, shared_expert_intermediate_size=64), ids))
 
 
+_ERNIE4_5_VL = Special(
+    ("<unk>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "<|IMAGE_START|>", "<|IMAGE_END|>",
+     "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_START|>", "<|VIDEO_END|>", "<|VIDEO_PLACEHOLDER|>"),
+    "{{ bos_token }}" + by_role(
+        system="TEXT\n", user="User: TEXT\n", assistant="Assistant:TEXT<|end_of_sentence|>",
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+    ) + "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
+    eos="<|end_of_sentence|>", pad="<unk>", bos="<|begin_of_sentence|>",
+    names={
+        f"{kind}_{name}": f"<|{kind.upper()}_{mark}|>"
+        for kind in ("image", "video")
+        for name, mark in (("token", "PLACEHOLDER"), ("start_token", "START"), ("end_token", "END"))
+    },
+)  # fmt: skip
+_ERNIE4_5_VL_FILES = processor_files(
+    "Ernie4_5_VLMoeProcessor",
+    "Ernie4_5_VLMoeImageProcessor",
+    {**PATCHES, "temporal_patch_size": 1},
+    "Ernie4_5_VLMoeVideoProcessor",
+    {"temporal_patch_size": 2, "draw_on_frames": False},  # pairs of frames; times drawn on them want a font
+)
+
+
+@CHECKPOINTS.add(_ERNIE4_5_VL, _ERNIE4_5_VL_FILES)
 def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """A dense layer, then one whose tokens of text and of images have experts of their own."""
     decoder = text(size, vocab, num_hidden_layers=2)
@@ -207,6 +360,16 @@ def _around(ids: Ids, start: str, end: str, case: Any = str) -> Mapping[str, int
     }
 
 
+_NVILA = Special(
+    (*CHATML_TOKENS, "[BOS]", "[PAD]", "<vila/sentinel>", "<image>", "<vila/video>"),
+    TEMPLATES["qwen2"],
+    eos="<|im_end|>",
+    pad="[PAD]",
+)
+# as published: the tower's own processor, and no other
+_NVILA_FILES = image_file(image_processor_type="SiglipImageProcessor", size=_SQUARE, rescale_factor=1 / 255, resample=3)
+
+
 def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
     """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged. A layer
     of the tower is never run."""
@@ -221,11 +384,13 @@ def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
     }
 
 
+@CHECKPOINTS.add(_NVILA, _NVILA_FILES)
 def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """Two scales: a tile, and from 2 x 2 to 6 tiles."""
     return NvilaConfig(**_nvila(size, ids, s2_scales=[TILE, 2 * TILE], max_tiles=6))
 
 
+@CHECKPOINTS.add(_NVILA, _NVILA_FILES)
 def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     """3 x 3 of 4 x 4 patches, filled up, become one of 4 tokens."""
     return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

@@ -17,9 +17,9 @@ from octavo.data.encoding.inputs import of_processor
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import ImageProblem
 from octavo.data.rows.image_refs import load as opened
+from octavo.family_records import trained_families
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
 from octavo.models.structure.skeleton import SCORING
-from octavo.models.structure.support import TRAINED
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.artifacts.load_target import fitting
 
@@ -89,7 +89,7 @@ class RewardModel:
         if files and not self.sees:
             return (
                 f"has images, and the reward model ({self.model.config.model_type}) reads text alone; those that see "
-                f"are ...{SCORING} of {', '.join(TRAINED)}"
+                f"are ...{SCORING} of {', '.join(trained_families('images'))}"
             )
         if row.get("videos"):
             return "has videos, which reward models are not shown in this version; give such rows another reward"

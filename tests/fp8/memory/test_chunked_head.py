@@ -26,7 +26,7 @@ from transformers import (
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
-from octavo.models.tiny.configs import CONFIGS, tiny_config
+from octavo.models.tiny.configs import CHECKPOINTS, tiny_config
 
 IGNORE = -100
 
@@ -45,7 +45,7 @@ def asked(seed=0):
     return {"input_ids": ids, "logits_to_keep": torch.tensor([2, 3, 7]), "use_cache": False}, target
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "qwen2_audio"])  # it takes no logits_to_keep
+@pytest.mark.parametrize("family", [f for f in CHECKPOINTS if f != "qwen2_audio"])  # it takes no logits_to_keep
 def test_losses_come_out_of_the_described_families_where_logits_do(family: str):
     model = tiny(family)
     inputs, target = asked()

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from octavo import fp8, models
+from octavo.family_records import trained_families
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
-from octavo.models.structure.support import TRAINED
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
 from tests.fp8.memory import test_accounting as test_kept
@@ -213,7 +213,8 @@ DRAWN = [(f, p) for i, f in enumerate(DRAWN_FROM) for j, p in enumerate(POLICIES
 
 @pytest.mark.parametrize(("family", "policy"), DRAWN)
 def test_families_in_fp8_take_the_same_step_and_the_proof_holds(family, policy):
-    blocks = {"image_projector": "off"} if family in TRAINED else {}  # what is recomputed: a projector is no block
+    # what is recomputed: a projector is no block
+    blocks = {"image_projector": "off"} if family in trained_families("images") else {}
     policy = fp8.Policy("blockwise", components=blocks, **POLICIES[policy])
     loss, grads, counts = family_step(family, "none", policy)
     assert counts.total("recompute") == 0

@@ -37,7 +37,7 @@ area(
         TESTS,
     ),
     (
-        "onevision-two-frames", "models/processors/image.py",
+        "onevision-two-frames", "models/processors/stock.py",
         "temporal_patch_size = 1", "temporal_patch_size = 2",
         "a folder that does not say how many frames a patch has gives patches of two",
         TESTS,

@@ -15,9 +15,10 @@ import torch
 from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
 from octavo.models.custom.nvila.configuration import NvilaLiteConfig
+from octavo.models.custom.nvila.images import NvilaImages
 from octavo.models.custom.nvila.three import IMAGE, MEDIA
 from octavo.models.errors import ModelError
-from octavo.models.processors.stock import Telling
+from octavo.models.folder.processor_base import Telling
 
 PLACE = IMAGE
 
@@ -31,6 +32,7 @@ class NvilaProcessor(Telling, ProcessorMixin):
     """
 
     image_token = PLACE
+    image_class = NvilaImages
 
     def __init__(
         self,

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from octavo.models.tiny.special_tokens import NVILA
-
 _TURNS = (
     "{%% set stated = messages[0]['role'] == 'system' %%}{{ bos_token | default('', true) }}"
     "{{ %s + (messages[0]['content'] if stated else '%s') + %s }}"
@@ -26,11 +24,17 @@ _LLAMA = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
 )
+_QWEN2 = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 _UNKNOWN = "{% else %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}{% endfor %}"
 _HEADER = "'<|start_header_id|>' + %s + '<|end_header_id|>\n\n'"
 
 TEMPLATES = {
-    "qwen2": NVILA.template,
+    "qwen2": _QWEN2,
     "vicuna_v1": _TURNS
     % ("''", _VICUNA, "' '")
     + "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
