@@ -25,9 +25,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from octavo import models
+from octavo.base.family_records import tiny_families
 from octavo.config import Dataset
 from octavo.data import Encoder, collate, read
-from octavo.family_records import tiny_families
 from octavo.models.tiny import tiny
 
 _OF_CLASS = (

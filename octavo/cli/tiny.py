@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from octavo.base.family_records import tiny_families
 from octavo.cli import arguments
-from octavo.family_records import tiny_families
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from octavo import fp8
+from octavo.base.family_records import tiny_families
 from octavo.bench import SUITES
 from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main
 from octavo.config import Config, LoraSection, load_config_text, override
 from octavo.config.sections.rl import PreferenceSection, RlSection
-from octavo.family_records import tiny_families
 from octavo.models.structure import shapes
 
 ROOT = Path(__file__).resolve().parents[2]

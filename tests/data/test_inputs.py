@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from octavo import models as library
+from octavo.base.family_records import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
 from octavo.data.encoding.batched_processor import Calls, Wanted, parted
 from octavo.data.encoding.inputs import Input, check_lengths, cut, joined
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
-from octavo.family_records import trained_families
 from octavo.models.tiny import tiny
 from tests.data.test_batched_processor import same
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from octavo import fp8, generation, models
-from octavo.family_records import tiny_families
+from octavo.base.family_records import tiny_families
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from tests.generation.conftest import prompts_of, questions
 

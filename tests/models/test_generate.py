@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from octavo import models
+from octavo.base.family_records import tiny_families
 from octavo.checkpoint import verify
-from octavo.family_records import tiny_families
 from tests.models.conftest import conversation, labels, some_image
 
 

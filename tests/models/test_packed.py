@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfig
 
 from octavo import fp8, models
+from octavo.base.family_records import tiny_families
 from octavo.data.encoding.inputs import joined as stacked
-from octavo.family_records import tiny_families
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import segments

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
+from octavo.base.family_records import tiny_families
 from octavo.cli import tiny as command
-from octavo.family_records import tiny_families
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny import tiny
 from octavo.models.tiny.configs import CHECKPOINTS

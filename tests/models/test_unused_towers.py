@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.family_records import trained_families
+from octavo.base.family_records import trained_families
 from tests.models.conftest import batch
 
 VISION = trained_families("images")

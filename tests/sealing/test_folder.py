@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
 from octavo import models
+from octavo.base.family_records import tiny_families
 from octavo.base.seal_note import read_note
 from octavo.cli.main import main
-from octavo.family_records import tiny_families
 from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octavo.base.family_records import trains_on
 from octavo.checkpoint.model.stock_model import Linear, Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
-from octavo.family_records import trains_on
 from octavo.models import describe
 from octavo.models.folder.quantization import Quantization
 

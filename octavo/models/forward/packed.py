@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.family_records import attends_both_ways
+from octavo.base.family_records import attends_both_ways
 from octavo.models.attention import attention
 from octavo.models.attention.segments import INSTEAD, PackedForward, Segments, Share, under_way
 from octavo.models.errors import ModelError

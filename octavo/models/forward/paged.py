@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from octavo.family_records import attends_both_ways
+from octavo.base.family_records import attends_both_ways
 from octavo.models.errors import ModelError
 from octavo.models.processors.frames import set_times
 from octavo.models.structure.families import Family

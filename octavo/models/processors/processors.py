@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo.base import safe_read
-from octavo.family_records import RECORDS, trained_families, trains_on, video_families
+from octavo.base.family_records import RECORDS, trained_families, trains_on, video_families
 from octavo.models.custom.nvila.three import add_media, template_of
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written

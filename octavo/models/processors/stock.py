@@ -414,4 +414,4 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
         NvilaProcessor,
     )
 }
-"""By the names that records of families have (:mod:`octavo.family_records`)."""
+"""By the names that records of families have (:mod:`octavo.base.family_records`)."""

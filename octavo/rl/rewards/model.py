@@ -13,11 +13,11 @@ import torch
 
 from octavo import data, fp8
 from octavo.base import accelerator
+from octavo.base.family_records import trained_families
 from octavo.data.encoding.inputs import of_processor
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import ImageProblem
 from octavo.data.rows.image_refs import load as opened
-from octavo.family_records import trained_families
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
 from octavo.models.structure.skeleton import SCORING
 from octavo.rl.rewards.entry import RewardError
