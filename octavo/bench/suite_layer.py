@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from octavo import fp8, models
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.models.forward.unused_towers import dummy_image_inputs
 
 SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
 
@@ -28,7 +29,7 @@ def run(bench: Bench) -> None:
     model, family = small_or_real(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
-    if family.has_vision and "image_grid_thw" in models.dummy_image_inputs(model, family):
+    if family.has_vision and "image_grid_thw" in dummy_image_inputs(model, family):
         calls["vision block"] = partial(vision_inputs, model, 16 if bench.small else PATCHES)
     for name, inputs in calls.items():
         index = 0 if name == "vision block" else -1

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo import models
+from octavo.models.processors import stop_tokens
 
 _SPARE = 8
 """Tokens looked at beyond the bytes of the longest text: special tokens hold none."""
@@ -26,8 +26,8 @@ class Stops:
     @classmethod
     def of(cls, model: Any, processor: Any, texts: tuple[str, ...]) -> Stops:
         """The tokens of the model's generation settings (or the tokenizer's end), and the one by which the chat
-        template of `processor`, a processor or a tokenizer, ends answers (`models.stop_ids`)."""
-        ids = models.stop_ids(getattr(model, "generation_config", None), processor)
+        template of `processor`, a processor or a tokenizer, ends answers (`endings.stop_ids`)."""
+        ids = stop_tokens.stop_ids(getattr(model, "generation_config", None), processor)
         return cls(np.array(ids, dtype=np.int64), tuple(texts), getattr(processor, "tokenizer", processor))
 
     def by_token(self, tokens: np.ndarray) -> np.ndarray:

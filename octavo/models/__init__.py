@@ -3,36 +3,20 @@
 from octavo.models.attention.attention import attend, kernels_here, use_attention, use_kernel, without_masks
 from octavo.models.custom.mpt import why_too_long
 from octavo.models.errors import ModelError
-from octavo.models.folder.quantization import Quantization, read_quantization, to_config
+from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.forward.packed import Packed, why_not_packed
 from octavo.models.forward.paged import Attend, CacheShape, attention_by, axes, cache_shape, positions, why_not_paged
-from octavo.models.forward.unused_towers import (
-    attach_dummy_image,
-    attach_dummy_sound,
-    attach_idle_experts,
-    dummy_image_inputs,
-)
 from octavo.models.processors import frames
 from octavo.models.processors.frames import OF_VIDEOS, as_images, positions_of_rows
 from octavo.models.processors.generate import generate, ignored_settings, question
 from octavo.models.processors.processors import TextProcessor, load_for_chat, load_processor, load_tokenizer, pixels_by
-from octavo.models.processors.stop_tokens import (
-    EndToken,
-    answer_end,
-    ends_with,
-    state_end,
-    stated_ends,
-    stop_ids,
-    unstated_end,
-)
-from octavo.models.processors.video import ASKED as VIDEO_SETTINGS
-from octavo.models.processors.video import described as videos_described
+from octavo.models.processors.video import VIDEO_SETTINGS, videos_described
 from octavo.models.processors.vocabulary import largest_id, missing_letters
 from octavo.models.structure.audio_shapes import hearing_of
 from octavo.models.structure.dropout import switch_off_dropout, switched_off
-from octavo.models.structure.families import COMPONENTS, VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
+from octavo.models.structure.families import VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.structure.freeze import freeze, freeze_all
-from octavo.models.structure.shapes import SHAPES, shape_model
+from octavo.models.structure.shapes import random_model, shape_model
 from octavo.models.structure.skeleton import empty, read_config
 from octavo.models.structure.support import why_not_trained
 from octavo.models.structure.vision_shapes import Vision, vision_of
@@ -42,33 +26,11 @@ from octavo.models.weights.deferred import Deferred, defer
 from octavo.models.weights.init import Drawn, draw, fresh
 from octavo.models.weights.iterate import stream
 from octavo.models.weights.loading import check_kinds, load, load_split, parameter_count, split
-from octavo.models.weights.random import random_model
 
-__all__ = [
+__all__ = ["Attend", "CacheShape", "Deferred", "Drawn", "Family", "ModelError", "OF_VIDEOS", "Packed", "Quantization"]
+__all__ += ["TextProcessor", "VALUE_HEAD", "VIDEO_SETTINGS", "Vision", "WITHOUT_HEAD", "as_images", "attend"]
+__all__ += [
     "frames",
-    "Attend",
-    "COMPONENTS",
-    "CacheShape",
-    "Deferred",
-    "Drawn",
-    "EndToken",
-    "SHAPES",
-    "VALUE_HEAD",
-    "Vision",
-    "OF_VIDEOS",
-    "VIDEO_SETTINGS",
-    "WITHOUT_HEAD",
-    "Family",
-    "ModelError",
-    "Packed",
-    "Quantization",
-    "TextProcessor",
-    "answer_end",
-    "as_images",
-    "attach_dummy_image",
-    "attach_dummy_sound",
-    "attach_idle_experts",
-    "attend",
     "attention_by",
     "axes",
     "cache_shape",
@@ -76,51 +38,12 @@ __all__ = [
     "defer",
     "describe",
     "draw",
-    "dummy_image_inputs",
     "empty",
-    "ends_with",
     "freeze",
-    "freeze_all",
-    "fresh",
-    "frozen_names",
-    "generate",
-    "hearing_of",
-    "ignored_settings",
-    "kernels_here",
-    "largest_id",
-    "load",
-    "load_for_chat",
-    "load_processor",
-    "load_split",
-    "load_tokenizer",
-    "missing_letters",
-    "parameter_count",
-    "pixels_by",
-    "positions",
-    "positions_of_rows",
-    "question",
-    "random_model",
-    "read_config",
-    "read_quantization",
-    "shape_model",
-    "split",
-    "state_end",
-    "stated_ends",
-    "stays",
-    "stop_ids",
-    "stream",
-    "switch_off_dropout",
-    "switched_off",
-    "tiny_config",
-    "to_config",
-    "unstated_end",
-    "use_attention",
-    "use_kernel",
-    "videos_described",
-    "vision_of",
-    "why_not_packed",
-    "why_not_paged",
-    "why_not_trained",
-    "why_too_long",
-    "without_masks",
 ]
+__all__ += ["freeze_all", "fresh", "frozen_names", "generate", "hearing_of", "ignored_settings", "kernels_here"]
+__all__ += ["largest_id", "load", "load_for_chat", "load_processor", "load_split", "load_tokenizer", "missing_letters"]
+__all__ += ["parameter_count", "pixels_by", "positions", "positions_of_rows", "question", "random_model", "read_config"]
+__all__ += ["read_quantization", "shape_model", "split", "stays", "stream", "switch_off_dropout", "switched_off"]
+__all__ += ["tiny_config", "use_attention", "use_kernel", "videos_described", "vision_of", "why_not_packed"]
+__all__ += ["why_not_paged", "why_not_trained", "why_too_long", "without_masks"]

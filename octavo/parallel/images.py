@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
+from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure import anyres
 from octavo.parallel.context import Context
 from octavo.parallel.errors import WorldError
@@ -94,7 +95,7 @@ class Images:
         if self._now is None:
             return {}
         if not self._now.own:
-            return {name: x.cpu() for name, x in models.dummy_image_inputs(self.model, self.family).items()}
+            return {name: x.cpu() for name, x in dummy_image_inputs(self.model, self.family).items()}
         grid, own, more = batch.get("image_grid_thw"), list(self._now.own), {}
         if self.vision.sized:  # told by counts which images are alone in their row: those first
             alone = anyres.alone(batch["batch_num_images"])

@@ -17,7 +17,8 @@ What is particular here:
 - Two blocks are whole at a time: the one that computes and the next.
 
 Every rank must run every block in every step, forward and backward alike: collectives are matched by order. A vision
-tower therefore always runs; `models.attach_dummy_image` sees to it on ranks without an image.
+tower therefore always runs; `octavo.models.forward.unused_towers.attach_dummy_image` sees to it on ranks without an
+image.
 """
 
 from __future__ import annotations

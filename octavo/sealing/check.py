@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from octavo import models
-from octavo.models.weights.random import shortened
+from octavo.models.structure.shapes import shortened
 from octavo.sealing import inputs, permute
 from octavo.sealing.errors import SealError
 from octavo.sealing.ids import with_ids

@@ -7,6 +7,7 @@ import torch
 
 from octavo import fp8, models, parallel
 from octavo.generation import Context, Engine, Sampling
+from octavo.models.forward.unused_towers import attach_dummy_image
 from octavo.models.tiny import tiny
 from tests import ranks
 from tests.generation.conftest import prompts_of
@@ -43,7 +44,7 @@ def _rank(world, folder: str) -> list:
     family = models.describe(model)
     wanted: list[bool] = []
     parallel.shard(model, family, world)
-    models.attach_dummy_image(model, family, enabled=lambda: wanted[-1], guard=fp8.uncounted)
+    attach_dummy_image(model, family, enabled=lambda: wanted[-1], guard=fp8.uncounted)
     mine = prompts[:2] if world.rank else prompts[2:]  # other counts, so that one rank waits for the other
     engine = Engine(model, processor.tokenizer, Context(world=world, dummy_image=wanted.append), slots=4)
     got = engine.generate(mine, sampling, group=2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.models.folder.quantization import by_parts, by_pattern, by_target, exact, parse
+from octavo.models.folder.quantization import by_parts, by_pattern, by_target, exact, parse, to_config
 from tests.models.fp8_folders import BLOCK, CHANNEL, CT_BLOCK, TENSOR, compressed
 
 Q = models.Quantization
@@ -44,7 +44,7 @@ EVERY = [
 
 @pytest.mark.parametrize("q", EVERY, ids=str)
 def test_what_is_written_is_read_back(q, tmp_path):
-    block = models.to_config(q)
+    block = to_config(q)
     assert parse(json.loads(json.dumps(block))) == q
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": block}))
     assert models.read_quantization(tmp_path) == q
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_back(q, tmp_path):
 
 @pytest.mark.parametrize("q", EVERY, ids=str)
 def test_the_libraries_of_the_formats_read_what_is_written(q):
-    block = models.to_config(q)
+    block = to_config(q)
     if q.method == "fp8":
         from transformers import FineGrainedFP8Config
 
@@ -155,7 +155,7 @@ def test_block_sizes_as_words_and_missing_lists():
 def test_what_no_method_has_words_for_is_not_written():
     for q in (Q("fp8", "row"), Q("fp8", "tensor"), Q("compressed-tensors", "row", scale_format="ue8m0")):
         with pytest.raises(models.ModelError, match="use "):
-            models.to_config(q)
+            to_config(q)
 
 
 def test_modelopt_beside_a_silent_config(tmp_path):

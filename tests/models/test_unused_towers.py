@@ -9,6 +9,7 @@ import torch
 
 from octavo import models
 from octavo.base.family_records import trained_families
+from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
 from tests.models.conftest import batch
 
 VISION = trained_families("images")
@@ -40,8 +41,8 @@ def test_a_batch_without_images_reaches_the_tower_with_zero_gradients_and_the_sa
         entered.append(1)
         yield
 
-    handle = models.attach_dummy_image(model, described, lambda: True, guard)
-    idle = models.attach_idle_experts(model, described, guard)
+    handle = attach_dummy_image(model, described, lambda: True, guard)
+    idle = attach_idle_experts(model, described, guard)
     assert bool(idle) == (family == "ernie4_5_vl_moe")
     with_dummy, dummy_grads = step(model, inputs)
     assert torch.equal(loss, with_dummy)
@@ -67,7 +68,7 @@ def test_a_frozen_tower_runs_too_and_stays_without_gradients(checkpoint):
     models.freeze(model, family, ["image_encoder", "image_projector"])
     calls = []
     model.get_submodule(family.tower).register_forward_hook(lambda *_: calls.append(1))
-    models.attach_dummy_image(model, family, lambda: True)
+    attach_dummy_image(model, family, lambda: True)
     _, grads = step(model, batch(models.load_processor(checkpoint("qwen3_vl")), image=False))
     assert calls == [1]
     assert all(grad is None for name, grad in grads.items() if of_images(family, name))
@@ -78,7 +79,7 @@ def test_with_real_images_the_dummy_adds_nothing_to_the_towers_gradients(checkpo
     family = models.describe(model)
     inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
     loss, grads = step(model, inputs)
-    models.attach_dummy_image(model, family, lambda: True)
+    attach_dummy_image(model, family, lambda: True)
     with_dummy, dummy_grads = step(model, inputs)
     assert torch.equal(loss, with_dummy)
     assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items())
@@ -89,7 +90,7 @@ def test_experts_for_images_that_ran_do_not_run_again(checkpoint):
     model = models.load(checkpoint("ernie4_5_vl_moe"))
     inputs = batch(models.load_processor(checkpoint("ernie4_5_vl_moe")), image=True)
     loss, grads = step(model, inputs)
-    models.attach_idle_experts(model, models.describe(model), lambda: pytest.fail("they ran again"))
+    attach_idle_experts(model, models.describe(model), lambda: pytest.fail("they ran again"))
     again, same = step(model, inputs)
     assert torch.equal(loss, again)
     assert all(grad is None if (own := same[name]) is None else torch.equal(grad, own) for name, grad in grads.items())
@@ -102,7 +103,7 @@ def test_features_that_are_not_finite_leave_no_trace_in_the_language_model(check
     loss, grads = step(model, inputs)
     with torch.no_grad():
         model.model.visual.merger.linear_fc2.bias.fill_(float("inf"))
-    models.attach_dummy_image(model, family, lambda: True)
+    attach_dummy_image(model, family, lambda: True)
     with_dummy, dummy_grads = step(model, inputs)
     assert torch.equal(loss, with_dummy)
     assert all(torch.equal(grad, dummy_grads[name]) for name, grad in grads.items() if not of_images(family, name))
@@ -113,7 +114,7 @@ def test_disabled_it_does_nothing(checkpoint):
     family = models.describe(model)
     calls = []
     model.get_submodule(family.tower).register_forward_hook(lambda *_: calls.append(1))
-    models.attach_dummy_image(model, family, lambda: False)
+    attach_dummy_image(model, family, lambda: False)
     model(**batch(models.load_processor(checkpoint("internvl")), image=False))
     assert calls == []
 
@@ -121,7 +122,7 @@ def test_disabled_it_does_nothing(checkpoint):
 def test_a_text_model_has_no_dummy_image(checkpoint):
     model = models.load(checkpoint("qwen3"))
     with pytest.raises(models.ModelError, match="qwen3 takes no images"):
-        models.attach_dummy_image(model, models.describe(model), lambda: True)
+        attach_dummy_image(model, models.describe(model), lambda: True)
 
 
 def test_silence_reaches_the_tower_of_sound_with_zero_gradients_and_the_same_loss(checkpoint):
@@ -129,7 +130,7 @@ def test_silence_reaches_the_tower_of_sound_with_zero_gradients_and_the_same_los
     family = models.describe(model)
     inputs = {"input_ids": torch.arange(5, 15)[None], "attention_mask": torch.ones(1, 10, dtype=torch.int64)}
     loss, grads = step(model, inputs)
-    models.attach_dummy_sound(model, family, lambda: True)
+    attach_dummy_sound(model, family, lambda: True)
     with_dummy, dummy_grads = step(model, inputs)
     assert torch.equal(loss, with_dummy)
     positions = "model.audio_tower.embed_positions.weight"  # sinusoids, which transformers freezes
@@ -140,4 +141,4 @@ def test_silence_reaches_the_tower_of_sound_with_zero_gradients_and_the_same_los
             assert torch.equal(grad, grads[name]), name
     with pytest.raises(models.ModelError, match="takes no sound"):
         text = models.load(checkpoint("qwen3"))
-        models.attach_dummy_sound(text, models.describe(text), lambda: True)
+        attach_dummy_sound(text, models.describe(text), lambda: True)

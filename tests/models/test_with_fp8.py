@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
+from octavo.models.forward.unused_towers import attach_dummy_image
 from octavo.models.structure.skeleton import auto_class
 from octavo.parallel import World
 from tests.models.conftest import MANY, auto_config, batch, conversation, some_image
@@ -44,7 +45,7 @@ def test_a_dummy_image_is_not_counted(checkpoint, family):
     inputs = batch(models.load_processor(checkpoint(family)), image=False)
 
     def counted(attach: bool) -> tuple[set[str], torch.Tensor]:
-        handle = models.attach_dummy_image(model, described, lambda: attach, fp8.uncounted)
+        handle = attach_dummy_image(model, described, lambda: attach, fp8.uncounted)
         with fp8.count_gemms() as counts:
             loss = model(**inputs, labels=inputs["input_ids"]).loss
             loss.backward()

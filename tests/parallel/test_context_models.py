@@ -13,6 +13,7 @@ import torch
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
 from octavo.data.encoding.inputs import Input, joined
+from octavo.models.forward.unused_towers import attach_dummy_image, attach_idle_experts
 from octavo.models.structure import anyres
 from octavo.models.tiny import tiny
 from octavo.parallel import Images, World, context_of
@@ -100,9 +101,9 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
         images = Images(ours, family, context) if family.has_vision else None
         alone = Forward(one, World(), None, packed=models.Packed(one, family))
         shared = Forward(ours, world, None, packed=models.Packed(ours, family, context), context=context, dealt=images)
-        models.attach_dummy_image(ours, family, lambda: False) if images else None
+        attach_dummy_image(ours, family, lambda: False) if images else None
         for model in (one, ours):
-            models.attach_idle_experts(model, family) if images else None
+            attach_idle_experts(model, family) if images else None
         gaps, sees, routed = [], [], family.name.endswith("moe")
         for batch in packs(ours.config, world.size):
             part = shared.part(batch)

@@ -8,6 +8,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo import models
+from octavo.models.forward.unused_towers import (
+    attach_dummy_image,
+    attach_dummy_sound,
+    attach_idle_experts,
+    dummy_image_inputs,
+)
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
@@ -31,10 +37,10 @@ def _one_vision(world: World, path: str, frozen: bool) -> dict:
     shard(sharded, family, world)
     batch: dict = {}
     if family.has_audio:
-        models.attach_dummy_sound(sharded, family, lambda: "input_features" not in batch)
+        attach_dummy_sound(sharded, family, lambda: "input_features" not in batch)
     else:
-        models.attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
-        models.attach_idle_experts(sharded, family)
+        attach_dummy_image(sharded, family, lambda: "pixel_values" not in batch)
+        attach_idle_experts(sharded, family)
     for row in rows:
         whole(**row).logits.float().logsumexp(-1).sum().div(100).backward()
     batch = rows[world.rank]
@@ -51,7 +57,7 @@ def _rows(model: nn.Module, family: models.Family) -> list[dict]:
     generator = torch.Generator().manual_seed(1)
     if family.has_audio:
         return _heard(model, family, generator)
-    image = models.dummy_image_inputs(model, family)
+    image = dummy_image_inputs(model, family)
     image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=generator)
     ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
     ids[0, 0, 2] = family.image_token_id

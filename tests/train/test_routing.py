@@ -13,6 +13,7 @@ import torch
 
 from octavo import fp8, models, train
 from octavo.fp8 import recompute
+from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train.forward import losses, routing
@@ -156,7 +157,7 @@ def test_two_ranks_balance_and_count_as_one(moe):
 
 def test_padding_is_left_out_where_images_have_experts_of_their_own(tmp_path):
     model = models.load(tiny.write("ernie4_5_vl_moe", tmp_path / "ernie", size="mini")).train()
-    image = models.dummy_image_inputs(model, models.describe(model))
+    image = dummy_image_inputs(model, models.describe(model))
     ids = torch.tensor([[7, 8, model.config.image_token_id, 9, 10, 11]])
     found = []
     for padding in (0, 5):

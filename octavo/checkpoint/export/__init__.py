@@ -45,6 +45,7 @@ from octavo.fp8.policy import template
 from octavo.models.folder.chat import check_template
 from octavo.models.folder.folder import INDEX, at, check_companions, companions
 from octavo.models.folder.quantization import to_config
+from octavo.models.processors import stop_tokens as endings
 from octavo.models.processors.companions import write_beside
 from octavo.models.processors.stop_tokens import EndToken
 
@@ -200,7 +201,7 @@ def export(
     check_companions(source, copied=True)  # before an hour's work
     if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
         check_template(models.load_tokenizer(source), source)
-    models.unstated_end(source)  # refuses the tokenizer of another model
+    endings.unstated_end(source)  # refuses the tokenizer of another model
     plan = layouts.layout(source, format, include)
     with atomic.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
         _enough_room(made, target, shards.total)

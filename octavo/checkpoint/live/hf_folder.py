@@ -36,6 +36,7 @@ from octavo.models.folder.folder import (
     parts_of,
     write_config,
 )
+from octavo.models.processors import stop_tokens
 
 LARGEST = 5 * 10**9
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
@@ -99,7 +100,7 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, made, most, encrypted=encrypted)
                 copy_companions(source, made, encrypted)
-                models.state_end(source, made, encrypted)
+                stop_tokens.state_end(source, made, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic_write.sync_tree(made)

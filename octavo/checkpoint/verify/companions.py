@@ -21,6 +21,7 @@ from octavo.checkpoint.verify.findings import Findings
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat
 from octavo.models.folder.folder import companions, read_companion
+from octavo.models.processors import stop_tokens
 from octavo.models.processors.vocabulary import check_vocabulary
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -122,14 +123,14 @@ def _check_end(loaded: Any, folder: Path, found: Findings) -> None:
     """That generation stops at the token by which the chat template ends answers. vLLM and SGLang stop at the end token
     of the tokenizer too, transformers at those of generation_config.json only."""
     with found.failing("generation_config.json"):
-        end = models.unstated_end(folder, loaded)
+        end = stop_tokens.unstated_end(folder, loaded)
         if end is None:
             return
-        stated = models.stated_ends(folder)
+        stated = stop_tokens.stated_ends(folder)
         tokenizer = getattr(loaded, "tokenizer", loaded)
         kind = "end-token-of-tokenizer" if end.id == tokenizer.eos_token_id else "end-token"
         found.warn(
-            kind, "generation_config.json", end=end, stated=stated, ends=models.ends_with(folder, end, tokenizer)
+            kind, "generation_config.json", end=end, stated=stated, ends=stop_tokens.ends_with(folder, end, tokenizer)
         )
 
 

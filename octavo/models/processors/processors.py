@@ -146,7 +146,8 @@ def load_processor(
 
     template_args            variables of the chat template, for each of its renderings
 
-    video                    what is asked of videos (:data:`octavo.models.processors.video.ASKED`); None: nothing
+    video                    what is asked of videos (:data:`octavo.models.processors.video.VIDEO_SETTINGS`); None:
+    nothing
 
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma

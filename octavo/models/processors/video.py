@@ -27,7 +27,7 @@ from octavo.base.family_records import RECORDS, FamilyRecord
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, read_json
 
-ASKED = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
+VIDEO_SETTINGS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 """What the section `data.video` may say of them."""
 _LONGEST = 200  # times the shorter side
 
@@ -76,8 +76,8 @@ class Videos:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of :data:`ASKED` that hold."""
-        return {name: getattr(self, name) for name in ASKED if getattr(self, name) is not None}
+        """The values of :data:`VIDEO_SETTINGS` that hold."""
+        return {name: getattr(self, name) for name in VIDEO_SETTINGS if getattr(self, name) is not None}
 
     def indices(self, total: int, fps: float) -> list[int]:
         """Which frames are taken of a video of `total` frames at `fps` a second. Raises ValueError for one of too few
@@ -177,7 +177,7 @@ def _fitted(counted: int, frames: int, height: int, width: int, unit: int, least
 def videos_of(
     folder: Path, record: FamilyRecord, image_processor: Any, asked: Mapping[str, Any], tile_tokens: int = 0
 ) -> Videos:
-    """How the model of a folder takes videos: as `asked` (of :data:`ASKED`, None: not asked), else as its
+    """How the model of a folder takes videos: as `asked` (of :data:`VIDEO_SETTINGS`, None: not asked), else as its
     video_preprocessor_config.json says, else as the family's record does, which has `video`.
 
     Raises ModelError for values that cannot be, and for limits of pixels where frames have one size.
@@ -185,7 +185,7 @@ def videos_of(
     file = at(folder, "video_preprocessor_config.json")
     own = read_json(file) if file.exists() else {}
     assert record.video is not None
-    stated = {name: own[name] for name in (*ASKED, "max_video_tokens") if own.get(name) is not None}
+    stated = {name: own[name] for name in (*VIDEO_SETTINGS, "max_video_tokens") if own.get(name) is not None}
     stated |= {ours: own[theirs] for ours, theirs in (("mean", "image_mean"), ("std", "image_std")) if own.get(theirs)}
     size = own.get("size") if isinstance(own.get("size"), Mapping) else {}
     tile, more = None, {}
@@ -235,6 +235,6 @@ def _check(videos: Videos, file: Path, asked: Mapping[str, Any]) -> None:
         raise ModelError(f"data.video.max_pixels {videos.max_pixels} is less than one token. Give at least {cell}.")
 
 
-def described(videos: Videos) -> dict[str, Any]:
+def videos_described(videos: Videos) -> dict[str, Any]:
     """All that decides what becomes of a video, for a run's record and for what is cached."""
     return asdict(replace(videos))

@@ -1,4 +1,4 @@
-"""Published models by their dimensions alone, for planning without weights or network.
+"""Published models by their dimensions, for planning without weights or network; with random weights, for measuring.
 
 Sources: the `config.json` of each checkpoint (Qwen/Qwen3-VL-*-Instruct, Qwen/Qwen3-*, Qwen/Qwen2.5-VL-7B-Instruct,
 OpenGVLab/InternVL3_5-8B-HF, meta-llama/Llama-2-7b-hf, Qwen/Qwen2.5-0.5B), LLM-Foundry's `mpt-1b.yaml`, and for
@@ -9,9 +9,11 @@ LLaVA-OneVision-1.5 the sizes its training code lists (`tools/convert_checkpoint
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from transformers import (
     InternVLConfig,
     LlamaConfig,
@@ -29,8 +31,9 @@ from octavo.models.custom.mpt import MPTConfig
 from octavo.models.custom.nvila import NvilaConfig
 from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
 from octavo.models.errors import ModelError
+from octavo.models.folder.folder import quiet
 from octavo.models.structure.families import Family, describe
-from octavo.models.structure.skeleton import empty
+from octavo.models.structure.skeleton import auto_class, empty
 
 
 def _qwen3_text(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -173,3 +176,43 @@ def shape_config(name: str) -> PreTrainedConfig:
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ModelError(f"there is no published shape {name!r}{hint}; known: {', '.join(SHAPES)}.")
     return SHAPES[name]()
+
+
+def random_model(
+    shape: str | PreTrainedConfig,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    vision_layers: int | None = None,
+) -> PreTrainedModel:
+    """A model of a published shape (or a configuration) with random weights, in training mode.
+
+    Args:
+        layers: keep only the first so many decoder blocks; None: all.
+        vision_layers: the same for the vision tower.
+
+    Raises ModelError for an unknown shape.
+    """
+    config = shortened(shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape), layers, vision_layers)
+    with quiet(), torch.device(device):
+        return auto_class(config).from_config(config, dtype=dtype).train()
+
+
+def shortened(config: PreTrainedConfig, layers: int | None, vision_layers: int | None = None) -> PreTrainedConfig:
+    """The configuration, changed to its first so many blocks of the decoder and of the vision tower (None: all)."""
+    if layers is not None:
+        _shorten(config.get_text_config(), layers)
+    vision = getattr(config, "vision_config", None)
+    if vision_layers is not None and vision is not None:
+        _shorten(vision, vision_layers)
+    return config
+
+
+def _shorten(config: PreTrainedConfig, layers: int) -> None:
+    """Cut a stack to its first blocks; what is listed by block is cut with it."""
+    depth = next(name for name in ("num_hidden_layers", "depth", "n_layers") if hasattr(config, name))
+    setattr(config, depth, min(layers, getattr(config, depth)))
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:layers]
+    if getattr(config, "deepstack_visual_indexes", None) is not None:
+        config.deepstack_visual_indexes = [i for i in config.deepstack_visual_indexes if i < layers]

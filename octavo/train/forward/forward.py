@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.config import Config
+from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
 from octavo.parallel import Context, Images, World
 from octavo.train.errors import TrainError
 from octavo.train.forward import balance
@@ -220,7 +221,7 @@ def keep_towers_running(model: nn.Module, family: models.Family, forward: Forwar
     trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
     shared = world.size > 1
     if family.has_vision and (shared or trained & {"image_encoder", "image_projector"}):
-        models.attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
-        models.attach_idle_experts(model, family, fp8.uncounted)
+        attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
+        attach_idle_experts(model, family, fp8.uncounted)
     if family.has_audio and (shared or trained & {"audio_encoder", "audio_projector"}):
-        models.attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)
+        attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)

@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo import models
 from octavo.config import Config
+from octavo.models.processors import stop_tokens
 
 _NAMED = 12  # letters that a sentence lists
 
@@ -19,7 +20,7 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
     """
     folder = Path(cfg.model.path)
     found = []
-    if (end := models.unstated_end(folder, processor)) is not None:
+    if (end := stop_tokens.unstated_end(folder, processor)) is not None:
         found.append(_of_end(cfg, end))
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
@@ -36,10 +37,10 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _of_end(cfg: Config, end: models.EndToken) -> str:
-    stated = models.stated_ends(Path(cfg.model.path))
+def _of_end(cfg: Config, end: stop_tokens.EndToken) -> str:
+    stated = stop_tokens.stated_ends(Path(cfg.model.path))
     stops = f"stop at {', '.join(map(str, stated))}" if stated else "name no end token"
-    ends = models.ends_with(Path(cfg.model.path), end)
+    ends = stop_tokens.ends_with(Path(cfg.model.path), end)
     both = {1: "it", 2: "both"}.get(len(ends), "all")
     if not stated and len(ends) > 1:
         stops += f", so that the tokenizer's counts, {ends[0]}"

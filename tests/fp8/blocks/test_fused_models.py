@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from octavo import fp8, models
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.fp8.blocks.rmsnorm import RmsNorm
+from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
@@ -25,7 +26,7 @@ def made(family):
     ids = torch.randint(0, 400, (2, 12), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if vision:
-        image = models.dummy_image_inputs(model, described)
+        image = dummy_image_inputs(model, described)
         image["pixel_values"] = torch.randn(image["pixel_values"].shape, generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
             features = model.model.get_image_features(**image).pooler_output

@@ -13,6 +13,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
 from octavo.fp8.memory.accounting import count_saved
+from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
 
@@ -27,7 +28,7 @@ def made(family, dtype=torch.float32):
     ids = torch.randint(0, 400, (2, 24), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if vision:
-        image = models.dummy_image_inputs(model, described)
+        image = dummy_image_inputs(model, described)
         pixels = torch.randn(image["pixel_values"].shape, generator=torch.Generator().manual_seed(2))
         image["pixel_values"] = pixels.to(dtype)
         grid = image.get("image_grid_thw")

@@ -16,6 +16,7 @@ from octavo import fp8, models
 from octavo.base.family_records import trained_families
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
+from octavo.models.forward.unused_towers import dummy_image_inputs
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
 from tests.fp8.memory import test_accounting as test_kept
@@ -181,7 +182,7 @@ def vision_model():
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("internvl"), "cpu", torch.float32)
     described = models.describe(model)
-    image = models.dummy_image_inputs(model, described)
+    image = dummy_image_inputs(model, described)
     ids = torch.arange(8, 24).reshape(1, -1)
     ids[0, 2] = model.config.image_token_id  # the dummy image is one token
     image["pixel_values"] = torch.randn(image["pixel_values"].shape)
