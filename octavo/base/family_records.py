@@ -92,16 +92,23 @@ class FamilyRecord:
         return not self.why_not
 
 
-_CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
-_QWEN3_VIDEO = VideoRecord(
-    "video", r"qwen-?3[-_]?vl", min_pixels=128 * 32 * 32, max_pixels=768 * 32 * 32
-)  # tokens of 32 x 32 pixels
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# A token is 32 x 32 pixels of Qwen3-VL, 28 x 28 of Qwen2.5-VL.
+_QWEN3_VIDEO = VideoRecord("video", r"qwen-?3[-_]?vl", min_pixels=128 * 32 * 32, max_pixels=768 * 32 * 32)
 # The stock classes of the next two take every frame unless they are told a rate (`do_sample_frames`); a rate is taken
 # here. InternVL's has no limits of its own.
 _QWEN2_5_VIDEO = VideoRecord(
-    "frame", r"qwen-?2\.?5[-_]?vl", min_pixels=128 * 28 * 28, max_pixels=768 * 28 * 28, max_video_tokens=128000, **_CLIP
+    "frame",
+    r"qwen-?2\.?5[-_]?vl",
+    min_pixels=128 * 28 * 28,
+    max_pixels=768 * 28 * 28,
+    max_video_tokens=128000,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
 )
-_INTERNVL_VIDEO = VideoRecord("tile", "internvl", fps=1.0, min_frames=1, cap_pixels_per_frame=None, **_CLIP)
+_INTERNVL_VIDEO = VideoRecord(
+    "tile", "internvl", fps=1.0, min_frames=1, cap_pixels_per_frame=None, mean=_CLIP_MEAN, std=_CLIP_STD
+)
 _LAYOUT = "the processor of the layout of one folder"
 
 
