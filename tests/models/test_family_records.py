@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 3
 TABLE = "family_records.py"
 # Their words are those of other frameworks' files, of which some are a `model_type` by chance or by descent.
-IMPORTERS = ("translate",)
+IMPORTERS = ("translate", "importers")
 # Octavo's own code of a family, which gives it its `model_type`.
 OWN_CODE = ("mpt", "nvila", "onevision")
 
