@@ -6,6 +6,6 @@ its linear layers in FP8 and with a PEFT adapter; the rest is behind ``octavo`` 
 
 from octavo.loading import load
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 
 __all__ = ["__version__", "load"]

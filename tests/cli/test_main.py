@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+import octavo
 from octavo.cli import arguments
 from octavo.cli import main as door
 from octavo.cli.main import main
@@ -37,7 +38,7 @@ def test_overview(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "octavo 0.4.0\n"
+    assert capsys.readouterr().out == f"octavo {octavo.__version__}\n"
 
 
 @pytest.mark.parametrize("name", door.COMMANDS)

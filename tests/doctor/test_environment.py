@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import octavo
 from octavo.base import env_vars, environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_record_is_json_and_whole():
     record = environment.describe()
     assert json.loads(json.dumps(record)) == record
-    assert record["octavo"]["version"] == "0.4.0"
+    assert record["octavo"]["version"] == octavo.__version__
     assert record["torch"]["version"] and record["torch"]["threads"] == 1
     assert record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 2**28
     assert record["packages"]["transformers"]
@@ -72,6 +73,13 @@ def test_what_cannot_be_read_is_named_with_its_cause(monkeypatch):
 def test_importing_it_imports_no_torch():
     code = "import sys, octavo.base.environment; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_package_has_its_version_from_the_module():
+    """It is written once: files of a run, pages and the wheel say the same."""
+    written = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in written["project"] and written["project"]["dynamic"] == ["version"]
+    assert written["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "octavo.__version__"}
 
 
 def test_the_ranges_are_those_of_the_package():
