@@ -40,7 +40,7 @@ def _suites(part: int, seconds: dict[str, float]) -> list[Job]:
 #: in the order in which a call without a part begins them: tests together, then suites one by one
 JOBS: tuple[Job, ...] = (
     *_tests(1, {"torch_backend": 30, "casts": 200, "gemms": 120}),
-    *_tests(2, {"gluon": 90, "moe": 60, "fused": 100, "compile": 130, "adamw": 80, "param": 40, "saved": 65}),
+    *_tests(2, {"moe": 60, "fused": 100, "compile": 130, "adamw": 80, "param": 40, "saved": 65}),
     *_tests(2, {"offloaded": 35, "eager": 35, "graphs": 35, "blocks": 65, "logits": 60, "generation": 120}),
     *_tests(
         2, {"optimizer_states": 45, "sharing": 20, "self_check": 60, "decode": 85, "invariant": 200, "async_saves": 25}

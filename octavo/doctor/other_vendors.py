@@ -16,7 +16,7 @@ from octavo.doctor.report import ABSENT, WARN, Check
 GIB = 2**30
 UNTRIED = "never tried by us"
 _NVIDIA = "it is written for NVIDIA GPUs"
-_OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "gluon": _NVIDIA, "deepgemm": _NVIDIA}
+_OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "deepgemm": _NVIDIA}
 
 
 @dataclass(frozen=True)

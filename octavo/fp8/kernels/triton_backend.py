@@ -1,14 +1,8 @@
-"""The Triton backend: every operation on every NVIDIA GPU from Ada on; the fallback that is never absent there. And the
-Gluon backend beside it: a persistent, warp-specialised GEMM for Hopper alone, with the casts of another backend.
+"""The Triton backend: every operation on every NVIDIA GPU from Ada on; the fallback that is never absent there.
 
 This file says what they can do and hands over; the kernels are in ``triton_kernels/``, which alone import triton, and
 only when one is called. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
 before: that is how tests hold them against the reference, and why "auto" never chooses it there.
-
-Automatic choice passes Gluon's GEMMs over, since Triton's come first and can do all that they can: they run where a
-policy names them, or where a plan that measured found them the fastest. No interpreter shows them right, so each kind
-of GEMM is first held against the reference on the device (``gluon_check``). What differs is not used, and the plan, or
-the error where it was asked for by name, says by how much.
 """
 
 from __future__ import annotations
@@ -31,11 +25,9 @@ from octavo.fp8.invariance import KERNELS, RowKernels, active
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
-from octavo.fp8.kernels.registry import GEMMS, Backend, GemmOnlyBackend
-from octavo.fp8.kernels.torch_backend import kind_of
+from octavo.fp8.kernels.registry import Backend
 
 OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
-GLUON = (3, 6)  # of Triton: Gluon as the kernel is written in
 WHOLE = ((-1, -1), (1, -1), (-1, 1))
 SIDES = (1, 16, 32, 64, 128)  # of finite blocks, for a cast
 ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along its contraction and across
@@ -158,47 +150,6 @@ class TritonBackend(Backend):
         kernels.adamw.step(pieces, hyper, factor, agree)
 
 
-class GluonBackend(GemmOnlyBackend):
-    """GEMMs for compute capability 9.0 in blockwise, rowwise and tensorwise."""
-
-    name, ops = "gluon", GEMMS
-
-    def version(self) -> str:
-        return f"triton {_version()}"
-
-    def auto_unsupported(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "it runs on NVIDIA's Hopper alone"
-
-    def why_not_here(self, device: torch.device) -> str | None:
-        return _why_not_gluon(device.type, device.index)
-
-    def why_not_casts(
-        self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
-    ) -> str | None:
-        if kind_of(op.removeprefix("grouped_"), a, b) not in ("tensor", "row", "block", "line"):
-            return f"it cannot multiply {a} by {b}"
-        if op == "grouped_wgrad" and shape is not None and (shape[1] or 0) % 64:
-            return f"its grouped_wgrad stores 64 outputs of an expert at a time, these have {shape[1]}"
-        return kernels.gluon_check.wrong(op, a, b, device)
-
-    def gemm(
-        self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
-        a_dim, b_dim = CONTRACTED[op]
-        return kernels.gluon_gemm.gemm(a_q, a_dim, b_q, b_dim, out_dtype, bias)
-
-    def grouped_fwd(
-        self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
-        return kernels.gluon_gemm.grouped_rows(x_q, w_q, 1, groups, out_dtype, bias)
-
-    def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return kernels.gluon_gemm.grouped_rows(dy_q, w_q, 0, groups, out_dtype)
-
-    def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return kernels.gluon_gemm.grouped_wgrad(dy_q, x_q, groups, out_dtype)
-
-
 class PagedKernels(Protocol):
     """A key-value cache in pages, for one new token of each sequence: ``triton_kernels/paged.py``."""
 
@@ -278,18 +229,3 @@ def _why_not_operand(spec: CastSpec, contract: int) -> str | None:
         "its GEMMs take scales that hold for 32, 128 or all of the contraction and for 1, 128 or all of the other "
         f"side, not {spec} contracted along dimension {contract}"
     )
-
-
-@lru_cache(maxsize=64)
-def _why_not_gluon(kind: str, index: int | None) -> str | None:
-    """Why its kernels cannot run on this kind of device, None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if tuple(int(part) for part in _version().split(".")[:2]) < GLUON:
-        return f"it is written in Gluon as Triton {GLUON[0]}.{GLUON[1]} has it, this is {_version()}"
-    if kind != "cuda" or torch.version.hip is not None:
-        return f"it runs on NVIDIA's Hopper, not on {'AMD' if kind == 'cuda' else kind}"
-    if not torch.cuda.is_available():
-        return "it is checked on the GPU before it is used, and this process sees none"
-    major, minor = torch.cuda.get_device_capability(index)
-    return None if (major, minor) == (9, 0) else f"it serves compute capability 9.0 alone, this GPU has {major}.{minor}"

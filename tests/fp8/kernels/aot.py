@@ -161,7 +161,6 @@ def _compile(variant: Variant, arch: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = variant.kernel.arg_names
     stray = [name for name in (*variant.signature, *variant.constants) if name not in names]
@@ -176,8 +175,7 @@ def _compile(variant: Variant, arch: int) -> Any:
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "maxnreg": variant.maxnreg}
     options["enable_fp_fusion"] = variant.fused
-    kind = GluonASTSource if variant.kernel.is_gluon() else ASTSource
-    source = kind(variant.kernel, signature, constants, attrs)
+    source = ASTSource(variant.kernel, signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -66,8 +66,7 @@ def variant(name: str, arch: int, kernel: Any, args: tuple[Any, ...], options: d
             signature[key] = "fp32"
         else:  # a tensor descriptor
             box = ", ".join(map(str, value.block_shape))
-            swizzled = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's
-            signature[key] = f"tensordesc<{_TYPES[value.base.dtype]}[{box}]{swizzled}>"
+            signature[key] = f"tensordesc<{_TYPES[value.base.dtype]}[{box}]>"
     run = {key: options[key] for key in _OPTIONS if key in options}
     return Variant(name, kernel, signature, constants, architectures=(arch,), **run)
 

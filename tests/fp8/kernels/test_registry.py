@@ -44,7 +44,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_order_of_preference() -> None:
-    assert names() == ("deepgemm", "torch", "triton", "gluon", "reference")
+    assert names() == ("deepgemm", "torch", "triton", "reference")
     assert all(get(name).name == name for name in names())
 
 
@@ -53,13 +53,12 @@ def test_on_the_cpu_the_reference_is_chosen_and_says_why_the_others_are_not() ->
         for name in fp8.RECIPES:
             chosen = select(op, recipe_or_spec=recipe(name), device="cpu", shape=(None, 1, 3420))
             assert chosen.backend.name == "reference" and "first in order of preference" in chosen.reason
-            assert [name for name, _ in chosen.rejected] == ["deepgemm", "torch", "triton", "gluon"]
+            assert [name for name, _ in chosen.rejected] == ["deepgemm", "torch", "triton"]
     reasons = dict(select("fwd", recipe_or_spec=recipe("rowwise"), device="cpu").rejected)
     assert reasons == {
         "deepgemm": "deep_gemm is not installed",
         "torch": "on the CPU it is slower than the reference; ask for it by name",
         "triton": "Triton's interpreter is for tests; ask for it by name",
-        "gluon": "it runs on NVIDIA's Hopper, not on cpu",
     }
 
 
@@ -114,7 +113,7 @@ def fresh() -> Iterator[None]:
 
 
 def test_auto_takes_the_first_that_can_and_says_what_it_passed_over(backends: None) -> None:
-    assert names() == ("useless", "picky", "deepgemm", "torch", "triton", "gluon", "reference")
+    assert names() == ("useless", "picky", "deepgemm", "torch", "triton", "reference")
     chosen = select("quantize", recipe_or_spec=CastSpec(), device="cpu", shape=(4, 256))
     assert chosen.backend.name == "picky" and chosen.rejected == (("useless", "it can do nothing"),)
     assert "first in order of preference" in chosen.reason

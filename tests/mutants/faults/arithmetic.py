@@ -193,18 +193,6 @@ area(
         "fp8/kernels/test_decode.py",
     ),
     (
-        "gluon-scales-of-the-step-before", "fp8/kernels/triton_kernels/gluon_kernel.py",
-        "                b_at += b_k\n", "                b_at += 0 * b_k\n",
-        "the first scale of w serves the whole contraction",
-        "fp8/kernels/test_gluon.py",
-    ),
-    (
-        "gluon-loads-too-early", "fp8/kernels/triton_kernels/gluon_kernel.py",
-        "mbarrier.init(empty.index(i), count=2)", "mbarrier.init(empty.index(i), count=1)",
-        "a stage is overwritten when one warpgroup of two has read it",
-        "fp8/kernels/test_gluon.py",
-    ),
-    (
         "torch-bias-untried", "fp8/kernels/torch_backend.py",
         "(fast or bias_why_not(bias.device, out_dtype) is None)", "(fast or out_dtype)",
         "a bias goes into a product of blocks wherever",

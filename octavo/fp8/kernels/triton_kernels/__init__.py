@@ -1,14 +1,11 @@
-"""The Triton kernels and their launches, a file each: casts, GEMMs (Triton's and, for Hopper, Gluon's), products of few
-rows, grouped GEMMs, fused layers, the key-value cache, and ``rows`` that stand for themselves. They import triton, so
-that nothing outside ``triton_backend`` names them, and each is imported when it is first named."""
+"""The Triton kernels and their launches, a file each: casts, GEMMs, products of few rows, grouped GEMMs, fused layers,
+the key-value cache, and ``rows`` that stand for themselves. They import triton, so that nothing outside
+``triton_backend`` names them, and each is imported when it is first named."""
 
 import importlib
 from typing import Any
 
-_NAMES = (
-    *("adamw", "cast", "decode", "fused", "gemm", "gluon_check", "gluon_gemm", "grouped", "grouped_cast", "paged"),
-    "rows",
-)
+_NAMES = ("adamw", "cast", "decode", "fused", "gemm", "grouped", "grouped_cast", "paged", "rows")
 
 
 def __getattr__(name: str) -> Any:
