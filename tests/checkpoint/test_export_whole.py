@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from safetensors import safe_open
 from octavo import models
 from octavo.base import atomic_write
 from octavo.checkpoint import CheckpointError
-from octavo.checkpoint.export import MARKER, export
+from octavo.checkpoint.export import export
 from octavo.checkpoint.export import files as export_files
 from octavo.checkpoint.export.files import Shards, size_of
 from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.model.export_checksums import MARKER
 from tests.checkpoint.export_models import write
 
 
@@ -140,7 +142,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
 
 def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr("octavo.checkpoint.export.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"would take 0.00 GB, and 0.00 GB are free .*free some space"):
         export(values_of(model), folder, tmp_path / "out", "bf16")
     assert list(tmp_path.iterdir()) == []

@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_a_copy_of_its_data(tmp_path):
 
 def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
     """Of a conversion that goes on, and of an evaluation that is kept."""
-    from octavo.checkpoint import convert
+    from octavo.checkpoint.convert import convert
 
     old, new = tmp_path / "m/a.safetensors", tmp_path / "b"
     old.parent.mkdir()

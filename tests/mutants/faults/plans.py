@@ -281,7 +281,7 @@ area(
 area(
     "exports",
     (
-        "export-smallest-scale", "checkpoint/export/__init__.py",
+        "export-smallest-scale", "checkpoint/export/export.py",
         "torch.stack(scales).max()", "torch.stack(scales).min()",
         "weights that engines fuse share the smallest of their scales",
         "checkpoint/test_export.py", "checkpoint/test_export_run.py",
@@ -312,7 +312,7 @@ area(
         "checkpoint/test_export_run.py",
     ),
     (
-        "export-nan-codes", "checkpoint/export/__init__.py",
+        "export-nan-codes", "checkpoint/export/export.py",
         "& 0x7F) == 0x7F", "& 0x7F) == 0xFF",
         "NaN codes are written",
         "checkpoint/test_export.py", "checkpoint/test_export_run.py",
@@ -339,7 +339,7 @@ area(
         "checkpoint/test_export_run.py",
     ),
     (
-        "convert-lora-prefix", "checkpoint/convert/__init__.py",
+        "convert-lora-prefix", "checkpoint/convert/convert.py",
         '"base_model.model.model." if lora_base else "model."', '"model." if lora_base else "model."',
         "the base of a LoRA run is written under the names of a plain one",
         "checkpoint/test_convert.py",

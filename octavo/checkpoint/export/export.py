@@ -1,0 +1,454 @@
+"""Model folders that every server loads, in BF16 or FP8: `octavo export`.
+
+    format        on disk                                             for
+    bf16          values in BF16                                      everything
+    fp8-block     DeepSeek's layout: codes, and `weight_scale_inv`    vLLM, SGLang, transformers, trainers
+                  for blocks of 128 x 128
+    fp8-dynamic   compressed-tensors: one `weight_scale` a row        vLLM, SGLang, transformers; every shape
+    fp8-tensor    compressed-tensors: one a tensor, shared by q, k    the same
+                  and v and by gate and up
+
+What was trained is what is written: where a weight has codes in the format's blocks they go into the file as they are.
+Where not, it is cast by the format's own cast (`fp8.FROZEN`), from the parameter where there is one, else from the
+values of its codes; both are counted, with their error.
+
+Values come one at a time and go to their places at once, so that a group of matrices that share a scale is the most
+that is held. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import fp8, models
+from octavo.base import atomic_write, target_folder
+from octavo.base.safe_read import printable
+from octavo.checkpoint.errors import CheckpointError
+from octavo.checkpoint.export import layout as layouts
+from octavo.checkpoint.export.files import Shards, nbytes
+from octavo.checkpoint.export.layout import FORMATS, Layout
+from octavo.checkpoint.export.names import Matrix
+from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
+from octavo.checkpoint.model.export_checksums import MARKER, OWN, note_digest, read_note, sha256
+from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
+from octavo.fp8.policy import template
+from octavo.models.folder.chat import check_template
+from octavo.models.folder.folder import INDEX, at, check_companions, companions
+from octavo.models.folder.quantization import to_config
+from octavo.models.processors import stop_tokens
+from octavo.models.processors.companions import write_beside
+from octavo.models.processors.stop_tokens import EndToken
+
+LARGEST = 5 * 10**9
+_TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what was written last
+#: (parameter, expert or None, rows or None, the final value): codes [N, K] as they are written, of which rows of the
+#: parameter (of that expert); or the whole parameter in high precision as it is stored, in the dtype that is written
+Written = Callable[[str, int | None, tuple[int, int] | None, Tensor | fp8.Quantized], None]
+
+
+@dataclass
+class Kind:
+    """Tensors whose names differ in numbers alone.
+
+    count, bytes   of the tensors, scales included
+    fp8            whether they are codes and scales
+    kept           how many hold the very codes that the model computes with
+    refit          cast from the parameter though the model has codes, which are in other blocks
+    cast           cast from values in high precision
+    recast         cast again from the values of codes in other blocks: their error comes on top
+    relative       the largest |written - value| / |value| of a tensor, norms; None where nothing was rounded to FP8
+    largest        the largest error of an element, as a part of its tensor's largest value
+    """
+
+    count: int = 0
+    bytes: int = 0
+    fp8: bool = False
+    kept: int = 0
+    refit: int = 0
+    cast: int = 0
+    recast: int = 0
+    relative: float | None = None
+    largest: float | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    kinds    tensors by name, numbers replaced by "*"
+    skipped  why layers stay in BF16 -> how many
+    opened   layers that compute with codes and are written in BF16, by component
+    end      the token by which the chat template ends answers, where generation_config.json got it
+    """
+
+    directory: Path
+    format: str
+    family: str
+    files: tuple[str, ...]
+    bytes: int
+    kinds: Mapping[str, Kind]
+    skipped: Mapping[str, int]
+    opened: Mapping[str, int] = field(default_factory=dict)
+    end: EndToken | None = None
+
+    def total(self, what: str) -> int:
+        """Of "count", "kept", "refit", "cast" or "recast"."""
+        return sum(getattr(kind, what) for kind in self.kinds.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "format": self.format,
+            "family": self.family,
+            "files": list(self.files),
+            "bytes": self.bytes,
+            "tensors": {
+                "fp8": sum(k.count for k in self.kinds.values() if k.fp8),
+                "high_precision": sum(k.count for k in self.kinds.values() if not k.fp8),
+            },
+            "codes": {what: self.total(what) for what in ("kept", "refit", "cast", "recast")},
+            "kinds": {name: vars(kind) for name, kind in self.kinds.items()},
+            "stay_in_bf16": dict(self.skipped),
+            "codes_written_in_bf16": dict(self.opened),
+            "end_token_added": None if self.end is None else vars(self.end),
+        }
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
+        tensors, files = self.total("count"), _count(len(self.files), "file")
+        lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
+        words = {
+            "kept": "the very codes that the model computes with",
+            "refit": "cast from the parameters, because the model's codes are in other blocks",
+            "cast": "cast from high precision",
+            "recast": "cast again from the values of codes in other blocks, so rounded twice",
+        }
+        for what, meaning in words.items():
+            if count := self.total(what):
+                lines.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
+        lines += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
+        for component, count in self.opened.items():
+            asked = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
+            include = f"; --include {component} keeps codes" if asked else ""
+            lines.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
+        if self.end is not None:
+            lines.append(
+                f"generation_config.json names {self.end} as an end token too: the chat template ends answers with it"
+            )
+        return lines
+
+    def _error(self, what: str) -> str:
+        worst = [kind.relative for kind in self.kinds.values() if getattr(kind, what) and kind.relative]
+        return f" (relative error up to {max(worst):.2%})" if worst and what != "kept" else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def export(
+    values: Iterable[tuple[str, Value]],
+    source: str | Path,
+    directory: str | Path,
+    format: str,
+    *,
+    include: Iterable[str] = (),
+    largest: int = LARGEST,
+    device: torch.device | str | None = None,
+    protect: Iterable[str | Path] = (),
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda done, total, name: None,
+    written: Written = lambda name, slot, rows, value: None,
+) -> Exported:
+    """Write a model folder.
+
+    Args:
+        values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order, tied
+            ones once or twice: tensors in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for experts), or
+            :class:`Trained`. They are taken one at a time.
+        source: the model folder that configuration, tokenizer and processor come from; of one that is stored in three
+            folders one is made, which is what servers read.
+        directory: new, empty, or an earlier export, which is replaced where it holds nothing else.
+        format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
+        include: components to be in FP8 beside the foundation.
+        largest: bytes of a file at most; a tensor above that has its own.
+        device: where casts run; None: where the values are.
+        protect: folders that the values come from, which must not be replaced.
+        say: called with the outcome, for people.
+        progress: called with bytes done, bytes in all, and the tensor written last.
+        written: called with everything before it goes to its file (:data:`Written`); what it raises ends the export,
+            which leaves nothing.
+
+    Raises CheckpointError for a directory that must not be replaced, values that are not this model's, a NaN or an
+    infinity (with the tensor's name), and what the format cannot hold; ModelError for the source or a full disk. In
+    every case `directory` is as it was.
+    """
+    source, target = Path(source), Path(directory)
+    check_target(target, [source, *(Path(p) for p in protect)])
+    check_companions(source, copied=True)  # before an hour's work
+    if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
+        check_template(models.load_tokenizer(source), source)
+    stop_tokens.unstated_end(source)  # refuses the tokenizer of another model
+    plan = layouts.layout(source, format, include)
+    with atomic_write.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
+        _enough_room(made, target, shards.total)
+        writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
+        for name, value in values:
+            writer.take(name, value)
+        writer.finish()
+        shards.finish()
+        quantization = None if plan.quantization is None else to_config(plan.quantization)
+        end = write_beside(source, made, torch.bfloat16, quantization)
+        done = Exported(
+            target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
+            dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
+        )  # fmt: skip
+        shards.close()
+        sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
+        document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
+        document[OWN] = note_digest(json.loads(json.dumps(document)))
+        (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        atomic_write.sync_tree(made)
+        check_target(target, [])  # it took a while: what came meanwhile is not the earlier export's
+    for sentence in done.sentences():
+        say(sentence)
+    return done
+
+
+def check_target(target: Path, sources: Iterable[Path]) -> None:
+    """Refuse a directory that an export must not replace. Raises CheckpointError."""
+    target_folder.check_target(target, CheckpointError)
+    for source in sources:
+        here, there = target.resolve(), source.resolve()
+        if here == there or here in there.parents:
+            what = "the very folder" if here == there else "a folder above the one"
+            raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
+    if target_folder.is_free(target):
+        return
+    if not (target / MARKER).is_file():
+        names = ", ".join(map(printable, target_folder.contents(target)[:3]))
+        raise CheckpointError(
+            f"{target} is not empty ({names}) and is no earlier export: it has no {MARKER}. Name a directory that is "
+            "new, or delete this one; nothing is overwritten"
+        )
+    if foreign := _foreign(target):
+        raise CheckpointError(
+            f"{target} is an earlier export, which would be replaced, and that export did not write "
+            f"{', '.join(foreign[:3])} as it is now. Move it away, or name another directory; nothing is deleted"
+        )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What in an earlier export's folder is not as that export wrote it: other names, and small files that were edited.
+    Of an export by 0.4.0, which noted no sums, names alone can be told."""
+    note = read_note(target)
+    sums: Mapping[str, str] = note["sha256"]
+    wrote = {MARKER, *sums} if sums else {MARKER, INDEX, "config.json", *note["files"]}
+    wrote |= set() if sums else {file.name for file in companions(target)}
+    strange = []
+    for entry in (target / name for name in target_folder.contents(target)):
+        shard = entry.name.endswith(".safetensors")
+        edited = not shard and entry.name in sums and entry.is_file() and sha256(entry) != sums[entry.name]
+        if entry.name not in wrote or entry.is_symlink() or entry.is_dir() or edited:
+            strange.append(printable(entry.name))
+    return strange
+
+
+def _enough_room(made: Path, target: Path, size: int) -> None:
+    free = shutil.disk_usage(made).free
+    if free < size:
+        raise CheckpointError(
+            f"{target} would take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "
+            "written; free some space, or export to another disk"
+        )
+
+
+class _Writer:
+    """Takes values, makes tensors of them as the layout says, and writes those."""
+
+    def __init__(
+        self,
+        plan: Layout,
+        source: Path,
+        shards: Shards,
+        device: torch.device | None,
+        progress: Progress,
+        written: Written,
+    ) -> None:
+        self.plan, self.source, self.shards, self.device = plan, source, shards, device
+        self.progress, self.written = progress, written
+        self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
+        self.kinds: dict[str, Kind] = {}
+        self.opened: Counter[str] = Counter()
+        self.done = 0
+        self._seen: set[str] = set()
+        self._sharing = Counter(m.shares for ms in plan.matrices.values() for m in ms)
+        self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
+        self._together: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
+
+    def take(self, name: str, value: Value) -> None:
+        if name in self.plan.names.tied:
+            return
+        if name not in self.plan.together or name in self._seen:
+            why = "came twice" if name in self._seen else f"is unknown to the model of {self.source}"
+            raise CheckpointError(f"{name} {why}: the weights are not those of the source's model")
+        self._seen.add(name)
+        self._check(name, value)
+        if name not in self.plan.matrices:
+            self._plain(name, value)
+            return
+        for m in self.plan.matrices[name]:
+            values, codes = part(value, m.slot, m.rows, name in self.plan.stored)
+            if self.plan.kind != "tensor":
+                self._fp8(m, values, codes, None)
+                continue
+            together = self._waiting.setdefault(m.shares, [])
+            together.append((m, values, codes))
+            if len(together) == self._sharing[m.shares]:
+                self._shared(self._waiting.pop(m.shares))
+
+    def finish(self) -> None:
+        if missing := [name for name in self.plan.together if name not in self._seen]:
+            raise CheckpointError(
+                f"{len(missing)} parameters of the model never came, first {missing[0]}: the weights are not those of "
+                f"the model of {self.source}"
+            )
+
+    def _check(self, name: str, value: Value) -> None:
+        """That a value has the parameter's shape, and no NaN or infinity."""
+        shape = tuple(self.plan.names.weights[name].shape)
+        values = value.values if isinstance(value, Trained) else value
+        if isinstance(values, Tensor):
+            found, wanted = tuple(values.shape), shape
+            bad = values.is_meta or (values.is_floating_point() and not bool(torch.isfinite(values).all()))
+        else:
+            found = tuple(values.data.shape)
+            wanted = (*shape[:-2], shape[-1], shape[-2]) if name in self.plan.stored else shape
+            scale = values.scale.float()
+            nan = (values.data.view(torch.uint8) & 0x7F) == 0x7F
+            bad = bool(nan.any()) or not bool((torch.isfinite(scale) & (scale > 0)).all())
+        if found != wanted:
+            raise CheckpointError(f"{name} has shape {list(found)}, and the model of {self.source} {list(wanted)}")
+        if bad:
+            plain = isinstance(values, Tensor)
+            what = "NaN or an infinity" if plain else "a NaN code, or a scale that is no multiplier"
+            raise CheckpointError(
+                f"{name} holds {what}; nothing was written. A model that holds one answers with NaN: export an earlier "
+                "checkpoint (--step), or look in metrics.jsonl for the step that broke it"
+            )
+
+    # High precision -------------------------------------------------------------------------------------------------
+
+    def _plain(self, name: str, value: Value) -> None:
+        if not isinstance(value, Tensor):
+            self.opened[self.plan.component_of(name)] += 1
+        group = self.plan.together[name]
+        high = self._high(name, value)
+        if high.is_floating_point():
+            high = high.to(self.plan.names.dtype(name))
+            if not bool(torch.isfinite(high).all()):
+                raise CheckpointError(f"{name} has values beyond {str(high.dtype)[6:]}, which would become infinite")
+        self.written(name, None, None, high)
+        self._together[name] = high
+        if any(other not in self._together for other in group):
+            return
+        for disk, tensor in self.plan.names.to_disk({n: self._together.pop(n) for n in group}).items():
+            self._write(disk, tensor, disk).count += 1
+
+    def _high(self, name: str, value: Value) -> Tensor:
+        """The values of a parameter, as it is stored; codes are dequantized."""
+        if isinstance(value, Trained):
+            return value.values
+        if isinstance(value, Tensor):
+            return value
+        if value.data.dim() == 2:
+            return decoded(value)
+        each = [decoded(fp8.Quantized(d, s, value.spec)) for d, s in zip(value.data, value.scale, strict=True)]
+        values = torch.stack([e.bfloat16() for e in each])
+        return values.mT if name in self.plan.stored else values
+
+    # FP8 ------------------------------------------------------------------------------------------------------------
+
+    def _shared(self, together: list[tuple[Matrix, Tensor | None, Any]]) -> None:
+        """Matrices with one scale: that of the largest among them, whose codes are what they would be alone."""
+        assert self.spec is not None
+        own = []
+        for _, values, codes in together:
+            kept = None if codes is None else regrid(codes, self.spec)
+            if kept is not None:
+                own.append(None if _is_zero(kept) else kept.scale.reshape(()).float())
+                continue
+            amax = (values if values is not None else decoded(codes)).abs().max().float()
+            own.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
+        scales = [scale.cpu() for scale in own if scale is not None]
+        shared = torch.stack(scales).max() if scales else torch.tensor(1.0)
+        for m, values, codes in together:
+            self._fp8(m, values, codes, shared)
+
+    def _fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
+        """Write one matrix. ``scale``: that of the matrices it shares one with."""
+        assert self.spec is not None and self.plan.quantization is not None
+        kept = None if codes is None else regrid(codes, self.spec)
+        if kept is not None and scale is not None and not (float(kept.scale) == float(scale) or _is_zero(kept)):
+            kept = None  # under the shared scale its codes would be others
+        if self.device is not None:
+            values = None if values is None else values.to(self.device)
+        reference = values if values is not None else decoded(codes) if kept is None else None
+        if kept is not None:
+            q, how = (kept if scale is None else kept._replace(scale=scale.reshape(1, 1))), "kept"
+        else:
+            assert reference is not None
+            if scale is None:
+                q = quantize(reference, self.spec)
+            else:
+                q = quantize_with_scale(reference, scale.to(reference.device).reshape(1, 1), self.spec)
+            how = "cast" if codes is None else "refit" if values is not None else "recast"
+        self.written(m.parameter, m.slot, m.rows, q)
+        kind = self._write(m.name, q.data, m.name)
+        scales = q.scale.float().reshape(self.plan.scale_shape(m))
+        self._write(m.name + self.plan.quantization.scale_suffix, scales, m.name)
+        kind.count, kind.fp8 = kind.count + 2, True
+        setattr(kind, how, getattr(kind, how) + 1)
+        if reference is not None:
+            relative, largest = _error(q, reference)
+            kind.relative, kind.largest = max(kind.relative or 0.0, relative), max(kind.largest or 0.0, largest)
+
+    def _write(self, name: str, tensor: Tensor, like: str) -> Kind:
+        self.shards.write(name, tensor)
+        size = nbytes(tensor.dtype, tuple(tensor.shape))
+        kind = self.kinds.setdefault(template(like), Kind())
+        kind.bytes += size
+        self.done += size
+        self.progress(self.done, self.shards.total, name)
+        return kind
+
+
+def _is_zero(q: fp8.Quantized) -> bool:
+    return not bool((q.data.view(torch.uint8) & 0x7F).any())
+
+
+def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
+    """(|written - value| / |value| in norms, the largest error / the largest value); zeros have none."""
+    values = values.float()
+    error = decoded(q).to(values.device) - values
+    norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())
+    if not amax:
+        return 0.0, 0.0
+    return float(torch.linalg.vector_norm(error)) / norm, float(error.abs().max()) / amax
+
+
+__all__ = ["FORMATS", "LARGEST", "MARKER", "Exported", "Kind", "check_target", "export"]
