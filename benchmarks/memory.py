@@ -355,7 +355,7 @@ COLOURS = ("#1d7f79", "#55a89f", "#c8571b", "#e4a36b", "#8d6cab", "#4e79a7", "#a
 
 def draw(runs: list[dict[str, Any]], settings: dict[str, int], path: Path) -> None:
     """One bar a run, its kinds one after the other up to the peak."""
-    from octavo.bench.plot import INK, SOFT, canvas
+    from plot_canvas import INK, SOFT, canvas
 
     figure, (axes,) = canvas(9, 1.5 + 0.55 * len(runs))
     for y, run in enumerate(runs):

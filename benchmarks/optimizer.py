@@ -222,7 +222,7 @@ def of_earlier(found: dict[str, Any], part: str, absent: Collection[str] | None 
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    from octavo.bench.plot import canvas
+    from plot_canvas import canvas
 
     figure, (left, right) = canvas(11, 4.2, columns=2)
     looped = {row["optimizer"] for row in found["closed_loop"]} - {"octavo fp32"}

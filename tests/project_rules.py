@@ -62,7 +62,7 @@ SHARD_MODULES = tuple(
     f"torch.distributed.{name}" for name in ("tensor", "_tensor", "fsdp", "device_mesh", "_composable")
 )
 # Who imports the files of its own folder by name, when they are asked for: its edges are to all of them.
-LOADERS = {"octavo.cli.main", "octavo.bench", "octavo.fp8.kernels.triton_kernels"}
+LOADERS = {"octavo.cli.main", "octavo.bench.suites", "octavo.fp8.kernels.triton_kernels"}
 # Who runs a user's file in a process of its own, and asks which others that has imported.
 STRANGERS = {"octavo.rl.rewards.worker"}
 BY_TEXT = {"importlib.import_module", "importlib.__import__", "importlib.util.find_spec", "sys.modules"}

@@ -128,7 +128,7 @@ def _drawn(result: Result, path: Path) -> str:
 
 def draw(result: Result, path: Path) -> None:
     """Each figure as a part of its limit, into a PNG file. Raises ImportError without matplotlib."""
-    from octavo.bench.plot import BASE, FASTER, INK, SLOWER, SOFT, canvas
+    from benchmarks.plot_canvas import BASE, FASTER, INK, SLOWER, SOFT, canvas
 
     figure, (axes,) = canvas(8, 0.9 + 0.3 * len(TARGETS))
     for y, target in enumerate(TARGETS):

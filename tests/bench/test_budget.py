@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu import report
 from octavo.bench import Bench, record
-from octavo.bench.budget import HEAD, OPTIMIZER, PARTS, Budget, claimed
 from octavo.bench.record import Result, Row
-from octavo.bench.suite_step import Step
+from octavo.bench.suite_step import HEAD, OPTIMIZER, PARTS, Budget, Step, claimed
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 
 now = [0.0]
@@ -72,7 +71,7 @@ class Block(nn.Module):
 
 
 def test_every_moment_of_a_step_is_one_part_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.bench.budget.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.bench.suite_step.time.perf_counter", lambda: now[0])
     block, budget = Block(), Budget(torch.device("cpu"))
     head = budget.around(HEAD, lambda x: Spend.apply(x, 10_000.0).sum())
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.gpu import report
 from benchmarks.gpu.targets import TARGETS, Target
 from octavo import bench
+from octavo.bench import suites
 from octavo.bench.record import Result, Row
 from octavo.cli.main import main
 
@@ -104,13 +105,13 @@ def test_what_cannot_be_reported_is_explained(tmp_path: Path, monkeypatch, capsy
     assert bench.report([str(tmp_path)]) == 1 and "no figures in" in capsys.readouterr().out
     write(tmp_path, "suites.json", CARD, "NVIDIA H200")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "octavo.bench.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "benchmarks.plot_canvas", raising=False)
     monkeypatch.delitem(sys.modules, "matplotlib.axes", raising=False)
     assert bench.report([str(tmp_path)]) == 0 and "no plot: " in capsys.readouterr().out
     (tmp_path / "other.json").write_text('{"command": "python benchmarks/optimizer.py", "rows": [1]}')
     assert bench.report([str(tmp_path)]) == 0
     (tmp_path / "half.json").write_text('{"command": "make')
     assert bench.report([str(tmp_path)]) == 1 and "these are not figures of make gpu" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "octavo" / "bench" / "__init__.py"))
+    monkeypatch.setattr(suites, "__file__", str(tmp_path / "octavo" / "bench" / "suites.py"))
     with pytest.raises(bench.BenchError, match="in a checkout of Octavo"):
         bench.report([str(tmp_path)])
