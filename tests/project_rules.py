@@ -88,7 +88,7 @@ LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 }
 # Third-party packages that only some packages may import.
 KEPT_IN = {
-    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "bench", "loading"},
+    "transformers": {"models", "data", "checkpoint", "adapters", "rl", "sealing", "bench", "loading"},
     "peft": {"adapters"},
     "triton": {"fp8"},
     "argparse": {"cli"},

@@ -8,7 +8,7 @@ from octavo.sealing.errors import SealError
 from octavo.sealing.folder import Written, seal_model, unseal_model
 from octavo.sealing.key import Key, find_key, read_key
 from octavo.sealing.rows import Rows, seal_data
-from octavo.sealing.text import seal_text, unseal_text
+from octavo.sealing.tokenizer import seal_text, unseal_text
 
 __all__ = [
     "Key",

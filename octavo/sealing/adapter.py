@@ -19,10 +19,10 @@ from octavo.adapters.files import CONFIG, WEIGHTS, read_config, read_state
 from octavo.base import atomic_write, safe_read
 from octavo.base.seal_note import Note, read_note, write_note
 from octavo.sealing import permute
-from octavo.sealing.axes import Axis, Layout, Orders
 from octavo.sealing.errors import SealError
 from octavo.sealing.folder import sealed_by
 from octavo.sealing.key import Key
+from octavo.sealing.permute import Axis, Layout, Orders
 from octavo.sealing.structure import Structure, structure
 
 _START = "base_model.model."

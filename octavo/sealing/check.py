@@ -22,7 +22,7 @@ from octavo import models
 from octavo.models.structure.shapes import shortened
 from octavo.sealing import inputs, permute
 from octavo.sealing.errors import SealError
-from octavo.sealing.ids import with_ids
+from octavo.sealing.inputs import with_ids
 from octavo.sealing.key import Key
 from octavo.sealing.structure import structure
 

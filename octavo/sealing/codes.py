@@ -18,8 +18,8 @@ from octavo.checkpoint.export.names import Matrices, Matrix
 from octavo.checkpoint.export.values import part, regrid
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.weights.shards import open_weights
-from octavo.sealing.axes import Layout, Orders
 from octavo.sealing.errors import SealError
+from octavo.sealing.permute import Layout, Orders
 from octavo.sealing.structure import FREE, Structure
 
 Move = Callable[..., Tensor]

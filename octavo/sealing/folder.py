@@ -28,12 +28,12 @@ from octavo.models.folder.folder import companions, copy_companions, one_folder,
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
 from octavo.sealing import permute
-from octavo.sealing.axes import Orders
 from octavo.sealing.check import check
 from octavo.sealing.codes import Move, coded
 from octavo.sealing.errors import SealError
-from octavo.sealing.ids import with_ids
+from octavo.sealing.inputs import with_ids
 from octavo.sealing.key import Key
+from octavo.sealing.permute import Orders
 from octavo.sealing.structure import Structure, structure
 from octavo.sealing.tokenizer import write_tokenizer
 

@@ -1,7 +1,9 @@
-"""What a model takes of rows, in the sealed world: numbers of tokens, pixels within their patches, bins of sounds."""
+"""What a model takes of rows, in the sealed world: numbers of tokens, pixels within their patches, bins of sounds; and
+the numbers of tokens in its configurations: `image_token_id`, `eos_token_id`, lists of suppressed ones."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from octavo.sealing.draw import inverse
 from octavo.sealing.errors import SealError
 
 IGNORE = -100
+_KEYS = re.compile(r"(^|_)(token_ids?|token_index|suppress_tokens|bad_words_ids|force_words_ids)$|^forced_decoder_ids$")
 
 
 def tokens(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
@@ -63,3 +66,23 @@ def batch(inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tu
     if "input_features" in out:
         out["input_features"] = spectrum(out["input_features"], orders["bins"])
     return out
+
+
+def with_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> Any:
+    """JSON of a configuration with the numbers of tokens that it names in the sealed vocabulary."""
+    if isinstance(raw, dict):
+        return {name: with_ids(value, vocab, back, str(name)) for name, value in raw.items()}
+    if isinstance(raw, list):
+        return [with_ids(value, vocab, back, key) for value in raw]
+    if _KEYS.search(key) and type(raw) is int:
+        return int(tokens(np.asarray([raw]), vocab, back)[0])
+    return raw
+
+
+def named_ids(raw: Any, key: str = "") -> set[int]:
+    """The numbers of tokens that a configuration names."""
+    if isinstance(raw, dict):
+        return set().union(*(named_ids(value, str(name)) for name, value in raw.items()))
+    if isinstance(raw, list):
+        return set().union(*(named_ids(value, key) for value in raw))
+    return {raw} if _KEYS.search(key) and type(raw) is int and raw >= 0 else set()

@@ -25,10 +25,10 @@ from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.tasks.pairs import Pair
 from octavo.data.tasks.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
 from octavo.sealing import inputs
-from octavo.sealing.axes import Orders
 from octavo.sealing.check import patch_of
 from octavo.sealing.errors import SealError
 from octavo.sealing.key import Key
+from octavo.sealing.permute import Orders
 from octavo.sealing.structure import structure
 
 AT_ONCE = 8  # rows that the processor makes in one call, and that a record batch has

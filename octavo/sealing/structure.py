@@ -15,10 +15,10 @@ import numpy as np
 from torch import nn
 
 from octavo import models
-from octavo.sealing.axes import FIXED, Axis, Layout, Stretch, size
 from octavo.sealing.draw import Use, free, heads, within
 from octavo.sealing.errors import SealError
 from octavo.sealing.key import Key
+from octavo.sealing.permute import FIXED, Axis, Layout, Stretch, size
 from octavo.sealing.rules import rule_of
 
 FREE = ("vocab", "patch", "bins")

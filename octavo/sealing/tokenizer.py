@@ -3,21 +3,36 @@
 A plain tokenizer with its numbers changed would be the permutation itself. So token n of the sealed vocabulary is
 the word `tn`. Control tokens alone keep their names, since config.json and the processor name their places anyway:
 where answers end, and what stands for an image. The chat template puts contents behind each other: what a model is
-asked is sealed before (:func:`octavo.sealing.text.seal_text`), template and all.
+asked is sealed before (:func:`seal_text`), template and all, by who holds the key.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from octavo import models
 from octavo.models.folder.folder import read_json
-from octavo.models.processors.number_tokenizer import numbered_tokenizer
-from octavo.sealing.ids import named_ids
-from octavo.sealing.inputs import tokens
+from octavo.sealing.errors import SealError
+from octavo.sealing.inputs import named_ids, tokens
+from octavo.sealing.key import Key
+from octavo.sealing.structure import structure
+
+_WORD = re.compile(r"t(\d+)")
+TEMPLATE = (
+    "{% for message in messages %}{% if not loop.first %} {% endif %}{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{{ message['content'] | join(' ', attribute='text') }}{% endif %}{% endfor %}"
+)
+"""Contents one after the other: the one who writes the words has written the template's as well."""
+_USUAL = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def word(number: int) -> str:
@@ -41,3 +56,64 @@ def write_tokenizer(source: Path, made: Path, vocab: np.ndarray) -> None:
     behind = [number for number in kept if number >= len(vocab)]
     words = {kept.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
     numbered_tokenizer(words, {name: number for number, name in kept.items()}, plain).save_pretrained(made)
+
+
+def numbered_tokenizer(
+    words: Mapping[str, int], control: Mapping[str, int], like: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of words between spaces.
+
+    words    word -> its number, of all tokens
+    control  those that are control tokens, which stand alone wherever they are written
+    like     the tokenizer whose names of control tokens (`eos_token`, `image_token`, ...) this one takes over
+    """
+    tokenizer = Tokenizer(WordLevel(dict(words), unk_token=next(iter(words))))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    ordered = sorted(control, key=control.__getitem__)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ordered])
+    named = {name: str(token) for name, token in like.special_tokens_map.items() if isinstance(token, str)}
+    named = {name: token for name, token in named.items() if token in control}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{name: token for name, token in named.items() if name in _USUAL},
+        extra_special_tokens={n: token for n, token in named.items() if n not in (*_USUAL, "unk_token")},
+        model_max_length=like.model_max_length,
+        padding_side=like.padding_side,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def seal_text(text: str, model: str | Path, key: Key) -> str:
+    """A question as the words of the sealed model: in the plain model's chat template, up to where the answer begins.
+    `model`: the plain folder."""
+    processor: Any = models.load_processor(model)
+    turns = [{"role": "user", "content": text}]
+    written = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = np.asarray(processor.tokenizer(written, add_special_tokens=False)["input_ids"])
+    names = named(processor.tokenizer, model)
+    moved = tokens(ids, _vocab(model, key))
+    return " ".join(names.get(int(plain), word(int(own))) for plain, own in zip(ids, moved, strict=True))
+
+
+def unseal_text(words: str, model: str | Path, key: Key) -> str:
+    """What the words of a sealed model mean. Raises SealError for one that is none."""
+    tokenizer: Any = models.load_tokenizer(model)
+    numbers = {name: number for number, name in named(tokenizer, model).items()}
+    vocab = _vocab(model, key)
+    ids = []
+    for one in re.findall(r"\n|\S+", words):
+        if one in numbers:
+            ids.append(numbers[one])
+        elif one == "\n":
+            continue  # between words
+        elif (found := _WORD.fullmatch(one)) and int(found[1]) < len(vocab):
+            ids.append(int(vocab[int(found[1])]))
+        else:
+            raise SealError(f"{one!r:.60} is no word of a sealed model: they are t0 to t{len(vocab) - 1}")
+    return str(tokenizer.decode(ids))
+
+
+def _vocab(model: str | Path, key: Key) -> np.ndarray:
+    return structure(models.empty(model)).draw(key)["vocab"]
