@@ -23,9 +23,8 @@ from octavo.generation.gathered import Gathered
 from octavo.generation.pages import Cache, Pool, pages_of
 from octavo.generation.replayed import Replayed
 from octavo.generation.request import Completion, Prompt, Sampling
-from octavo.generation.sampling import uniforms
+from octavo.generation.sampling import Stops, uniforms
 from octavo.generation.slots import Group, Slots
-from octavo.generation.stops import Stops
 
 PREFILL = 2048
 """Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer: enough

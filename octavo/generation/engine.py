@@ -22,7 +22,7 @@ from octavo.generation.errors import GenerationError
 from octavo.generation.memory import Shape, most_that_fit
 from octavo.generation.pages import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.request import Completion, Prompt, Sampling
-from octavo.generation.stops import Stops
+from octavo.generation.sampling import Stops
 
 
 class Engine:

@@ -1,4 +1,5 @@
-"""From logits to a token, its log-probability and the entropy: one function, and the random numbers that it takes.
+"""From logits to a token, its log-probability and the entropy: one function, and the random numbers that it takes. And
+what ends a completion: a token, or a text.
 
 A token's random number is a word of Philox at the counter
 
@@ -12,21 +13,26 @@ rather than one for each word of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo import fp8
 from octavo.fp8.arithmetic import random_blocks
 from octavo.generation.request import Sampling
+from octavo.models.processors import stop_tokens
 
 _ELEMENTS = 1 << 25
 """Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
 
-
 _ALMOST_NEVER = -1e4
 """What stands for log 0 where it is multiplied by a probability of 0."""
+_SPARE = 8
+"""Tokens looked at beyond the bytes of the longest text: special tokens hold none."""
 
 
 def uniforms(
@@ -112,3 +118,33 @@ def kept(p: Tensor, sampling: Sampling) -> Tensor:
     if sampling.min_p > 0:
         p = p.masked_fill(~(p >= sampling.min_p * p.amax(-1, keepdim=True)), 0)
     return p
+
+
+@dataclass(frozen=True)
+class Stops:
+    """`ids`: tokens that end a completion · `texts`: those that end it when they appear · `tokenizer`: decodes."""
+
+    ids: np.ndarray
+    texts: tuple[str, ...]
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, model: Any, processor: Any, texts: tuple[str, ...]) -> Stops:
+        """The tokens of the model's generation settings (or the tokenizer's end), and the one by which the chat
+        template of `processor`, a processor or a tokenizer, ends answers (`stop_tokens.stop_ids`)."""
+        ids = stop_tokens.stop_ids(getattr(model, "generation_config", None), processor)
+        return cls(np.array(ids, dtype=np.int64), tuple(texts), getattr(processor, "tokenizer", processor))
+
+    def by_token(self, tokens: np.ndarray) -> np.ndarray:
+        """bool [B]: which tokens [B] end their completion."""
+        return np.isin(tokens, self.ids)
+
+    @cached_property
+    def reach(self) -> int:
+        """Tokens at the end of a completion that are looked at for a text: a token is a byte at least."""
+        return max((len(text.encode()) for text in self.texts), default=0) + _SPARE
+
+    def by_text(self, tokens: Sequence[int]) -> bool:
+        """Whether the last tokens of a completion, `reach` of them or all, hold one of the texts."""
+        tail = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(text in tail for text in self.texts)

@@ -1,6 +1,5 @@
 """Several processes on one job: the world they form and FSDP2 over it."""
 
-from octavo.parallel.coded import SENDS_NO_CODES, send_codes
 from octavo.parallel.context import Context, context_of, ulysses_of
 from octavo.parallel.errors import WorldError
 from octavo.parallel.experts import check_experts
@@ -8,7 +7,7 @@ from octavo.parallel.fill import fill
 from octavo.parallel.images import Images
 from octavo.parallel.layout import Layout
 from octavo.parallel.shard import shard
-from octavo.parallel.wire import Counted, by_collective
+from octavo.parallel.wire import SENDS_NO_CODES, Counted, by_collective, send_codes
 from octavo.parallel.world import WAITS, World, setup
 
 __all__ = [

@@ -69,7 +69,7 @@ class Context:
         """Attention of this rank's tokens over the row: q [1, H, T/P, D], k and v [1, H_k, T/P, D] -> [1, T/P, H, D].
 
         ``within`` gets q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D], and gives [1, T/C, H/U, D], which a ``layer``
-        that has a coding (:mod:`octavo.parallel.coded`) sends back to tokens by it.
+        that has a coding (:mod:`octavo.parallel.wire`) sends back to tokens by it.
         """
         if self.heads is not None:
             q, k, v = self._to_heads(q, k, v)

@@ -1,4 +1,4 @@
-"""Bytes on the wire: how many each collective brings to a rank, as a formula and counted.
+"""Bytes on the wire: how many each collective brings to a rank, as a formula and counted; and what goes as FP8 codes.
 
 A collective over n ranks brings to each of them, whatever algorithm carries it out:
 
@@ -12,6 +12,11 @@ broadcast       the tensor, but to the rank that has it
 
 :class:`Counted` counts them of the calls that a stretch of code makes; :mod:`octavo.train.estimate.step_time` predicts
 them.
+
+:func:`send_codes` (`train.exchange: fp8`) lets ranks exchange as codes what the FP8 recipe of a layer casts row by row
+with powers of two anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj where ranks share a row,
+the rows that go to experts before gate_up_proj, and the gradients of their results before down_proj. All else travels
+as it is.
 """
 
 from __future__ import annotations
@@ -23,9 +28,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.fp8 import Experts, Linear, moe
+from octavo.fp8.dense import CODING, Coding
+from octavo.parallel.errors import WorldError
+from octavo.parallel.world import World
 
 FIGURE = 1024  # bytes: a smaller all-reduce is one of a step's figures (counts, losses, norms), not of its gradients
 
@@ -39,6 +49,14 @@ _OPS = {
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 _NAMES = {op: collective for collective, ops in _OPS.items() for op in ops}
+
+# What a module of attention may consist of, for its output to be the input of o_proj as it is.
+_KNOWN = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+SENDS_NO_CODES = (
+    "train.exchange is fp8, and no layer casts what ranks exchange row by row with powers of two: that needs a recipe "
+    "such as blockwise or mxfp8, in all three GEMMs of o_proj (with heads of whole blocks) or of experts. Set "
+    "train.exchange: stored"
+)
 
 
 def reduced(size: int, ranks: int) -> int:
@@ -126,3 +144,24 @@ def _nbytes(tensor: Tensor) -> int:
 def by_collective(counted: Mapping[str, int]) -> dict[str, int]:
     """Without the figures of a step: what is predicted."""
     return {name: size for name, size in counted.items() if name != "figures" and size}
+
+
+def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
+    """Let layers of a model that is sharded exchange codes; how many of attention and of experts do.
+
+    Raises WorldError where none does, though ranks share rows or experts.
+    """
+    outputs = experts = 0
+    for module in model.modules():
+        if moe.EXCHANGE in module.__dict__ and isinstance(module, Experts):
+            found = module.__dict__[moe.EXCHANGE].coded(module)
+            module.__dict__[moe.EXCHANGE] = found
+            experts += found.rows is not None or found.gradients is not None
+        elif world.layout.context > 1 and isinstance(getattr(module, "o_proj", None), Linear):
+            coding = Coding.of_x(module.o_proj.recipe, head_dim)  # type: ignore[union-attr]
+            if coding is not None and {name for name, _ in module.named_children()} <= _KNOWN:
+                module.__dict__[CODING] = coding
+                outputs += 1
+    if not outputs and not experts and (world.layout.context > 1 or world.layout.expert > 1):
+        raise WorldError(SENDS_NO_CODES)
+    return outputs, experts

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from octavo.bisect.minimal_set import Diffuse, smallest
+from octavo.bisect.find_culprits import Diffuse, smallest
 
 
 def asked(*culprits: set[int]):

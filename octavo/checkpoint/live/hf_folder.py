@@ -4,13 +4,16 @@ Names, dtypes, shapes and places in the files are decided before a value is know
 gathered, and one rank, each time that with the least to do, turns it into what transformers has on disk and writes it
 into its place. So a rank holds its shards and one tensor, and the files are the same bytes on any number of ranks. What
 fails on one rank fails on all, and leaves nothing.
+
+Tensors of a model in three folders are named after the folder that they belong to; inside it they have the names that
+are left (:class:`Homes`).
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +25,8 @@ from octavo import fp8, models
 from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.export.files import Planned, nbytes
-from octavo.checkpoint.live.homes import Homes
+from octavo.checkpoint.export.encrypted import EncryptedShards
+from octavo.checkpoint.export.files import Planned, Shards, nbytes
 from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.fp8.weights import full, master_of
@@ -247,3 +250,62 @@ def _refuse_dead(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
             f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and a model that does answers "
             "with NaN: nothing is written. Save an earlier checkpoint."
         )
+
+
+class Homes:
+    """The weight files of a model that is being written: as `Shards`, for the folders `parts` of a directory, or
+    without them for itself. `owners`: tensor -> the rank that writes it; `encrypted`: then values come in
+    the order of `tensors`."""
+
+    def __init__(
+        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        parts: Sequence[str] = (), encrypted: encryption.Folder | None = None,
+    ) -> None:  # fmt: skip
+        self._named = bool(parts)
+        planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}
+        for name, dtype, shape in tensors:
+            part, name = self._place(name)
+            planned[part].append((name, dtype, shape))
+        own: dict[str, dict[str, int]] = {part: {} for part in planned}
+        for tensor, owner in owners.items():
+            part, name = self._place(tensor)
+            own[part][name] = owner
+        self._shards: dict[str, Shards | EncryptedShards] = {}
+        for part, named in own.items():
+            if encrypted is not None:
+                self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank, encrypted)
+            else:
+                mine = [name for name, owner in named.items() if owner == rank]
+                self._shards[part] = Shards(directory / part, planned[part], largest, mine)
+        self._folders = [directory / part for part in parts]
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """(folder, name in it) of a tensor."""
+        part, _, inside = name.partition(".")
+        return (part, inside) if self._named else ("", name)
+
+    def open(self, create: bool = True) -> None:
+        """Make the files, with their headers, or open those that another process made."""
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+        for shards in self._shards.values():
+            shards.open(create)
+
+    def close(self) -> None:
+        for shards in self._shards.values():
+            shards.close()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into its place."""
+        part, inside = self._place(name)
+        self._shards[part].write(inside, tensor)
+
+    def flush(self) -> None:
+        """Force what this process wrote to the disk. Raises CheckpointError if a tensor never came."""
+        for shards in self._shards.values():
+            shards.flush()
+
+    def write_index(self) -> None:
+        """The list of what is where, in each folder with several files."""
+        for shards in self._shards.values():
+            shards.write_index()

@@ -34,7 +34,7 @@ def check(cfg: Config, model: nn.Module, plan: fp8.Plan, ranks: int) -> None:
 
 
 def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
-    """(layers, bytes of a value) of what goes as codes (:mod:`octavo.parallel.coded`): outputs of attention, rows to
+    """(layers, bytes of a value) of what goes as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows to
     experts, gradients of their results."""
 
     def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.torch_backend import lay_out, multiply
-from octavo.fp8.policy.padding import padding
+from octavo.fp8.planning.table import padding
 
 ALL = ("fwd", "dgrad", "wgrad")
 

@@ -99,13 +99,13 @@ area(
         "fp8/policy/test_topology.py",
     ),
     (
-        "plan-padding-copies-nothing", "fp8/policy/padding.py",
+        "plan-padding-copies-nothing", "fp8/planning/table.py",
         "if width % ALIGN)", "if width % 4)",
         "results of 3420 columns are said to be written as they are",
         "fp8/policy/test_padding.py",
     ),
     (
-        "plan-padding-of-one-side", "fp8/policy/padding.py",
+        "plan-padding-of-one-side", "fp8/planning/table.py",
         'contracted = int(name == "fwd")', 'contracted = int(name == "dgrad")',
         "forward and dgrad are said to contract each other's side",
         "fp8/policy/test_padding.py",
