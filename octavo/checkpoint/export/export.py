@@ -32,6 +32,7 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
 from octavo.base.safe_read import printable
+from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -42,7 +43,7 @@ from octavo.checkpoint.model.export_checksums import MARKER, OWN, note_digest, r
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.folder.chat import check_template
-from octavo.models.folder.folder import INDEX, at, check_companions, companions
+from octavo.models.folder.folder import at, check_companions, companions
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
 from octavo.models.processors.companions import write_beside
@@ -254,11 +255,10 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
 
 def _foreign(target: Path) -> list[str]:
     """What in an earlier export's folder is not as that export wrote it: other names, and small files that were edited.
-    Of an export by 0.4.0, which noted no sums, names alone can be told."""
+    Without sums names alone are compared."""
     note = read_note(target)
     sums: Mapping[str, str] = note["sha256"]
-    wrote = {MARKER, *sums} if sums else {MARKER, INDEX, "config.json", *note["files"]}
-    wrote |= set() if sums else {file.name for file in companions(target)}
+    wrote = {MARKER, *(sums or compat.names_in_export(note, target))}
     strange = []
     for entry in (target / name for name in target_folder.contents(target)):
         shard = entry.name.endswith(".safetensors")

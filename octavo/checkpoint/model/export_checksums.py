@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
+from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 
 #: what was written, and the permission to replace it by another export
@@ -33,20 +34,20 @@ def note_digest(note: Mapping[str, Any]) -> str:
 
 
 def is_changed(note: Mapping[str, Any]) -> bool:
-    """Whether a note is not what an export wrote: its own digest is another, or files that it names have no sum. Notes
-    of 0.4.0 have no digest."""
-    sums = note.get("sha256") or {}
+    """Whether a note is not what an export wrote: its own digest is another, or files that it names have no sum. A
+    note without a digest is not compared with one."""
+    sums = compat.export_sums(note)
     own = note.get(OWN)
     return (own is not None and own != note_digest(note)) or bool(sums and not {*note["files"]} <= sums.keys())
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The note of an export, its `sha256` a table of this folder's file names (empty in one that 0.4.0 wrote).
+    """The note of an export, its `sha256` a table of this folder's file names (empty where it noted none).
 
     Raises CheckpointError for one that cannot be read or that Octavo did not write.
     """
     note = safe_read.read_json(folder / MARKER, CheckpointError)
-    sums, files = note.get("sha256", {}), note.get("files")
+    sums, files = compat.export_sums(note), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder anew.")

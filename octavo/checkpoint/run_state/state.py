@@ -4,14 +4,14 @@ What a checkpoint holds, and how it is written, is told in :mod:`octavo.checkpoi
 state goes by parameter *name*, so two ranks' shards load into one process and the other way round. Before a tensor is
 read, every file is compared to its checksum.
 
-NaN and infinity are not loaded: nothing can go on from them. state.json says "finite" since they are looked for; a
-checkpoint of 0.4.0, which does not, has its values read where the newest is asked for.
+NaN and infinity are not loaded: nothing can go on from them. A checkpoint whose state.json does not say "finite" has
+its values read where the newest is asked for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from octavo import fp8
+from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state import optimizer_state as states
@@ -96,15 +97,16 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
 def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
     """What of a checkpoint holds NaN or infinity, in a sentence; None: nothing does. Values are read, a tensor at a
     time, unless its state.json says that they are finite."""
-    if document.get("finite"):
-        return None
+    name = compat.not_finite(document, lambda: _values(path))
+    return None if name is None else f"{named(name)} holds NaN or infinity"
+
+
+def _values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint but for the caller's extra ones, one at a time, weights first."""
     places = SafeReader(path).read_metadata().storage_data
-    ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))  # weights first
+    ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))
     for index in (index for index in ours if not index.fqn.startswith("extra.")):
-        tensor = read_item(path / places[index].relative_path, places[index], index.fqn)
-        if fp8.not_finite([(index.fqn, tensor)]):
-            return f"{named(index.fqn)} holds NaN or infinity"
-    return None
+        yield index.fqn, read_item(path / places[index].relative_path, places[index], index.fqn)
 
 
 def load(
