@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import data
+from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
 from octavo.models.folder.folder import COMPANIONS, parts_of
@@ -28,7 +29,7 @@ numbers."""
 
 def fingerprints(cfg: Config, say: data.Say = data.quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
-    as {"size": bytes, "sha256": of its first 64 MiB, as 0.4.0 has it, "whole": of all}; a data folder likewise, of its
+    as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, of its
     files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.content`).
 
     What is not there is left out: who reads it refuses it with better words. Images are not looked at. Files at a URL
@@ -72,9 +73,11 @@ def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
 
 def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
     """Refuse to go on from `where` beside a model folder of which a file came, went or changed. None: a checkpoint that
-    says nothing of it, as those of 0.4.0. Raises TrainError naming the files."""
-    changed = [] if saved is None else [name for name in {**saved, **now} if _differ(saved.get(name), now.get(name))]
-    if saved is None or not changed:
+    says nothing of it. Raises TrainError naming the files."""
+    if saved is None:
+        return
+    changed = [name for name in {**saved, **now} if compat.prints_differ(saved.get(name), now.get(name))]
+    if not changed:
         return
     how = [
         f"{name} {'is gone' if name not in now else 'is new' if name not in saved else 'holds something else'}"
@@ -88,7 +91,7 @@ def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: 
 
 
 def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    changed = [path for path, value in saved.items() if path in now and _differ(now[path], value)]
+    changed = [path for path, value in saved.items() if path in now and compat.prints_differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
@@ -96,13 +99,6 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
             "same order, which changed files cannot give; put the former files back, or start a new run in another "
             "run.dir"
         )
-
-
-def _differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two fingerprints are of other bytes. One of 0.4.0 has no "whole"."""
-    if one is None or other is None:
-        return one != other
-    return any(one[key] != other[key] for key in {*one} & {*other})
 
 
 def _of_data(path: Path, folder: Path, say: data.Say = data.quiet) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from typing import Any
 from octavo import checkpoint, fp8
 from octavo.base import encryption, safe_read, target_folder
 from octavo.base.atomic_write import write_bytes, write_text
+from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
@@ -105,9 +106,9 @@ class Progress:
 
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:
-        """From :meth:`counters`; those of 0.4.0 do not say what was learnt from, and count as if every step was."""
-        given = {"learnt": counters.get("step", 0), **counters}
-        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+        """From :meth:`counters`."""
+        known = compat.progress(counters)
+        return cls(**{f.name: known[f.name] for f in fields(cls) if f.name in known})
 
     def counters(self, cfg: Config, files: datafiles.Prints) -> dict[str, Any]:
         """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
@@ -244,15 +245,17 @@ def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], No
 
 
 def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
-    """Why a run that says it has finished has not, as version 0.4.0 could leave it; None: it has."""
-    if (result.get("final") or {}).get("skipped"):
-        return "its last step was skipped (loss or gradient were not finite)"
-    there = checkpoint.steps(directory / CHECKPOINTS)
-    if not there or there[-1] != result["steps"]:
-        return None
-    newest = directory / CHECKPOINTS / f"step_{there[-1]}"
-    bad = checkpoint.not_finite(newest, read_state(newest))
-    return None if bad is None else f"in {newest} {bad}"
+    """Why a run that says it has finished has not; None: it has."""
+
+    def last() -> str | None:
+        steps = checkpoint.steps(directory / CHECKPOINTS)
+        if not steps or steps[-1] != result["steps"]:
+            return None
+        newest = directory / CHECKPOINTS / f"step_{steps[-1]}"
+        bad = checkpoint.not_finite(newest, read_state(newest))
+        return None if bad is None else f"in {newest} {bad}"
+
+    return compat.why_not_finished(result, last)
 
 
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:
@@ -328,7 +331,8 @@ def _prepare(
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         datafiles.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
-        place = counters.get("window", 0), counters.get("pack", 0), counters.get("packs", 0)
+        known = compat.progress(counters)
+        place = known["window"], known["pack"], known["packs"]
         begun = start_from.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
