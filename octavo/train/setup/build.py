@@ -21,6 +21,7 @@ from torch import nn
 
 from octavo import checkpoint, data, fp8, models, parallel
 from octavo.base import accelerator, environment, hub
+from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
@@ -112,7 +113,7 @@ def build(
     kept = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
     course = Course.of(cfg, plans, {} if start.forked else kept)
     plan = course.at(max(1, start.step))  # what its newest weights were learnt by
-    if kept and pixels is not None and (before := kept.get("pixels", "pil")) != pixels:  # 0.4.0 had no other way
+    if kept and pixels is not None and (before := compat.pixels(kept)) != pixels:
         how = "install" if before == "torchvision" else "remove"
         say(f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
             f"{how} torchvision to have the former")  # fmt: skip
@@ -222,11 +223,11 @@ def _keep_plan(
     prediction: fp8.Prediction | None,
 ) -> None:  # fmt: skip
     """Write the run's plan.json, unless the run continues by the one that is there, with all that `write_plan` puts
-    into it and not only what a checkpoint keeps. One of version 0.4.0 with layers that ran as one GEMM is written anew:
-    they do so no more, as the notes say."""
+    into it and not only what a checkpoint keeps. One with layers that ran as one GEMM is written anew: they do so no
+    more, as the notes say."""
     file = directory / run_dir.PLAN
     there = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
-    if "rows" not in there or any(line["fuse"] == "on" for line in there.get("sisters") or ()):
+    if "rows" not in there or compat.ran_siblings_as_one(there):
         run_dir.write_plan(directory, family, plans, plan, notes, prediction)
 
 
