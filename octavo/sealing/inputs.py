@@ -12,7 +12,6 @@ import numpy as np
 from octavo.sealing.draw import inverse
 from octavo.sealing.errors import SealError
 
-IGNORE = -100
 _KEYS = re.compile(r"(^|_)(token_ids?|token_index|suppress_tokens|bad_words_ids|force_words_ids)$|^forced_decoder_ids$")
 
 

@@ -26,8 +26,6 @@ def test_how_many_units_a_design_needs() -> None:
     needed = power.units_for(0.011, 0.0025)  # pairs of seeds that scatter by 1.1 %
     assert power.chance(0.011, needed, 0.0025) >= 0.8 > power.chance(0.011, needed - 1, 0.0025)
     assert needed == 154  # (t of 97.5 % + t of 80 %)^2 * (1.1 / 0.25)^2 is 152
-    wide = power.units_for_half(0.011, 0.0025)
-    assert power.half_width(0.011, wide) <= 0.0025 < power.half_width(0.011, wide - 1)
     assert power.units_for(0.0, 0.0025) == 2 and power.units_for(1.0, 1e-6) is None
     assert power.units_for(0.001, 0.0025, gap=0.0025) is None  # a gap at the margin never passes
 

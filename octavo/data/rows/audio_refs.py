@@ -24,7 +24,6 @@ class Recording(Inline):
     what: ClassVar[str] = "sound"
 
 
-Name = str | Recording  # of a sound in a row: a file's name, or the file itself
 SoundFile = Path | Recording
 
 

@@ -33,7 +33,6 @@ from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, find_videos,
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
 PLACEHOLDER = "<image>"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thinks, in a turn
-FORMATS = ("llava", "sharegpt", "messages", "alpaca")
 ROLES = {
     "llava": {"human": "user", "gpt": "assistant", "system": "system"},
     "sharegpt": {
@@ -106,8 +105,8 @@ class Conversation:
 def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
     """One decoded row as a `Conversation`.
 
-    `format` is one of `FORMATS`; `images` is the folder that image names are relative to and may not leave.
-    Raises `BadSample`.
+    `format` is llava, sharegpt, messages or alpaca; `images` is the folder that image names are relative to and may
+    not leave. Raises `BadSample`.
     """
     with naming(raw, file, row) as identity:
         foreign.check_row(raw)

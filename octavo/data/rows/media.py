@@ -13,8 +13,6 @@ from typing import Any
 from octavo.data.errors import RowProblem, shown
 from octavo.data.rows.inline import Inline, file_named, no_file
 
-Name = str | Inline  # a file's name, or the file itself
-
 
 @dataclass(frozen=True)
 class Ref:

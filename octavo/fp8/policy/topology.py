@@ -21,8 +21,6 @@ from octavo.fp8.moe.experts import PROJECTIONS, is_experts
 from octavo.fp8.policy.globs import covers
 from octavo.fp8.weights.frozen import codes_cast
 
-KINDS = ("linear", "experts", "lm_head", "patch_embed", "router", "subclass")
-
 # Names that vision-language models give to their parts; families of octavo.models say theirs exactly.
 _PROJECTORS = (
     *("merger", "merger_list", "deepstack_merger_list", "multi_modal_projector", "mm_projector", "image_projector"),

@@ -111,11 +111,6 @@ def units_for(spread: float, margin: float, gap: float = 0.0, likely: float = LI
     return _fewest(lambda units: chance(spread, units, margin, gap) >= likely)
 
 
-def units_for_half(spread: float, half: float) -> int | None:
-    """The fewest units whose interval is expected to be no wider than ``half`` to each side; None beyond ``MOST``."""
-    return _fewest(lambda units: half_width(spread, units) <= half)
-
-
 def _fewest(enough: Callable[[int], bool]) -> int | None:
     """The smallest number of units that is enough, where more are never less enough: doubling, then halving."""
     high = 2
