@@ -1,27 +1,242 @@
-"""Through how many files one call of an FP8 linear layer goes, and how often it changes file: what a reader must hold.
+"""Through how many files Octavo's code goes: what a reader must hold to follow one call, or one trip through a run.
 
-    python benchmarks/hot_path.py [--recipe blockwise] [--json FILE]
+    python benchmarks/hot_path.py [--recipe blockwise] [--json FILE]      one call of an FP8 linear layer
+    python benchmarks/hot_path.py --trip row|grpo|yaml [--json FILE]      one trip through a run
 
-Counts what ``sys.setprofile`` sees of Octavo's own Python functions in one forward and one backward of a warm layer, as
-it trains: a change of file is a call into, or a return to, a function of another file than the one before.
+**A layer.** Counts what ``sys.setprofile`` sees of Octavo's own Python functions in one forward and one backward of a
+warm layer, as it trains: a change of file is a call into, or a return to, a function of another file than the one
+before.
+
+**A trip** counts the files of ``octavo/`` in which a function ran, in all threads of this process, on the CPU, with
+tiny Qwen3-VL. A comprehension or a lambda belongs to its file. Bodies of modules and classes do not count, nor does
+what runs while a module is imported, so a count does not depend on what was imported before. Other processes are not
+counted: a reward file runs in one of its own, and workers of the data (here none) would.
+
+    row    a row with an image becomes a batch: the second one that ``octavo.data.train_loader`` gives
+    grpo   the second step of GRPO with a reward file: rollout, rewards, advantages, loss, backward, update, from the
+           callbacks' ``before_step`` to their ``after_step``. Assembling the run, reading the step's prompts, writing
+           its row and checkpoints are outside
+    yaml   ``octavo train FILE``, from the command line until a file of ``octavo.fp8.kernels`` is entered, where
+           the plan asks which kernels there are; and on, until the first FP8 cast of a tensor with values, where the
+           command is ended
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
+import io
 import json
+import os
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from PIL import Image
 
-from octavo import fp8
+from octavo import data, fp8, models, rl, train
+from octavo.cli.main import main as octavo
+from octavo.config import load_config
 
 ROOT = Path(fp8.__file__).parents[1]
+KERNELS, CASTS = "fp8/kernels/", "fp8/arithmetic/cast.py"
+
+
+class _Done(BaseException):
+    """Ends a run that has been followed as far as it is counted; not an Exception, which a run would report."""
+
+
+class Trip:
+    """The files of `octavo/` in which a function runs between `start` and `stop`, in the order of their first one.
+
+    Inside ``with``, threads that begin are watched too. `passed` is called with each file and the name of the function
+    that runs in it.
+    """
+
+    def __init__(self, passed: Callable[[str, CodeType], None] = lambda file, code: None) -> None:
+        self.files: list[str] = []
+        self.functions: set[tuple[str, str]] = set()
+        self._passed = passed
+        self._recording = False
+        self._importing = threading.local()  # .depth: module bodies of Octavo that run in this thread
+        self._names: dict[CodeType, str | None] = {}
+
+    def __enter__(self) -> Trip:
+        if sys.version_info >= (3, 12):
+            self._monitor()
+        else:
+            threading.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if sys.version_info >= (3, 12):
+            sys.monitoring.free_tool_id(sys.monitoring.PROFILER_ID)
+        else:
+            threading.setprofile(None)
+
+    def start(self) -> None:
+        self._recording = True
+        if sys.version_info >= (3, 12):
+            on = sys.monitoring.events
+            wanted = on.PY_START | on.PY_RESUME | on.PY_RETURN | on.PY_UNWIND
+            sys.monitoring.set_events(sys.monitoring.PROFILER_ID, wanted)
+        else:
+            sys.setprofile(self._profile)
+
+    def stop(self) -> None:
+        self._recording = False
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(sys.monitoring.PROFILER_ID, sys.monitoring.events.NO_EVENTS)
+        else:
+            sys.setprofile(None)
+
+    def _monitor(self) -> None:
+        tool, on = sys.monitoring.PROFILER_ID, sys.monitoring.events
+        sys.monitoring.use_tool_id(tool, "octavo trip")
+        for event in (on.PY_START, on.PY_RESUME):
+            sys.monitoring.register_callback(tool, event, lambda code, offset: self._enter(code))
+        for event in (on.PY_RETURN, on.PY_UNWIND):
+            sys.monitoring.register_callback(tool, event, lambda code, offset, value: self._leave(code))
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self._enter(frame.f_code)
+        elif event == "return":
+            self._leave(frame.f_code)
+
+    def _name(self, code: CodeType) -> str | None:
+        """The file of a function or module body of Octavo, seen from `octavo/`; None of anything else."""
+        if code not in self._names:
+            file = Path(code.co_filename)
+            self._names[code] = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else None
+        return self._names[code]
+
+    def _enter(self, code: CodeType) -> None:
+        if not self._recording or (file := self._name(code)) is None:
+            return
+        if code.co_name == "<module>":
+            self._importing.depth = getattr(self._importing, "depth", 0) + 1
+        elif code.co_flags & inspect.CO_OPTIMIZED and not getattr(self._importing, "depth", 0):  # else: a class body
+            if file not in self.files:
+                self.files.append(file)
+            if not code.co_name.startswith("<"):
+                self.functions.add((file, code.co_qualname))
+            self._passed(file, code)
+
+    def _leave(self, code: CodeType) -> None:
+        if self._recording and code.co_name == "<module>" and self._name(code) is not None:
+            self._importing.depth = getattr(self._importing, "depth", 1) - 1
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return {"count": len(self.files), "functions": len(self.functions), "files": [*self.files]}
+
+
+def _write_inputs(folder: Path) -> None:
+    """Tiny Qwen3-VL, four images with a conversation and a prompt each, and a reward file."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        octavo(["tiny", "qwen3_vl", str(folder / "model")])
+    rows, prompts = [], []
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 80, 200)).save(folder / f"{number}.png")
+        asked = {"role": "user", "content": f"<image>How red is picture {number}?"}
+        answer = {"role": "assistant", "content": f"{60 * number} of 255"}
+        rows.append({"messages": [asked, answer], "images": [f"{number}.png"]})
+        prompts.append({"prompt": [asked], "images": [f"{number}.png"], "answer": str(60 * number)})
+    (folder / "rows.json").write_text(json.dumps(rows))
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    (folder / "rewards.py").write_text(
+        "def score(completions, answer, **columns):\n    return [len(text) % 3 for text in completions]\n"
+    )
+
+
+def _config(folder: Path, name: str, rows: str, settings: str) -> Path:
+    """Write the configuration of a run that is named `name`."""
+    file = folder / f"{name}.yaml"
+    file.write_text(
+        f"model: {{path: model}}\nfp8: {{recipe: blockwise}}\n"
+        f"data: {{train: [{{path: {rows}}}], workers: 0}}\n{settings}\n"
+        f"run: {{dir: {folder / name}, hf: false, tensorboard: false, threads: 1}}\n"
+    )
+    return file
+
+
+_SFT = "train: {steps: 2, seq_length: 128, micro_batch: 1, global_batch: 1, lr: 1e-3}"
+_GRPO = (
+    "train: {phase: rl, steps: 3, seq_length: 128, micro_batch: 4, lr: 1e-3}\n"
+    "rl: {algorithm: grpo, prompts: 2, group: 2, max_new_tokens: 2, rewards: ['rewards.py:score']}"
+)
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    cfg = load_config(_config(folder, "row", "rows.json", _SFT))
+    loader = data.train_loader(cfg, models.load_processor(cfg.model.path))
+    try:
+        next(loader)
+        with Trip() as trip:
+            trip.start()
+            next(loader)
+    finally:
+        loader.close()
+    return trip.result
+
+
+class _SecondStep(train.Callback):
+    def __init__(self, trip: Trip) -> None:
+        self.trip = trip
+
+    def before_step(self, run: train.Run, number: int, batches: Any) -> None:
+        if number == 2:
+            self.trip.start()
+
+    def after_step(self, run: train.Run, step: train.Step) -> None:
+        if step.number == 2:
+            self.trip.stop()
+            raise _Done
+
+
+def _grpo(folder: Path) -> dict[str, Any]:
+    cfg = load_config(_config(folder, "grpo", "prompts.json", _GRPO))
+    with Trip() as trip, contextlib.suppress(_Done):
+        rl.run(cfg, callbacks=[_SecondStep(trip)])
+    return trip.result
+
+
+def _yaml(folder: Path) -> dict[str, Any]:
+    file = _config(folder, "yaml", "rows.json", _SFT)
+    kernel: dict[str, Any] = {}
+
+    def passed(file: str, code: CodeType) -> None:
+        if not kernel and file.startswith(KERNELS):
+            kernel.update(trip.result)
+        # The plan of the memory casts tensors without values, for their shapes: not yet a cast.
+        if file == CASTS and code.co_name == "_encode":
+            raise _Done
+
+    with Trip(passed) as trip, contextlib.suppress(_Done), contextlib.redirect_stdout(io.StringIO()):
+        trip.start()
+        octavo(["train", str(file)])
+    if not kernel or CASTS not in trip.files:
+        raise RuntimeError(f"octavo train {file} came to no kernel or no cast")
+    return {**kernel, "to_the_cast": trip.result}
+
+
+TRIPS = {"row": _row, "grpo": _grpo, "yaml": _yaml}
+
+
+def follow(trip: str, folder: Path) -> dict[str, Any]:
+    """The files and how many functions a trip goes through, in an empty folder, or in that of another trip."""
+    if not (folder / "model").exists():
+        _write_inputs(folder)
+    return {"trip": trip, **TRIPS[trip](folder)}
 
 
 def seen(call: Any) -> dict[str, Any]:
@@ -73,18 +288,40 @@ def measure(recipe: str) -> dict[str, Any]:
     return result | {"forward_lines": lines_of_forward()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="blockwise", choices=fp8.RECIPES)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    result = measure(args.recipe)
+def _print_trip(result: dict[str, Any]) -> None:
+    print(f"{result['trip']}: {result['count']} files, {result['functions']} functions")
+    for file in result["files"]:
+        print(f"    {file}")
+    if "to_the_cast" in result:
+        further = result["to_the_cast"]
+        print(f"{result['trip']}, to the first cast: {further['count']} files, {further['functions']} functions")
+        for file in further["files"][result["count"] :]:
+            print(f"    {file}")
+
+
+def _print_layer(result: dict[str, Any]) -> None:
     for way in ("forward", "backward"):
         found = result[way]
         print(f"{way}: {len(found['files'])} files, {found['changes']} changes of file, {found['calls']} calls")
         for file in found["files"]:
             print(f"    {file}")
     print(f"_ThreeGemms.forward: {result['forward_lines']} lines")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="blockwise", choices=fp8.RECIPES)
+    parser.add_argument("--trip", choices=TRIPS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.trip:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU it would be another way
+        with tempfile.TemporaryDirectory() as folder:
+            result = follow(args.trip, Path(folder))
+        _print_trip(result)
+    else:
+        result = measure(args.recipe)
+        _print_layer(result)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
