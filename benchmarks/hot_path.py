@@ -1,7 +1,7 @@
 """Through how many files Octavo's code goes: what a reader must hold to follow one call, or one trip through a run.
 
     python benchmarks/hot_path.py [--recipe blockwise] [--json FILE]      one call of an FP8 linear layer
-    python benchmarks/hot_path.py --trip row|grpo|yaml [--json FILE]      one trip through a run
+    python benchmarks/hot_path.py --trip row|grpo|yaml|cast [--json FILE]      one trip through a run
 
 **A layer.** Counts what ``sys.setprofile`` sees of Octavo's own Python functions in one forward and one backward of a
 warm layer, as it trains: a change of file is a call into, or a return to, a function of another file than the one
@@ -16,9 +16,9 @@ counted: a reward file runs in one of its own, and workers of the data (here non
     grpo   the second step of GRPO with a reward file: rollout, rewards, advantages, loss, backward, update, from the
            callbacks' ``before_step`` to their ``after_step``. Assembling the run, reading the step's prompts, writing
            its row and checkpoints are outside
-    yaml   ``octavo train FILE``, from the command line until a file of ``octavo.fp8.kernels`` is entered, where
-           the plan asks which kernels there are; and on, until the first FP8 cast of a tensor with values, where the
-           command is ended
+    yaml   ``octavo train FILE``, from the command line until a file of ``octavo.fp8.kernels`` is entered, where the
+           plan asks which kernels there are
+    cast   the same until the first FP8 cast of a tensor with values
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class _Done(BaseException):
 
 
 class Trip:
-    """The files of `octavo/` in which a function runs between `start` and `stop`, in the order of their first one.
+    """The files of a folder in which a function runs between `start` and `stop`, in the order of their first one.
 
-    Inside ``with``, threads that begin are watched too. `passed` is called with each file and the name of the function
+    Inside ``with``, threads that begin are watched too. `passed` is called with each file and the code of each function
     that runs in it.
     """
 
-    def __init__(self, passed: Callable[[str, CodeType], None] = lambda file, code: None) -> None:
+    def __init__(self, passed: Callable[[str, CodeType], None] = lambda file, code: None, folder: Path = ROOT) -> None:
         self.files: list[str] = []
         self.functions: set[tuple[str, str]] = set()
-        self._passed = passed
+        self._passed, self._folder = passed, folder
         self._recording = False
-        self._importing = threading.local()  # .depth: module bodies of Octavo that run in this thread
+        self._importing = threading.local()  # .depth: module bodies of the folder that run in this thread
         self._names: dict[CodeType, str | None] = {}
 
     def __enter__(self) -> Trip:
@@ -113,10 +113,10 @@ class Trip:
             self._leave(frame.f_code)
 
     def _name(self, code: CodeType) -> str | None:
-        """The file of a function or module body of Octavo, seen from `octavo/`; None of anything else."""
+        """The file that a function's or module's body is in, seen from the folder; None outside it."""
         if code not in self._names:
             file = Path(code.co_filename)
-            self._names[code] = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else None
+            self._names[code] = file.relative_to(self._folder).as_posix() if file.is_relative_to(self._folder) else None
         return self._names[code]
 
     def _enter(self, code: CodeType) -> None:
@@ -210,26 +210,27 @@ def _grpo(folder: Path) -> dict[str, Any]:
     return trip.result
 
 
-def _yaml(folder: Path) -> dict[str, Any]:
-    file = _config(folder, "yaml", "rows.json", _SFT)
-    kernel: dict[str, Any] = {}
+def _yaml(folder: Path, name: str = "yaml", cast: bool = False) -> dict[str, Any]:
+    """Until a file of the kernels is entered; with `cast` until values are cast."""
+    file = _config(folder, name, "rows.json", _SFT)
 
     def passed(file: str, code: CodeType) -> None:
-        if not kernel and file.startswith(KERNELS):
-            kernel.update(trip.result)
-        # The plan of the memory casts tensors without values, for their shapes: not yet a cast.
-        if file == CASTS and code.co_name == "_encode":
+        # The plan of the memory casts tensors without values, for their shapes: that is not yet a cast.
+        if (file == CASTS and code.co_name == "_encode") if cast else file.startswith(KERNELS):
             raise _Done
 
     with Trip(passed) as trip, contextlib.suppress(_Done), contextlib.redirect_stdout(io.StringIO()):
         trip.start()
         octavo(["train", str(file)])
-    if not kernel or CASTS not in trip.files:
-        raise RuntimeError(f"octavo train {file} came to no kernel or no cast")
-    return {**kernel, "to_the_cast": trip.result}
+        raise RuntimeError(f"octavo train {file} came to no {'cast' if cast else 'kernel'}")
+    return trip.result
 
 
-TRIPS = {"row": _row, "grpo": _grpo, "yaml": _yaml}
+def _cast(folder: Path) -> dict[str, Any]:
+    return _yaml(folder, "cast", cast=True)
+
+
+TRIPS = {"row": _row, "grpo": _grpo, "yaml": _yaml, "cast": _cast}
 
 
 def follow(trip: str, folder: Path) -> dict[str, Any]:
@@ -292,11 +293,6 @@ def _print_trip(result: dict[str, Any]) -> None:
     print(f"{result['trip']}: {result['count']} files, {result['functions']} functions")
     for file in result["files"]:
         print(f"    {file}")
-    if "to_the_cast" in result:
-        further = result["to_the_cast"]
-        print(f"{result['trip']}, to the first cast: {further['count']} files, {further['functions']} functions")
-        for file in further["files"][result["count"] :]:
-            print(f"    {file}")
 
 
 def _print_layer(result: dict[str, Any]) -> None:
