@@ -48,7 +48,7 @@ def test_a_row_says_what_its_interval_allows() -> None:
 
 
 def test_gaps_of_forks_are_of_the_same_steps() -> None:
-    study, outcome = _module("study"), _module("units").Outcome
+    study, outcome = _module("study"), _module("unit").Outcome
     high = outcome("high", 0, (4.0, 3.0, 2.0, 1.0), {"own": 2.0})
     fork = outcome("fork", 2, (2.2, 1.0), {"own": 2.1})
     assert study.gap(fork, high, 3, 3) == pytest.approx(0.1)
@@ -58,7 +58,7 @@ def test_gaps_of_forks_are_of_the_same_steps() -> None:
 
 
 def test_units_without_another_side_or_of_one_seed_are_no_more_gaps() -> None:
-    study, outcome = _module("study"), _module("units").Outcome
+    study, outcome = _module("study"), _module("unit").Outcome
     one, two = {"own": 2.2, "high": 2.0}, {"own": 2.0, "high": 2.0}
     ours = [outcome("a-seed-0", 0, (), one), outcome("b-seed-0", 0, (), two), outcome("a-seed-1", 0, (), one)]
     assert study.same_weights(ours) == pytest.approx([0.05, 0.1])
@@ -112,7 +112,7 @@ def test_planted_outliers_change_no_function(kind: str, monkeypatch: pytest.Monk
 
 def test_the_study_of_mpt_judges_forks_and_whole_trainings(tmp_path: Path) -> None:
     """Outcomes with gaps that are known, and the units that would make them, untrained."""
-    mpt, outcome = _module("mpt"), _module("units").Outcome
+    mpt, outcome = _module("mpt"), _module("unit").Outcome
     planned = mpt.units(tmp_path)
     assert len(planned) == 5 * mpt.SEEDS and planned[0].keeps and planned[1].begins == mpt.DEPTH
     model = json.loads((tmp_path / "mpt/config.json").read_text())
@@ -155,7 +155,7 @@ def test_units_are_trained_once_and_failures_are_findings(tmp_path: Path, monkey
     shutil.copytree(tmp_path / "text", tmp_path / "moe" / "text")  # what is there is not gathered again
     routed = moe.units(tmp_path / "moe")[:2]
     short = ("train.lr=1000", "train.steps=4", "run.milestones=[]")
-    wild = units.Unit("wild", units.bare(planned[0].cfg, tmp_path, "wild", 0, *short))
+    wild = _module("unit").Unit("wild", units.bare(planned[0].cfg, tmp_path, "wild", 0, *short))
     with monkeypatch.context() as quicker:
         quicker.setattr(units, "ProcessPoolExecutor", _forks)
         found = units.train_all(tmp_path, [*planned, wild], 2, 1.0, told.append)

@@ -19,7 +19,8 @@ import pretraining
 import texts
 from pretraining import FORK, FORK_SEEDS, SAME, STEPS, WHOLE
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
-from units import Unit, bare
+from unit import Unit
+from units import bare
 
 DEPTH, LENGTH, PAIRS = 400, 200, 3
 EVERYTHING = (

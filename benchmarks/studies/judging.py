@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from units import Unit
+from unit import Unit
 
 from octavo import fp8, train
 

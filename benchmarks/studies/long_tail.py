@@ -27,7 +27,8 @@ import texts
 from matplotlib.figure import Figure
 from pretraining import RECIPES, STEPS
 from study import Design, Outcomes, Study, gap, pooled, row
-from units import Unit, bare
+from unit import Unit
+from units import bare
 
 from octavo.report.run.plots import PALETTE, STYLE
 

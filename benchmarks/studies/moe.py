@@ -14,7 +14,8 @@ from typing import Any
 
 import texts
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
-from units import TRAINED, UNITS, Unit, bare
+from unit import Unit
+from units import TRAINED, UNITS, bare
 
 STEPS, DEPTH, SEEDS = 300, 200, 4
 RECIPES = ("blockwise", "tensorwise")

@@ -20,7 +20,8 @@ from typing import Any
 import growth
 import texts
 from study import Design, Outcomes, Study, beside_high, gap, held, pooled, row, same_weights
-from units import TRAINED, UNITS, Unit, bare
+from unit import Unit
+from units import TRAINED, UNITS, bare
 
 STEPS, DEPTH, SEEDS, WINDOW = 1000, 500, 4, 50
 RECIPES = ("blockwise", "delayed")

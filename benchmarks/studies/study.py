@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from units import Outcome, Unit
+from unit import Outcome, Unit
 
 from octavo.report.evidence import claims, power
 

@@ -15,7 +15,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from study import Design, Outcomes, Study, row
-from units import Outcome, Unit, bare
+from unit import Outcome, Unit
+from units import bare
 
 from octavo.config import Config, load_config_text
 from octavo.report.evidence.factorial import contrast

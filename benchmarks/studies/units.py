@@ -1,4 +1,4 @@
-"""A study's unit: one training, and what its weights make of held-out data. Trained once, read ever after.
+"""The units of a study: each is trained once, and read from its file after that.
 
     HOME/units/NAME/unit.json    losses by step, held-out figures, processor seconds; or the sentence it failed with
 
@@ -15,13 +15,14 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from unit import Outcome, Unit
 
 from octavo.base import atomic_write
 from octavo.config import Config, load_config_text, override, to_yaml
@@ -32,43 +33,6 @@ BARE = (
     "run.resume=never", "run.save_every=0", "run.log_every=1", "run.health_every=0", "run.gain_steps=0", "run.hf=false",
     "run.tensorboard=false", "run.trackers=[]", "run.threads=1", "run.save_states=true",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One training.
-
-    name     its folder
-    cfg      what is trained
-    begins   the step after which it begins, where ``cfg.run.fork`` names a checkpoint
-    average  whether the mean of the weights over the last tenth of its steps is judged too
-    plant    (module, function, arguments ...) of this folder that changes the model before its first step
-    look     (module, function, arguments ...) that makes further figures of the trained model
-    keeps    whether the trained weights stay, as others begin from them; else the run directory is deleted
-    """
-
-    name: str
-    cfg: Config
-    begins: int = 0
-    average: bool = False
-    plant: tuple[Any, ...] = ()
-    look: tuple[Any, ...] = ()
-    keeps: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a unit found. ``losses``: by step, from the one after ``begins`` on, nats a token. ``held``: mean loss on
-    the held-out data by how it was judged: "own" and "high" precision, "averaged_own" and "averaged_high" by the mean
-    of the weights. ``failure``: the sentence that the training failed with."""
-
-    name: str
-    begins: int
-    losses: tuple[float, ...]
-    held: Mapping[str, float]
-    more: Mapping[str, Any] = field(default_factory=dict)
-    cpu_seconds: float = 0.0
-    failure: str = ""
 
 
 def bare(cfg: Config, home: Path, name: str, seed: int, *words: str) -> Config:

@@ -1,0 +1,46 @@
+"""One unit of a study: a training, and what its weights make of held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.config import Config
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One training.
+
+    name     its folder
+    cfg      what is trained
+    begins   the step after which it begins, where ``cfg.run.fork`` names a checkpoint
+    average  whether the mean of the weights over the last tenth of its steps is judged too
+    plant    (module, function, arguments ...) of this folder that changes the model before its first step
+    look     (module, function, arguments ...) that makes further figures of the trained model
+    keeps    whether the trained weights stay, as others begin from them; else the run directory is deleted
+    """
+
+    name: str
+    cfg: Config
+    begins: int = 0
+    average: bool = False
+    plant: tuple[Any, ...] = ()
+    look: tuple[Any, ...] = ()
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a unit found. ``losses``: by step, from the one after ``begins`` on, nats a token. ``held``: mean loss on
+    the held-out data by how it was judged: "own" and "high" precision, "averaged_own" and "averaged_high" by the mean
+    of the weights. ``failure``: the sentence that the training failed with."""
+
+    name: str
+    begins: int
+    losses: tuple[float, ...]
+    held: Mapping[str, float]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    failure: str = ""
