@@ -14,40 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.base.recipe_specs import NAMES
+from tests.project_levels import (
+    FILES,
+    FLAT,
+    FP8_FILES,
+    INIT_LINES,
+    LEVELS,
+    MORE_FILES,
+    MORE_LINES,
+    UNCOUNTED,
+    UNMEASURED,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "octavo"
 
-# Packages by level, the highest first. A package imports from lower levels only: never upward, never sideways.
-LEVELS = [
-    {"cli"},
-    {"bisect", "importers"},
-    {"report", "doctor", "bench"},
-    {"rl"},
-    {"train"},
-    {"generation", "sealing", "loading"},
-    {"parallel", "checkpoint", "adapters"},
-    {"models", "data"},
-    {"fp8"},
-    {"config", "arithmetic"},
-    {"base"},
-]
-LEVEL_OF = {package: -i for i, level in enumerate(LEVELS) for package in level}
-# The packages of octavo.fp8, the lowest first; within one, files form no circle.
-FP8_LEVELS = [
-    {"arithmetic"},
-    {"invariance"},
-    {"kernels", "observe"},
-    {"weights"},
-    {"dense"},
-    {"blocks", "memory", "optim"},
-    {"moe"},
-    {"policy"},
-    {"measuring"},
-    {"planning"},
-    {"proof", "adapting"},
-]
-FP8_LEVEL_OF = {package: i for i, level in enumerate(FP8_LEVELS) for package in level}
+LEVEL_OF = {name: -i for i, level in enumerate(LEVELS["octavo"]) for name in level}
+FP8_PACKAGES = {name for level in LEVELS["octavo.fp8"] for name in level}
 # Who knows that a parameter may be a DTensor, and the words and modules by which one sees that a file does.
 SHARDS = (
     "octavo.fp8.weights.shards",
@@ -104,7 +87,8 @@ def package_of(module: str) -> str | None:
 
 
 class Tree:
-    """Modules by dotted name with their sources; :meth:`planted` is the same with other sources for some of them."""
+    """Modules by dotted name with their sources, and the scripts of benchmarks/ likewise; :meth:`planted` is the same
+    with other sources for some of them."""
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
@@ -116,9 +100,16 @@ class Tree:
                 self.packages.add(name)
             self.sources[name] = path.read_text(encoding="utf-8")
         self.files = {name: File(name, self) for name in self.sources}
+        self.scripts = {
+            ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
+            for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        }
 
     def planted(self, sources: dict[str, str]) -> Tree:
         other = copy.copy(self)
+        scripts = {name: text for name, text in sources.items() if name.startswith("benchmarks.")}
+        sources = {name: text for name, text in sources.items() if name not in scripts}
+        other.scripts = self.scripts | scripts
         other.sources = self.sources | sources
         other.files = self.files | {name: File(name, other) for name in sources}
         return other
@@ -239,35 +230,70 @@ def imports_down(tree: Tree) -> list[str]:
     return wrong
 
 
-def fp8_imports_down(tree: Tree) -> list[str]:
-    """Rule 1, inside fp8: a package imports only from lower levels, and nothing through octavo.fp8."""
-    wrong = []
-    for module in tree.sources:
-        here = module.split(".")[2] if module.startswith("octavo.fp8.") else None
-        if here is None:
-            continue
-        if here not in FP8_LEVEL_OF:
-            wrong.append(f"{module} lies in no package of fp8")
-            continue
+def subpackages_import_down(tree: Tree) -> list[str]:
+    """Rule 1, inside the packages of :data:`LEVELS`: a subpackage imports only from lower levels, and nothing through
+    the package itself."""
+    return [
+        line for package in LEVELS.keys() - FLAT - {"octavo"} for line in imports_up(tree, package, LEVELS[package])
+    ]
+
+
+def imports_up(tree: Tree, package: str, levels: list[set[str]]) -> list[str]:
+    """What breaks the order of one package."""
+    level_of = {name: -i for i, level in enumerate(levels) for name in level}
+    inside = [module for module in tree.sources if module.startswith(f"{package}.")]
+    places = {module: _place(module, package, tree) for module in inside}
+    wrong = [f"{m} is in no level of {package}" for m, place in places.items() if place not in level_of]
+    for module, here in places.items():
         for name in sorted(tree.inside(module)):
-            there = name.split(".")[2] if name.startswith("octavo.fp8.") else None
-            if name == "octavo.fp8" or (there != here and FP8_LEVEL_OF.get(there or "", -1) >= FP8_LEVEL_OF[here]):
-                wrong.append(f"{module} imports {name}: {here} may not look up or sideways")
+            there = places.get(name)
+            if name == package:
+                wrong.append(f"{module} imports {name}, which is above it")
+            elif there is not None and there != here and level_of.get(there, 0) >= level_of.get(here, 0):
+                wrong.append(f"{module} imports {name}: {here} may not look up or sideways to {there}")
     return wrong
+
+
+def _place(module: str, package: str, tree: Tree) -> str:
+    """The subpackage of a package in which a module is; "*" for a file that is in none."""
+    name = module.removeprefix(f"{package}.").split(".")[0]
+    return name if f"{package}.{name}" in tree.packages or module != f"{package}.{name}" else "*"
 
 
 def circles(tree: Tree) -> list[str]:
     """Rule 1, within packages and everywhere: groups of modules that import each other."""
+    # A package's __init__ imports its files; a file that imports its own package closes a circle.
+    return _circles({module: tree.inside(module) for module in tree.sources})
+
+
+def circles_of_scripts(tree: Tree) -> list[str]:
+    """Rule 1, in benchmarks/: scripts that import each other, by whichever of their folders they find each other."""
+    return _circles({name: _scripts_of(name, tree) for name in tree.scripts})
+
+
+def _scripts_of(script: str, tree: Tree) -> set[str]:
+    """The scripts that a script imports."""
+    stated: list[str] = []
+    for node in ast.walk(ast.parse(tree.scripts[script])):
+        if isinstance(node, ast.Import):
+            stated += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            stated += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    folders = [f"{script.rpartition('.')[0]}.", "benchmarks.", ""]
+    return {folder + name for folder in folders for name in stated if folder + name in tree.scripts} - {script}
+
+
+def _circles(imports: dict[str, set[str]]) -> list[str]:
+    """The strongly connected components of more than one module, by Tarjan."""
     found: list[str] = []
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
 
-    def visit(module: str) -> None:  # Tarjan's strongly connected components
+    def visit(module: str) -> None:
         number[module] = low[module] = len(number)
         stack.append(module)
-        for name in sorted(tree.inside(module)):
-            # A package's __init__ imports its files; a file that imports its own package closes a circle.
+        for name in sorted(imports[module]):
             if name not in number:
                 visit(name)
             if name in stack:
@@ -278,10 +304,43 @@ def circles(tree: Tree) -> list[str]:
             if len(group) > 1:
                 found.append("circle: " + ", ".join(sorted(group)))
 
-    for module in tree.sources:
+    for module in imports:
         if module not in number:
             visit(module)
     return found
+
+
+def few_files(tree: Tree) -> list[str]:
+    """Rule 2: a package has few files."""
+    files: dict[str, int] = {}
+    for module in tree.sources:
+        folder = module if module in tree.packages else module.rpartition(".")[0]
+        files[folder] = files.get(folder, 0) + 1
+    limits = {package: FP8_FILES if f"{package}.".startswith("octavo.fp8.") else FILES for package in files}
+    counted = {package: number for package, number in files.items() if package not in UNCOUNTED}
+    return _within("files", counted, limits, MORE_FILES)
+
+
+def short_inits(tree: Tree) -> list[str]:
+    """Rule 2: an ``__init__`` is short."""
+    lines = {package: tree.sources[package].count("\n") for package in tree.packages - UNMEASURED}
+    return _within("lines in its __init__", lines, dict.fromkeys(lines, INIT_LINES), MORE_LINES)
+
+
+def _within(what: str, numbers: dict[str, int], limits: dict[str, int], more: dict[str, int]) -> list[str]:
+    """Packages with more than their limit, or than what `more` lets them have; and what is too much in `more`."""
+    wrong = [
+        f"{package} has {number} {what}, and {max(limits[package], more.get(package, 0))} at most"
+        for package, number in numbers.items()
+        if number > max(limits[package], more.get(package, 0))
+    ]
+    for package, number in more.items():
+        now = numbers.get(package, 0)
+        if now < number:
+            wrong.append(
+                f"{package} has {now} {what}; " + ("take it out" if now <= limits.get(package, now) else "lower it")
+            )
+    return wrong
 
 
 def inits(tree: Tree) -> list[str]:

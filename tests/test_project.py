@@ -15,22 +15,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.project_levels import FLAT, LEVELS
 from tests.project_rules import (
-    FP8_LEVEL_OF,
+    FP8_PACKAGES,
     NAMES_DEVICES,
     PACKAGE,
     ROOT,
     Tree,
     circles,
-    fp8_imports_down,
+    circles_of_scripts,
+    few_files,
     imports_down,
+    imports_up,
     inits,
     know_shards,
     lists_of_names,
     loaded_by_text,
     names_as_text,
     names_no_device,
+    package_of,
     reach_inside,
+    short_inits,
+    subpackages_import_down,
 )
 
 
@@ -47,8 +53,11 @@ def tree() -> Tree:
 
 RULES = (
     imports_down,
-    fp8_imports_down,
+    subpackages_import_down,
     circles,
+    circles_of_scripts,
+    few_files,
+    short_inits,
     inits,
     reach_inside,
     know_shards,
@@ -73,21 +82,32 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train.setup import build"}),
         (imports_down, {"octavo.data.builtin.digits": "import transformers.models\nimport triton"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo.fp8 import planning"}),
-        (fp8_imports_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
-        (fp8_imports_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),
+        (subpackages_import_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
+        (subpackages_import_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),
         (
-            fp8_imports_down,
+            subpackages_import_down,
             {"octavo.fp8.weights.cache": "if TYPE_CHECKING:\n    from octavo.fp8.dense.gemms import Site"},
         ),
-        (fp8_imports_down, {"octavo.fp8.stray": ""}),
+        (subpackages_import_down, {"octavo.fp8.stray": ""}),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
         (imports_down, {"octavo.data.builtin.digits": "importlib.import_module('triton')\nimport importlib"}),
-        (fp8_imports_down, {"octavo.fp8.dense.swap": "from importlib import import_module as i\ni('octavo.fp8.moe')"}),
+        (
+            subpackages_import_down,
+            {"octavo.fp8.dense.swap": "from importlib import import_module as i\ni('octavo.fp8.moe')"},
+        ),
         (circles, {"octavo.cli.train": "from octavo.cli.main import COMMANDS"}),
         (circles, {"octavo.bench.suite_moe": "import octavo.bench as b"}),
         (circles, {"octavo.fp8.kernels.layout": "def f():\n    from octavo.fp8.kernels import backends"}),
+        (circles_of_scripts, {"benchmarks.studies.unit": "def f():\n    from units import bare"}),
+        (circles_of_scripts, {"benchmarks.host": "import benchmarks.rows", "benchmarks.rows": "import host"}),
+        (circles_of_scripts, {"benchmarks.gpu.jobs": "from benchmarks.gpu import runner"}),
+        (few_files, {f"octavo.parallel.more_{number}": "" for number in range(14)}),
+        (few_files, {f"octavo.fp8.policy.more_{number}": "" for number in range(12)}),
+        (few_files, {"octavo.data.one_more": ""}),
+        (short_inits, {"octavo.parallel": "x = 1\n" * 41}),
+        (short_inits, {"octavo.data": "x = 1\n"}),  # it has kept the limit: its figure goes
         (loaded_by_text, {"octavo.train.step.step": "import importlib\nimportlib.import_module('octavo.cli')"}),
         (loaded_by_text, {"octavo.train.step.step": "import importlib as i\ni.import_module('.build', __package__)"}),
         (loaded_by_text, {"octavo.train.step.step": "from importlib import import_module as i\ni(name)"}),
@@ -227,13 +247,43 @@ y = importlib.import_module("deep_gemm"), "torch._dynamo" in sys.modules, model.
     assert not [*names_as_text(planted), *loaded_by_text(planted), *know_shards(planted)]
 
 
-def test_no_package_of_fp8_hides_a_public_function_or_grows_too_large() -> None:
+def test_no_package_of_fp8_hides_a_public_function() -> None:
     from octavo import fp8
 
-    packages = [p for p in (PACKAGE / "fp8").iterdir() if (p / "__init__.py").is_file()]
-    assert {p.name for p in packages} == set(FP8_LEVEL_OF) and not {p.name for p in packages} & set(fp8.__all__)
-    large = {p.name: n for p in packages if (n := len(list(p.glob("*.py")))) > 12}
-    assert not large, f"a package of more than 12 files is two: {large}"
+    assert not FP8_PACKAGES & set(fp8.__all__)
+
+
+def test_levels_are_of_packages_that_are_there(tree: Tree) -> None:
+    """All subpackages of a package that is sorted into them, and all that octavo has."""
+    tops = {package_of(name) for name in tree.sources} - {None}
+    assert tops == set().union(*LEVELS["octavo"])
+    for package in LEVELS.keys() - FLAT - {"octavo"}:
+        if package in tree.packages:
+            here = {name.removeprefix(f"{package}.") for name in tree.packages if name.startswith(f"{package}.")}
+            assert {name for name in here if "." not in name} == set().union(*LEVELS[package]) - {"*"}, package
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        ({}, ""),
+        (
+            {"octavo.rl.rewards.entry": "from octavo.rl.phases import mismatch_limit as limit"},
+            "rewards may not look up or sideways to *",
+        ),
+        ({"octavo.rl.rewards.entry": "from octavo import rl\nrl.sentences"}, "imports octavo.rl, which is above it"),
+        ({"octavo.rl.rewards.entry": "from octavo.config import Config"}, ""),
+        ({"octavo.rl.phases.mismatch_limit": "from octavo.rl.rewards import Rewards"}, ""),
+        ({"octavo.rl.phases.mismatch_limit": "from octavo.rl.objectives import metrics as figures"}, ""),
+        ({"octavo.rl.objectives.policy.kto": "from octavo.rl.rewards import Rewards"}, "objectives may not look up"),
+        ({"octavo.rl.other.kto": ""}, "octavo.rl.other.kto is in no level of octavo.rl"),
+    ],
+    ids=lambda value: "",
+)
+def test_the_order_of_a_packages_files_and_subpackages(planted: dict[str, str], says: str, tree: Tree) -> None:
+    levels = [{"*"}, {"rewards", "objectives"}]
+    wrong = imports_up(tree.planted(planted), "octavo.rl", levels)
+    assert len(wrong) == bool(says) and says in "".join(wrong)
 
 
 PATH = [
