@@ -368,16 +368,6 @@ def test_files_end_before_they_tire() -> None:
     assert not long, "a file that wants two summaries is two files:\n" + "\n".join(long)
 
 
-def test_documents_name_files_that_are_there() -> None:
-    """Paths in the pages' text (their links: test_links.py); a table may say of which version its paths are."""
-    lost = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        text = re.sub(r"\| file \(paths as of .*?\n\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        named = re.findall(r"(?<![\w/.])(?:tests|octavo|benchmarks|examples|docs)/[\w./-]*\w", text)
-        lost += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
-    assert not lost, "\n".join(lost)
-
-
 def test_results_of_uncommitted_changes_are_named() -> None:
     """docs/results.md says that result files name their commit, and which of them are not of it alone."""
     said = (ROOT / "docs/results.md").read_text(encoding="utf-8").partition("## ")[0]

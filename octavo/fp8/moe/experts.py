@@ -9,7 +9,7 @@ own ``_apply_gate`` and ``isinstance`` stay.
 The forward, with P = M k pairs of a token and one of its k experts::
 
     lay the P rows out by expert                          [M, H] -> [R, H]    kernels/groups.py
-    gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    grouped_linear.py
+    gate_up_proj, the gate, down_proj on all R rows       [R, H] -> [R, H]    moe/grouped.py
     take each pair's row, weigh it, add a token's k       [R, H] -> [M, H]
 
 Before a module is converted this must give the stock module's output on random input (:func:`matches_stock`). GEMMs are
