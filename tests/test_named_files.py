@@ -35,12 +35,12 @@ NO_FILES = {
     "pyproject.toml": {"octavo.examples"},  # a link, which a wheel has as a folder
     "octavo/cli": {"octavo.key", "octavo.schema.json"},  # files that users keep
     "octavo/config": {"octavo.schema.json", "FILE.py"},
-    "octavo/data/builtin/text.py": {"pydoc_data/topics.py"},  # Python's
     "octavo/rl/rewards": {"FILE.py"},
-    "octavo/importers/frameworks/mpt_configs.py": {
+    "octavo": {  # Python's and LLM Foundry's
+        "pydoc_data/topics.py",
         "models/utils/config_defaults.py",
         "models/mpt/configuration_mpt.py",
-    },  # LLM Foundry's
+    },
     "benchmarks/gpu": {"torch/cuda/graphs.py"},
     "benchmarks/cost.py": {  # torchtitan's and Megatron's
         "benchmarks/llama3_h100_202412_torchtitan.md",
