@@ -7,10 +7,11 @@
 warm layer, as it trains: a change of file is a call into, or a return to, a function of another file than the one
 before.
 
-**A trip** counts the files of ``octavo/`` in which a function ran, in all threads of this process, on the CPU, with
-tiny Qwen3-VL. A comprehension or a lambda belongs to its file. Bodies of modules and classes do not count, nor does
-what runs while a module is imported, so a count does not depend on what was imported before. Other processes are not
-counted: a reward file runs in one of its own, and workers of the data (here none) would.
+**A trip** counts the files of ``octavo/`` in which a function ran, on the CPU, with tiny Qwen3-VL. A comprehension or
+a lambda belongs to its file. Bodies of modules and classes do not count, nor does what runs while a module is imported,
+so a count does not depend on what was imported before. It is of the thread that takes the trip: others, such as the one
+that keeps the run's lock fresh, run when the clock says so. Other processes are not counted either: a reward file runs
+in one of its own, and workers of the data (here none) would.
 
     row    a row with an image becomes a batch: the second one that ``octavo.data.train_loader`` gives
     grpo   the second step of GRPO with a reward file: rollout, rewards, advantages, loss, backward, update, from the
@@ -54,49 +55,32 @@ class _Done(BaseException):
 
 
 class Trip:
-    """The files of a folder in which a function runs between `start` and `stop`, in the order of their first one.
-
-    Inside ``with``, threads that begin are watched too. `passed` is called with each file and the code of each function
-    that runs in it.
-    """
+    """The files of a folder in which this thread runs a function between `start` and `stop`, in the order of their
+    first one. `passed` is called with each file and the code of each function that runs in it."""
 
     def __init__(self, passed: Callable[[str, CodeType], None] = lambda file, code: None, folder: Path = ROOT) -> None:
         self.files: list[str] = []
         self.functions: set[tuple[str, str]] = set()
         self._passed, self._folder = passed, folder
-        self._recording = False
-        self._importing = threading.local()  # .depth: module bodies of the folder that run in this thread
+        self._thread: int | None = None  # the one that is followed
+        self._importing = 0  # module bodies of the folder that run in it
         self._names: dict[CodeType, str | None] = {}
 
-    def __enter__(self) -> Trip:
+    def start(self) -> None:
+        self._thread = threading.get_ident()
         if sys.version_info >= (3, 12):
             self._monitor()
-        else:
-            threading.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        if sys.version_info >= (3, 12):
-            sys.monitoring.free_tool_id(sys.monitoring.PROFILER_ID)
-        else:
-            threading.setprofile(None)
-
-    def start(self) -> None:
-        self._recording = True
-        if sys.version_info >= (3, 12):
-            on = sys.monitoring.events
-            wanted = on.PY_START | on.PY_RESUME | on.PY_RETURN | on.PY_UNWIND
-            sys.monitoring.set_events(sys.monitoring.PROFILER_ID, wanted)
         else:
             sys.setprofile(self._profile)
 
     def stop(self) -> None:
-        self._recording = False
-        if sys.version_info >= (3, 12):
+        """Harmless where nothing was started, or it was stopped before."""
+        if self._thread is not None and sys.version_info >= (3, 12):
             sys.monitoring.set_events(sys.monitoring.PROFILER_ID, sys.monitoring.events.NO_EVENTS)
-        else:
+            sys.monitoring.free_tool_id(sys.monitoring.PROFILER_ID)
+        elif self._thread is not None:
             sys.setprofile(None)
+        self._thread = None
 
     def _monitor(self) -> None:
         tool, on = sys.monitoring.PROFILER_ID, sys.monitoring.events
@@ -105,6 +89,7 @@ class Trip:
             sys.monitoring.register_callback(tool, event, lambda code, offset: self._enter(code))
         for event in (on.PY_RETURN, on.PY_UNWIND):
             sys.monitoring.register_callback(tool, event, lambda code, offset, value: self._leave(code))
+        sys.monitoring.set_events(tool, on.PY_START | on.PY_RESUME | on.PY_RETURN | on.PY_UNWIND)
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -120,11 +105,11 @@ class Trip:
         return self._names[code]
 
     def _enter(self, code: CodeType) -> None:
-        if not self._recording or (file := self._name(code)) is None:
+        if threading.get_ident() != self._thread or (file := self._name(code)) is None:
             return
         if code.co_name == "<module>":
-            self._importing.depth = getattr(self._importing, "depth", 0) + 1
-        elif code.co_flags & inspect.CO_OPTIMIZED and not getattr(self._importing, "depth", 0):  # else: a class body
+            self._importing += 1
+        elif code.co_flags & inspect.CO_OPTIMIZED and not self._importing:  # without the flag: a class body
             if file not in self.files:
                 self.files.append(file)
             if not code.co_name.startswith("<"):
@@ -132,8 +117,8 @@ class Trip:
             self._passed(file, code)
 
     def _leave(self, code: CodeType) -> None:
-        if self._recording and code.co_name == "<module>" and self._name(code) is not None:
-            self._importing.depth = getattr(self._importing, "depth", 1) - 1
+        if threading.get_ident() == self._thread and code.co_name == "<module>" and self._name(code) is not None:
+            self._importing -= 1
 
     @property
     def result(self) -> dict[str, Any]:
@@ -178,13 +163,13 @@ _GRPO = (
 
 def _row(folder: Path) -> dict[str, Any]:
     cfg = load_config(_config(folder, "row", "rows.json", _SFT))
-    loader = data.train_loader(cfg, models.load_processor(cfg.model.path))
+    loader, trip = data.train_loader(cfg, models.load_processor(cfg.model.path)), Trip()
     try:
         next(loader)
-        with Trip() as trip:
-            trip.start()
-            next(loader)
+        trip.start()
+        next(loader)
     finally:
+        trip.stop()
         loader.close()
     return trip.result
 
@@ -205,8 +190,13 @@ class _SecondStep(train.Callback):
 
 def _grpo(folder: Path) -> dict[str, Any]:
     cfg = load_config(_config(folder, "grpo", "prompts.json", _GRPO))
-    with Trip() as trip, contextlib.suppress(_Done):
+    trip = Trip()
+    try:
         rl.run(cfg, callbacks=[_SecondStep(trip)])
+    except _Done:
+        pass
+    finally:
+        trip.stop()
     return trip.result
 
 
@@ -219,11 +209,16 @@ def _yaml(folder: Path, name: str = "yaml", cast: bool = False) -> dict[str, Any
         if (file == CASTS and code.co_name == "_encode") if cast else file.startswith(KERNELS):
             raise _Done
 
-    with Trip(passed) as trip, contextlib.suppress(_Done), contextlib.redirect_stdout(io.StringIO()):
+    trip = Trip(passed)
+    try:
         trip.start()
-        octavo(["train", str(file)])
+        with contextlib.redirect_stdout(io.StringIO()):
+            octavo(["train", str(file)])
         raise RuntimeError(f"octavo train {file} came to no {'cast' if cast else 'kernel'}")
-    return trip.result
+    except _Done:
+        return trip.result
+    finally:
+        trip.stop()
 
 
 def _cast(folder: Path) -> dict[str, Any]:

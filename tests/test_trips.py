@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,10 @@ def test_functions_are_counted_and_what_runs_while_modules_are_imported_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
-        "trip_start": "import threading\n\ndef go():\n    import trip_lazy\n    import trip_classes\n"
-        "    thread = threading.Thread(target=trip_lazy.called)\n    thread.start()\n    thread.join()\n"
-        "    return trip_classes.A.squares\n",
+        "trip_start": "import threading\n\ndef go():\n    import trip_lazy\n    import trip_classes, trip_thread\n"
+        "    thread = threading.Thread(target=trip_thread.called)\n    thread.start()\n    thread.join()\n"
+        "    return trip_lazy.called()\n\ndef further():\n    return 1\n",
+        "trip_thread": "def called():\n    return 1\n",
         "trip_lazy": "import trip_helper\nX = trip_helper.at_import()\n\ndef called():\n    return [x for x in '12']\n",
         "trip_helper": "def at_import():\n    return 1\n",
         "trip_classes": "class A:\n    squares = [n for n in (1, 2)]\n",
@@ -46,16 +46,15 @@ def test_functions_are_counted_and_what_runs_while_modules_are_imported_is_not(
     monkeypatch.syspath_prepend(tmp_path)
     start = importlib.import_module("trip_start")
     passed: list[str] = []
-    before = sys.getprofile(), threading.getprofile()
-    with hot_path.Trip(lambda file, code: passed.append(file), tmp_path) as trip:
-        start.go()
-        assert not trip.files
-        for name in ("trip_lazy", "trip_helper", "trip_classes"):
-            del sys.modules[name]
-        trip.start()
-        start.go()
-        trip.stop()
-        start.go()
+    trip = hot_path.Trip(lambda file, code: passed.append(file), tmp_path)
+    start.go()
+    for name in ("trip_lazy", "trip_helper", "trip_classes", "trip_thread"):
+        del sys.modules[name]
+    before = sys.getprofile()
+    trip.start()
+    start.go()
+    trip.stop()
+    start.further()
     assert trip.files == ["trip_start.py", "trip_lazy.py"] == [*dict.fromkeys(passed)]
     assert trip.functions == {("trip_start.py", "go"), ("trip_lazy.py", "called")}
-    assert (sys.getprofile(), threading.getprofile()) == before
+    assert sys.getprofile() is before
