@@ -114,6 +114,13 @@ class Tree:
         other.files = self.files | {name: File(name, other) for name in sources}
         return other
 
+    def of(self, sources: dict[str, str]) -> Tree:
+        """Modules with these sources only; one within which others are is a package."""
+        other = copy.copy(self)
+        other.sources, other.packages = sources, {name.rpartition(".")[0] for name in sources} & sources.keys()
+        other.files = {name: File(name, other) for name in sources}
+        return other
+
     def module_of(self, name: str) -> str:
         """The longest beginning of a dotted name that is a module here; "" if none is."""
         while name and name not in self.sources:
@@ -242,7 +249,10 @@ def imports_up(tree: Tree, package: str, levels: list[set[str]]) -> list[str]:
     """What breaks the order of one package."""
     level_of = {name: -i for i, level in enumerate(levels) for name in level}
     inside = [module for module in tree.sources if module.startswith(f"{package}.")]
-    places = {module: _place(module, package, tree) for module in inside}
+    places = {module: module.removeprefix(f"{package}.").split(".")[0] for module in inside}
+    for module, name in places.items():
+        if name not in level_of and module == f"{package}.{name}" and module not in tree.packages:
+            places[module] = "*"
     wrong = [f"{m} is in no level of {package}" for m, place in places.items() if place not in level_of]
     for module, here in places.items():
         for name in sorted(tree.inside(module)):
@@ -252,12 +262,6 @@ def imports_up(tree: Tree, package: str, levels: list[set[str]]) -> list[str]:
             elif there is not None and there != here and level_of.get(there, 0) >= level_of.get(here, 0):
                 wrong.append(f"{module} imports {name}: {here} may not look up or sideways to {there}")
     return wrong
-
-
-def _place(module: str, package: str, tree: Tree) -> str:
-    """The subpackage of a package in which a module is; "*" for a file that is in none."""
-    name = module.removeprefix(f"{package}.").split(".")[0]
-    return name if f"{package}.{name}" in tree.packages or module != f"{package}.{name}" else "*"
 
 
 def circles(tree: Tree) -> list[str]:

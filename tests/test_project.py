@@ -254,36 +254,48 @@ def test_no_package_of_fp8_hides_a_public_function() -> None:
 
 
 def test_levels_are_of_packages_that_are_there(tree: Tree) -> None:
-    """All subpackages of a package that is sorted into them, and all that octavo has."""
+    """All packages of octavo, all subpackages of a package that is sorted into them, and single files."""
     tops = {package_of(name) for name in tree.sources} - {None}
     assert tops == set().union(*LEVELS["octavo"])
     for package in LEVELS.keys() - FLAT - {"octavo"}:
         if package in tree.packages:
-            here = {name.removeprefix(f"{package}.") for name in tree.packages if name.startswith(f"{package}.")}
-            assert {name for name in here if "." not in name} == set().union(*LEVELS[package]) - {"*"}, package
+            named = {f"{package}.{name}" for name in set().union(*LEVELS[package]) - {"*"}}
+            inside = {name for name in tree.packages if name.rpartition(".")[0] == package}
+            assert inside <= named <= tree.sources.keys(), package
+
+
+SMALL = {
+    "octavo.p": "from octavo.p import top\nfrom octavo.p.high import a",
+    "octavo.p.top": "from octavo.p.high import a\nfrom octavo.p import other",
+    "octavo.p.other": "from octavo.p import errors",
+    "octavo.p.high": "from octavo.p.high.a import x",
+    "octavo.p.high.a": "from octavo.p.low.b import y\nfrom octavo.config import Config\nfrom octavo.p.high import c",
+    "octavo.p.high.c": "",
+    "octavo.p.beside": "",
+    "octavo.p.beside.d": "from octavo.p.low import b",
+    "octavo.p.low": "",
+    "octavo.p.low.b": "from octavo.p import errors",
+    "octavo.p.errors": "",
+}
 
 
 @pytest.mark.parametrize(
     ("planted", "says"),
     [
         ({}, ""),
-        (
-            {"octavo.rl.rewards.entry": "from octavo.rl.phases import mismatch_limit as limit"},
-            "rewards may not look up or sideways to *",
-        ),
-        ({"octavo.rl.rewards.entry": "from octavo import rl\nrl.sentences"}, "imports octavo.rl, which is above it"),
-        ({"octavo.rl.rewards.entry": "from octavo.config import Config"}, ""),
-        ({"octavo.rl.phases.mismatch_limit": "from octavo.rl.rewards import Rewards"}, ""),
-        ({"octavo.rl.phases.mismatch_limit": "from octavo.rl.objectives import metrics as figures"}, ""),
-        ({"octavo.rl.objectives.policy.kto": "from octavo.rl.rewards import Rewards"}, "objectives may not look up"),
-        ({"octavo.rl.other.kto": ""}, "octavo.rl.other.kto is in no level of octavo.rl"),
+        ({"octavo.p.low.b": "def f():\n    from octavo.p.high import a"}, "low may not look up or sideways to high"),
+        ({"octavo.p.high.a": "from octavo.p.beside import d"}, "high may not look up or sideways to beside"),
+        ({"octavo.p.high.a": "from octavo.p import other"}, "high may not look up or sideways to *"),
+        ({"octavo.p.high.a": "from octavo import p\np.x"}, "octavo.p.high.a imports octavo.p, which is above it"),
+        ({"octavo.p.errors": "from octavo.p import other"}, "errors may not look up or sideways to *"),
+        ({"octavo.p.far": "", "octavo.p.far.e": ""}, "octavo.p.far.e is in no level of octavo.p"),
     ],
     ids=lambda value: "",
 )
 def test_the_order_of_a_packages_files_and_subpackages(planted: dict[str, str], says: str, tree: Tree) -> None:
-    levels = [{"*"}, {"rewards", "objectives"}]
-    wrong = imports_up(tree.planted(planted), "octavo.rl", levels)
-    assert len(wrong) == bool(says) and says in "".join(wrong)
+    small = tree.of(SMALL | planted)
+    wrong = imports_up(small, "octavo.p", [{"*"}, {"high", "beside"}, {"low"}, {"errors"}])
+    assert bool(wrong) == bool(says) and says in "\n".join(wrong)
 
 
 PATH = [
