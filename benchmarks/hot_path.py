@@ -292,9 +292,9 @@ def _print_trip(result: dict[str, Any]) -> None:
 
 def _print_layer(result: dict[str, Any]) -> None:
     for way in ("forward", "backward"):
-        found = result[way]
-        print(f"{way}: {len(found['files'])} files, {found['changes']} changes of file, {found['calls']} calls")
-        for file in found["files"]:
+        through = result[way]
+        print(f"{way}: {len(through['files'])} files, {through['changes']} changes of file, {through['calls']} calls")
+        for file in through["files"]:
             print(f"    {file}")
     print(f"_ThreeGemms.forward: {result['forward_lines']} lines")
 

@@ -289,7 +289,7 @@ def _scripts_of(script: str, tree: Tree) -> set[str]:
 
 def _circles(imports: dict[str, set[str]]) -> list[str]:
     """The strongly connected components of more than one module, by Tarjan."""
-    found: list[str] = []
+    groups: list[str] = []
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -306,12 +306,12 @@ def _circles(imports: dict[str, set[str]]) -> list[str]:
             group = stack[stack.index(module) :]
             del stack[stack.index(module) :]
             if len(group) > 1:
-                found.append("circle: " + ", ".join(sorted(group)))
+                groups.append("circle: " + ", ".join(sorted(group)))
 
     for module in imports:
         if module not in number:
             visit(module)
-    return found
+    return groups
 
 
 def few_files(tree: Tree) -> list[str]:

@@ -128,8 +128,8 @@ def stale(path: str, text: str) -> list[str]:
 
 
 def test_named_files_and_modules_are_there() -> None:
-    found = [line for path, text in texts() for line in stale(path, text)]
-    assert not found, "\n".join(found)
+    lines = [line for path, text in texts() for line in stale(path, text)]
+    assert not lines, "\n".join(lines)
 
 
 def test_what_is_no_file_is_still_named() -> None:

@@ -271,8 +271,8 @@ SMALL = {
     "octavo.p.high": "from octavo.p.high.a import x",
     "octavo.p.high.a": "from octavo.p.low.b import y\nfrom octavo.config import Config\nfrom octavo.p.high import c",
     "octavo.p.high.c": "",
-    "octavo.p.beside": "",
-    "octavo.p.beside.d": "from octavo.p.low import b",
+    "octavo.p.side": "",
+    "octavo.p.side.d": "from octavo.p.low import b",
     "octavo.p.low": "",
     "octavo.p.low.b": "from octavo.p import errors",
     "octavo.p.errors": "",
@@ -284,7 +284,7 @@ SMALL = {
     [
         ({}, ""),
         ({"octavo.p.low.b": "def f():\n    from octavo.p.high import a"}, "low may not look up or sideways to high"),
-        ({"octavo.p.high.a": "from octavo.p.beside import d"}, "high may not look up or sideways to beside"),
+        ({"octavo.p.high.a": "from octavo.p.side import d"}, "high may not look up or sideways to side"),
         ({"octavo.p.high.a": "from octavo.p import other"}, "high may not look up or sideways to *"),
         ({"octavo.p.high.a": "from octavo import p\np.x"}, "octavo.p.high.a imports octavo.p, which is above it"),
         ({"octavo.p.errors": "from octavo.p import other"}, "errors may not look up or sideways to *"),
@@ -294,7 +294,7 @@ SMALL = {
 )
 def test_the_order_of_a_packages_files_and_subpackages(planted: dict[str, str], says: str, tree: Tree) -> None:
     small = tree.of(SMALL | planted)
-    wrong = imports_up(small, "octavo.p", [{"*"}, {"high", "beside"}, {"low"}, {"errors"}])
+    wrong = imports_up(small, "octavo.p", [{"*"}, {"high", "side"}, {"low"}, {"errors"}])
     assert bool(wrong) == bool(says) and says in "\n".join(wrong)
 
 

@@ -25,15 +25,15 @@ MODULES = {"frames"}
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
 def test_a_public_name_is_where_it_was(module: str, name: str) -> None:
-    found = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(module), name)
     if name in VALUES:
-        assert found == VALUES[name]
+        assert value == VALUES[name]
     elif name in MODULES:
-        assert inspect.ismodule(found) and found.__name__.startswith(f"{module}.")
+        assert inspect.ismodule(value) and value.__name__.startswith(f"{module}.")
     elif name[0].isupper():
-        assert inspect.isclass(found) and found.__name__ == name
+        assert inspect.isclass(value) and value.__name__ == name
     else:
-        assert inspect.isfunction(found) and found.__name__ == name
+        assert inspect.isfunction(value) and value.__name__ == name
 
 
 def test_bench_is_run_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
