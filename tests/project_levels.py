@@ -8,19 +8,16 @@ from __future__ import annotations
 LEVELS: dict[str, list[set[str]]] = {
     "octavo": [
         {"cli"},
-        {"bisect", "translate"},
+        {"bisect", "importers"},
         {"report", "doctor", "bench"},
         {"rl"},
         {"train"},
-        {"generation", "sealing"},
+        {"generation", "sealing", "loading"},
         {"parallel", "checkpoint", "adapters"},
         {"models", "data"},
         {"fp8"},
-        {"config", "environment", "atomic", "arithmetic", "sealed"},
-        {"hub", "switches", "targets"},
-        {"accelerator"},
-        {"reading"},
-        {"vault"},
+        {"config", "arithmetic"},
+        {"base"},
     ],
     "octavo.fp8": [
         {"proof", "adapting"},
@@ -39,66 +36,47 @@ LEVELS: dict[str, list[set[str]]] = {
     "octavo.config": [{"*"}, {"rules"}, {"sections"}, {"yaml"}],
     "octavo.data": [
         {"loaders"},
+        {"builtin"},
         {"tasks"},
         {"batching"},
+        {"encoding"},
+        {"rows"},
         {"storage"},
         {"formats"},
-        {"encoding"},
-        {"rows", "builtin"},
         {"*"},
     ],
     "octavo.models": [
-        {"forward"},
-        {"processors", "tiny", "weights"},
+        {"forward", "tiny"},
+        {"weights", "processors"},
         {"structure"},
         {"custom"},
-        {"attention", "folder"},
+        {"attention"},
+        {"folder"},
         {"*"},
     ],
-    "octavo.checkpoint": [{"live"}, {"export", "convert", "verify"}, {"model", "run_state"}, {"*"}],
+    "octavo.checkpoint": [{"trainer"}, {"live", "convert"}, {"run_state", "export", "verify"}, {"model"}, {"*"}],
     "octavo.train": [
-        {"loop", "artifacts"},
+        {"loop"},
         {"callbacks"},
+        {"artifacts"},
         {"estimate"},
         {"setup"},
-        {"run_dir"},
         {"step"},
         {"forward"},
+        {"run_dir"},
         {"*"},
     ],
+    "octavo.train.estimate": [{"step_time"}, {"memory"}],
     "octavo.rl": [{"*"}, {"phases"}, {"rollout"}, {"objectives", "rewards"}],
     "octavo.report": [{"trial"}, {"run"}, {"evidence", "*"}],
     "octavo.importers": [{"*"}, {"frameworks"}, {"common"}, {"source"}, {"shell"}, {"errors"}],
 }
 # Packages of LEVELS whose files are not sorted into subpackages yet; no other may come here.
-FLAT = {f"octavo.{name}" for name in ("config", "data", "models", "checkpoint", "train", "rl", "report")}
+FLAT: set[str] = set()
 # How many files a package has at most, its __init__ counted, and how many lines an __init__; cli has a file a command.
 FILES, FP8_FILES, INIT_LINES = 14, 12, 40
 UNCOUNTED = {"octavo.cli", "octavo.fp8.kernels.triton_kernels"}
 UNMEASURED = {"octavo.fp8"}  # the list of its public names
 # Those that have more today, and how many. A figure only falls; one that is kept is taken out.
-MORE_FILES = {
-    "octavo.bench": 15,
-    "octavo.checkpoint": 19,
-    "octavo.config": 27,
-    "octavo.data": 59,
-    "octavo.generation": 15,
-    "octavo.models": 57,
-    "octavo.report": 29,
-    "octavo.rl": 30,
-    "octavo.sealing": 17,
-    "octavo.train": 50,
-    "octavo.importers": 37,
-}
-MORE_LINES = {
-    "octavo": 75,
-    "octavo.adapters": 43,
-    "octavo.bench": 80,
-    "octavo.checkpoint.convert": 272,
-    "octavo.checkpoint.export": 452,
-    "octavo.checkpoint.verify": 251,
-    "octavo.config": 42,
-    "octavo.data": 390,
-    "octavo.models": 111,
-    "octavo.base.encryption": 82,
-}
+MORE_FILES: dict[str, int] = {}
+MORE_LINES: dict[str, int] = {}
