@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo.base import suffixes
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.safe_read import first_line
 
 SECONDS = 10.0  # that the hub may take to answer
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-_FILE = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|safetensors|ya?ml)", re.IGNORECASE)
 #: what of a model's repository is fetched: no pickles, no code
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
 #: kind of frozen weights -> how twins in it are called
@@ -34,7 +34,7 @@ class HubError(ValueError):
 def is_name(text: str, folder: str | Path | None = None) -> bool:
     """Whether a path is a repository's name: two words with a slash between, and no file or folder that is there; seen
     from the `folder` of a configuration, neither in a folder that is there, where it would be a slip of the pen."""
-    if not _NAME.fullmatch(text) or _FILE.fullmatch(text) or ".." in text:
+    if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.NAMED) or ".." in text:
         return False
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()
 

@@ -15,7 +15,7 @@ from octavo.data import BadSample, DataError
 from octavo.data.formats import columnar, parquet_footer
 from octavo.data.formats import parquet as parquet_files
 from octavo.data.formats.arrow_rows import ColumnRows, writer
-from octavo.data.storage import cache, tables
+from octavo.data.storage import cache, hub_datasets
 from octavo.data.storage.open_rows import open_rows
 
 TURNS = [[{"from": "human", "value": f"é{n}"}, {"from": "gpt", "value": None}] for n in range(12)]
@@ -32,9 +32,7 @@ def small_limits(monkeypatch):
     monkeypatch.setattr(columnar, "TEXT_BYTES", 20_000)
     monkeypatch.setattr(columnar, "ROW_BYTES", 50_000)
     monkeypatch.setattr(parquet_files, "UNFOLDED", 100_000)
-    monkeypatch.setattr(tables, "UNFOLDED", 100_000)
     monkeypatch.setattr(parquet_files, "RATIO", 10)
-    monkeypatch.setattr(tables, "RATIO", 10)
 
 
 def saved(path: Path, **columns) -> Path:
@@ -165,13 +163,13 @@ def test_compressed_buffers_are_bounded_before_they_are_decoded(tmp_path, monkey
     file = tmp_path / "x.feather"
     feather.write_feather(pa.table({"x": ["y" * 1_000_000]}), file, codec)
     assert file.stat().st_size < 20_000
-    tables.validate(file, tmp_path)
+    hub_datasets.validate(file, tmp_path)
     monkeypatch.setattr(columnar, "COMPRESSED", 100_000)
     decoded = []
     monkeypatch.setattr(columnar, "check_batch", decoded.append)
     (tmp_path / "again").write_bytes(file.read_bytes())
     with pytest.raises(DataError, match=r"its compressed buffers take 10000\d\d bytes or more decoded, of \d+ in the"):
-        tables.validate(tmp_path / "again", tmp_path)
+        hub_datasets.validate(tmp_path / "again", tmp_path)
     assert not decoded
 
 

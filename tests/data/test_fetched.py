@@ -309,7 +309,7 @@ def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(fetched, "write_texts", full)
+    monkeypatch.setattr("octavo.data.formats.registry.write_texts", full)
     with pytest.raises(DataError, match=r"store cannot keep .*part-00\.jsonl .*: the disk is full .*Lower fetch_gb"):
         open_shard(Store(tmp_path / "store", 10**9), remote.listed(there)[0])
     assert not [*(tmp_path / "store").glob("*.arrow")]

@@ -12,9 +12,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.data import BadSample, DataError
-from octavo.data.formats import arrow_rows
+from octavo.data.formats import arrow_rows, registry
 from octavo.data.storage import cache
-from octavo.data.storage import open_rows as files
 from octavo.data.storage.open_rows import open_rows
 from octavo.train.run_dir import datafiles
 
@@ -109,7 +108,7 @@ def test_a_bad_row_is_one_bad_row(folder, kind, name):
 def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, monkeypatch, stream):
     path = folder.path / "x.jsonl"
     path.write_bytes(b'{"n": 1}\n{"a": "\xe9"}\n{"a": "' + b"z" * 99 + b'"}\n{"n": 4}')
-    monkeypatch.setattr("octavo.data.storage.open_rows.ROW_BYTES", 40)
+    monkeypatch.setattr("octavo.data.formats.json_files.ROW_BYTES", 40)
     rows = open_rows(path, stream=stream)
     assert (len(rows), rows[0], rows[3]) == (4, {"n": 1}, {"n": 4})
     with pytest.raises(
@@ -211,7 +210,7 @@ def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.storage.open_rows.texts_of", None)  # nobody reads the file again
+    monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # nobody reads the file again
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])
@@ -252,7 +251,7 @@ def _one_of_two(path, where, meet, locks):
         if not locks:
             meet.wait(60)  # both have made the whole file, and neither has named it
 
-    files.write_texts = together
+    registry.write_texts = together
     meet.wait(60)
     rows = open_rows(path, where, said.append)
     before = os.stat(next(where.glob("*.arrow"))).st_ino
@@ -309,7 +308,7 @@ def test_what_cannot_be_kept_leaves_nothing(folder, all_kept, monkeypatch):
         writes(sink, rows, done)
         path.write_text("[1]")
 
-    monkeypatch.setattr("octavo.data.storage.open_rows.write_texts", slow)
+    monkeypatch.setattr("octavo.data.formats.registry.write_texts", slow)
     with pytest.raises(DataError, match=r"rows\.json changed while it was read; start again"):
         open_rows(path, where)
     assert not [*where.glob("*.arrow"), *where.glob(".*")]

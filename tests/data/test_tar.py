@@ -93,7 +93,7 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         packed(folder.path / "tars" / f"part-{part}.tar", *files)
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
     said: list[str] = []
-    monkeypatch.setattr("octavo.data.formats.tar.MUCH", 0)  # by processes
+    monkeypatch.setattr("octavo.data.storage.open_rows.MUCH", 0)  # by processes
     assert len(open_rows(folder.path / "tars", say=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []

@@ -25,8 +25,8 @@ from octavo.data.errors import BadSample, DataError
 from octavo.data.formats import columnar
 from octavo.data.formats.arrow_rows import ColumnRows, Text, TextRows, write_texts
 from octavo.data.storage import cache
+from octavo.data.storage.hub_datasets import validate
 from octavo.data.storage.open_rows import open_rows
-from octavo.data.storage.tables import validate
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command
 

@@ -65,6 +65,8 @@ class Mapped:
         try:
             file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
             self._table = pa.ipc.open_file(file).read_all()
+        except FileNotFoundError:  # another process needed its room since it was validated
+            raise
         except Exception as cause:  # whatever a damaged file makes the library raise
             raise self._damaged(cause) from cause
         if self.schema is not None and self._table.schema != self.schema:
@@ -104,6 +106,15 @@ class Mapped:
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the file that rows are read from has lost its name: others needed its room."""
+        return not self._on_disk().exists()
+
+    def _on_disk(self) -> Path:
+        assert isinstance(self.kept, Path)
+        return self.kept
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "kept": self.kept}

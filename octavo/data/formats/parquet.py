@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
 from octavo.data.errors import DataError
-from octavo.data.formats.columnar import check_batch, sentence
+from octavo.data.formats.arrow_rows import BATCH_BYTES, PROBLEM, writer
+from octavo.data.formats.columnar import check_batch, plain_field, row_bytes, sentence, too_large
 from octavo.data.formats.parquet_footer import DICTIONARY, PREFIXES, Group, groups_of
 
 BATCH_ROWS = 1024
-BATCH_BYTES = 32 << 20  # of pages that a batch of rows is decoded of, by the mean of its row group
+PAGE_BYTES = 32 << 20  # of pages that a batch of rows is decoded of, by the mean of its row group
 UNFOLDED = 256 << 20  # bytes that a column chunk may take decoded, or else `RATIO` times what it takes in the file
 RATIO = 1000
 
@@ -92,10 +94,10 @@ def _footer(source: Any) -> list[Group]:
 
 
 def batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBatch]:
-    """The rows of a row group, as many at a time as fit into `BATCH_BYTES` by its mean. Raises DataError."""
+    """The rows of a row group, as many at a time as fit into `PAGE_BYTES` by its mean. Raises DataError."""
     group = file.groups[number]
     each = max(1, max(1, group.size) // max(1, group.rows) + _fixed_bytes(file))
-    rows = 1 if _shares_prefixes(group) else min(BATCH_ROWS, max(1, BATCH_BYTES // each))
+    rows = 1 if _shares_prefixes(group) else min(BATCH_ROWS, max(1, PAGE_BYTES // each))
     try:
         for batch in file.reader.iter_batches(rows, row_groups=[number], use_threads=False):
             check_batch(batch)
@@ -124,6 +126,57 @@ def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
                             "write smaller ones, or leave `stream` out")  # fmt: skip
         read.append(batch)
     return pa.Table.from_batches(read, file.schema)
+
+
+def write_rows(path: Path, target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the rows of a parquet file as Arrow, a few MB at a time whatever they take decoded. A row that is too large
+    is kept as the reason. Raises DataError where the file is none, and where its rows take more than `UNFOLDED` bytes
+    and `RATIO` times the file."""
+    stored = path.stat().st_size
+    with parquet_file(path) as file:
+        done, size, rows = 0, 0, max(1, file.rows)
+        try:
+            fields = [*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())]
+            schema = pa.schema(fields, file.schema.metadata)  # which names the JSON columns of `datasets`
+        except Exception as cause:
+            raise unreadable(path, cause) from cause
+        with writer(target, schema) as out:
+            for group in range(len(file.groups)):
+                for batch in batches(path, file, group):
+                    for piece in _pieces(path, batch, schema):
+                        size += piece.nbytes
+                        if size > max(UNFOLDED, RATIO * stored):
+                            raise DataError(
+                                f"{path} has {stored} bytes and takes more than {size} decoded, up to row "
+                                f"{done + batch.num_rows} of {rows}; remove what is repeated, or set `stream: true`"
+                            )
+                        out.write_batch(piece)
+                        progress(done / rows)
+                    done += batch.num_rows
+
+
+def _pieces(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """A batch of dictionaries as batches of plain values, each of at most `BATCH_BYTES` or of one row."""
+    every = row_bytes(batch)
+    problems, start, until = too_large(batch, every), 0, np.cumsum(np.minimum(every, BATCH_BYTES))
+    while start < batch.num_rows:
+        end = start + 1
+        if start in problems:
+            columns = [pa.nulls(1, field.type) for field in schema][:-1]
+            yield pa.RecordBatch.from_arrays([*columns, pa.array([problems[start]], pa.string())], schema=schema)
+        else:
+            before = int(until[start - 1]) if start else 0
+            end = max(end, int(np.searchsorted(until, before + BATCH_BYTES, side="right")))
+            end = min([end, *(row for row in problems if row > start)])
+            try:
+                part = pa.Table.from_batches([batch])
+                if end - start < batch.num_rows:  # a cast of a slice decodes all entries of the lists that it is of
+                    part = part.take(pa.array(range(start, end)))
+                plain = part.cast(pa.schema([*schema][:-1])).append_column(schema[-1], pa.nulls(len(part), pa.string()))
+            except Exception as cause:  # of a type that cannot be stored plain
+                raise unreadable(path, cause) from cause
+            yield from plain.to_batches()
+        start = end
 
 
 def _in_dictionaries(groups: list[Group], columns: list[Any]) -> list[str]:
@@ -160,3 +213,11 @@ def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
                     f"{path}: column {safe_read.printable(chunk.path)!r} of row group {number} takes {size} bytes "
                     f"decoded, of {chunk.stored} in the file; write it in smaller row groups, or leave it out"
                 )
+
+
+def count_rows(path: Path | str, file: BinaryIO) -> int:
+    """How many rows the footer of an open parquet file says that it has. Raises DataError."""
+    try:
+        return sum(group.rows for group in groups_of(file))
+    except ValueError as cause:
+        raise unreadable(path, cause) from cause

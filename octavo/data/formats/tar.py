@@ -17,36 +17,24 @@ places and sizes of its files; it is made once, in the cache.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo.base.encryption import is_encrypted
-from octavo.data import content
 from octavo.data.errors import BadSample
 from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, keys_of, parsed, writer
+from octavo.data.formats.media_kinds import IMAGE, SOUND, VIDEO
 from octavo.data.formats.streaming import Pieces
 from octavo.data.formats.tar_members import entries
-from octavo.data.rows.audio_refs import SOUND_KEYS
-from octavo.data.rows.video_refs import VIDEO_KEYS
-from octavo.data.storage import cache
 
 INDEX = pa.schema([
     ("key", pa.string()), ("names", pa.list_(pa.string())), ("starts", pa.list_(pa.int64())),
     ("sizes", pa.list_(pa.int64())), ("problem", pa.string()),
 ])  # fmt: skip
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "jp2", "avif")
-SOUNDS = ("wav", "flac")
-VIDEOS = ("mp4", "m4v", "mov", "mkv", "webm")
 TEXTS = ("txt", "text", "caption", "transcript")
-MUCH = 64 << 20  # bytes of tars that are looked up by several processes
-MOST_PROCESSES = 8
 
 
 class Member(NamedTuple):
@@ -86,9 +74,9 @@ class TarRows(Mapped):
         videos: dict[str, dict[str, Any]] = {}
         for kind, start, size in members:
             ending, name = kind.rpartition(".")[2], f"{key}.{kind}"
-            if ending in (*IMAGES, *SOUNDS, *VIDEOS):
-                held = images if ending in IMAGES else sounds if ending in SOUNDS else videos
-                held[kind] = {"bytes": self._pieces.read(start, size), "path": name}
+            if ending in (*IMAGE.endings, *SOUND.endings, *VIDEO.endings):
+                files = images if ending in IMAGE.endings else sounds if ending in SOUND.endings else videos
+                files[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
                 fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
             elif ending in (*TEXTS, "cls"):
@@ -101,9 +89,9 @@ class TarRows(Mapped):
         if not isinstance(said, dict):
             raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
         beside = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
-        raw = _with_files({"id": key} | beside | said, key, images, ("image", "images"))
+        raw = _with_files({"id": key} | beside | said, key, images, IMAGE.keys)
         if said:
-            raw = _with_files(_with_files(raw, key, sounds, SOUND_KEYS), key, videos, VIDEO_KEYS)
+            raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
             raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
         return raw
@@ -115,6 +103,9 @@ class TarRows(Mapped):
             raise BadSample(self.path, row, f"its {name} is not UTF-8 (its byte {cause.start})") from cause
         number = text.strip()
         return int(number) if ending == "cls" and number.isdecimal() and len(number) < 19 else text
+
+    def _on_disk(self) -> Path:
+        return self.file
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "file": self.file, "_pieces": self._pieces}
@@ -152,42 +143,8 @@ def _number(kind: str) -> tuple[int, str]:
     return (int(first) if first.isdecimal() else -1), kind
 
 
-def open_tar(path: Path, folder: Path | None) -> TarRows:
-    """The rows of a tar file, its index out of the cache or made now. Raises DataError where it is none, is compressed,
-    and as `cache.kept` does."""
-
-    def write(target: Path, progress: Callable[[float], None]) -> None:
-        write_index(path, target)
-
-    return TarRows(path, cache.kept(folder, path, write, cache.quiet, form="index"))
-
-
-def look_up(files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
-    """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
-    Raises as `open_tar` does."""
-    plain = [file for file in files if not is_encrypted(file)]
-    content.digests(plain, cache.default_folder() if folder is None else folder, say)
-    missing = [file for file in plain if not cache.place(folder, file, form="index").is_file()]
-    if not missing:
-        return
-    size = sum(file.stat().st_size for file in missing)
-    say(f"{missing[0].parent}: the rows of {len(missing)} tar file(s) ({size / 1e6:.0f} MB) are looked up, once")
-    processes = min(len(missing), MOST_PROCESSES, os.cpu_count() or 1)
-    if size < MUCH or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        for file in missing:
-            open_tar(file, folder)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        for _ in pool.map(_made, missing, repeat(folder)):
-            pass
-
-
-def _made(file: Path, folder: Path | None) -> None:
-    open_tar(file, folder)
-
-
-def write_index(path: Path, sink: Any) -> None:
-    """Write the index of a tar file. Raises `DataError` where it is none."""
+def write_index(path: Path, sink: Any, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the index of a tar file. Raises `DataError` where it is none, or is compressed."""
     with writer(sink, INDEX) as out:
         found = _rows(path)
         while rows := [*islice(found, BATCH_ROWS)]:

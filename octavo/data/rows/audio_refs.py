@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from octavo.data.formats import media_kinds
 from octavo.data.rows.image_refs import locate
 from octavo.data.rows.inline import Inline
 from octavo.data.rows.media import Medium, Ref
 
 PLACEHOLDER = "<audio>"
-SOUND_KEYS = ("audio", "audios")
 
 
 class Recording(Inline):
@@ -33,8 +33,8 @@ class AudioRef(Ref):
 
 
 SOUND = Medium(
-    "sound", PLACEHOLDER, SOUND_KEYS, ("audio", "audio_url"), ("audio", "path", "url", "audio_url"), AudioRef,
-    Recording, "a wav or flac file",
+    "sound", PLACEHOLDER, media_kinds.SOUND.keys, ("audio", "audio_url"), ("audio", "path", "url", "audio_url"),
+    AudioRef, Recording, "a wav or flac file",
 )  # fmt: skip
 UNNAMED = SOUND.unnamed
 

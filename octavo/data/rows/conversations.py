@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.errors import BadSample, RowProblem, shown
+from octavo.data.formats import media_kinds
 from octavo.data.rows import foreign
 from octavo.data.rows.audio_refs import SOUND, AudioRef, SoundFile, find_sounds
 from octavo.data.rows.image_refs import ImageFile, ImageProblem, Picture, locate
@@ -47,7 +48,6 @@ ROLES = {
     },
     "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
 }
-_FILES = ("image", "images", "audio", "audios", "video", "videos")
 LEARNED = ("weight", "loss", "train")  # names of whether a turn is learned, in a turn
 
 
@@ -134,10 +134,9 @@ def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
         raw = object_of(raw)
         if "output" not in raw:
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
-        files = ("image", "images", "video", "videos", "audio", "audios")
-        images = {key: raw[key] for key in files if key in raw}
+        files = {key: raw[key] for key in media_kinds.KEYS if key in raw}
         answer = {"role": "assistant", "content": _worded(raw, "output")}
-        turns, names = _from_messages({**images, "messages": [*instructed(raw), answer]})
+        turns, names = _from_messages({**files, "messages": [*instructed(raw), answer]})
         return _placed(raw, turns), names
     turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
     turns = _placed(raw, turns)
@@ -276,7 +275,7 @@ def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead
     of its own. Raises `RowProblem`."""
     if found := next((key for key in calls if turn.get(key)), None):
         raise RowProblem(f"turn {number} has {found}, which rows of this kind do not read; write calls as {instead}")
-    if found := next((key for key in _FILES if turn.get(key)), None):
+    if found := next((key for key in media_kinds.KEYS if turn.get(key)), None):
         raise RowProblem(f"turn {number} has {found}; list files in the row, or write the content as parts")
 
 
@@ -338,7 +337,7 @@ def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
 
 def image_names(raw: dict[str, Any], format: str) -> list[Name]:
     """The row's image list. `image` and `images` may each hold one name or a list; not both may be there."""
-    given = {key: raw[key] for key in ("image", "images") if raw.get(key) not in (None, [], "")}
+    given = {key: raw[key] for key in media_kinds.IMAGE.keys if raw.get(key) not in (None, [], "")}
     if len(given) > 1:
         raise RowProblem("has both 'image' and 'images'; keep one of them")
     if format == "llava" and "images" in given:

@@ -7,7 +7,6 @@ only if it is finite, and JSON that a chat template writes out (tools, arguments
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from octavo.data.errors import RowProblem, shown
@@ -18,19 +17,11 @@ _ALPACA = ("system", "instruction", "input", "output", "answer")
 _PROMPT = ("system", "prompt", "answer", "completion")
 #: format -> the keys whose cells are read as texts; of preferences, which are "auto", all
 _TEXTS = {"text": ("text",), "prompt": _PROMPT, "alpaca": _ALPACA, "auto": (*_PROMPT, *_ALPACA, "chosen", "rejected")}
-_TABLES = (".csv", ".tsv")
 
 
 def is_missing(value: Any) -> bool:
     """Whether a value is NaN or infinite, which no text is."""
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def of_cells(rows: Any) -> bool:
-    """Whether rows come from CSV, where every cell is a text."""
-    rows = getattr(rows, "rows", rows)  # those whose columns have other names
-    suffix = getattr(rows, "suffix", None)  # of several files
-    return (Path(str(rows.path)).suffix if suffix is None else suffix).lower() in _TABLES
 
 
 def of_table(raw: Any, format: str) -> Any:

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
 from octavo.data.errors import RowProblem, shown
+from octavo.data.formats import media_kinds
 from octavo.data.rows.image_refs import locate
 from octavo.data.rows.inline import Inline
 from octavo.data.rows.media import Medium, Ref
 
 PLACEHOLDER = "<video>"
-VIDEO_KEYS = ("video", "videos")
 _OF_PART = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels",
             "video_start", "video_end", "resized_height", "resized_width")  # fmt: skip
 
@@ -50,8 +50,8 @@ class VideoRef(Ref):
 
 
 VIDEO = Medium(
-    "video", PLACEHOLDER, VIDEO_KEYS, ("video", "video_url"), ("video", "path", "url", "video_url"), VideoRef, Clip,
-    "a file of video or a folder of frames",
+    "video", PLACEHOLDER, media_kinds.VIDEO.keys, ("video", "video_url"), ("video", "path", "url", "video_url"),
+    VideoRef, Clip, "a file of video or a folder of frames",
 )  # fmt: skip
 
 

@@ -23,18 +23,16 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from octavo.base import atomic_write
+from octavo.base import atomic_write, suffixes
 from octavo.base.encryption import VaultError, check_folder, is_encrypted
 from octavo.base.encryption.anonymous_file import anonymous
 from octavo.base.hub import is_name
 from octavo.data import content
 from octavo.data.errors import DataError
+from octavo.data.formats import registry
 
 FORM = 1  # of the files; another one is another name
 SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
-SHARDS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # files of a folder that hold rows
-TAR = ".tar"  # and these, where a folder has none of the others
-KINDS = (*SHARDS, ".arrow")  # and of one that `datasets` saved, with what it says of them
 INDEX = "index.json"  # of a folder of tars
 EVERY = 5.0  # seconds between words on a conversion
 
@@ -177,20 +175,22 @@ def files_of(source: Path) -> list[Path]:
         check_folder(source, deep=False)  # a file of rows that is missing or was added would train unnoticed
     except VaultError as cause:
         raise DataError(str(cause)) from cause
+    ends = (*registry.endings(), *suffixes.ARROW)
     with os.scandir(source) as entries:
-        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in (*KINDS, TAR) and e.name[0] != ".")
-    found = [source / name for name in of_kinds(names)]
-    if lost := next((file for file in found if not file.exists()), None):
+        names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
+    files = [source / name for name in of_kinds(names)]
+    if lost := next((file for file in files if not file.exists()), None):
         raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
-    return [file for file in found if file.is_file()]
+    return [file for file in files if file.is_file()]
 
 
 def of_kinds(names: Sequence[str]) -> list[str]:
-    """Those names of a folder that are files of rows: tars where there are no others, but for the `index.json` that
-    says how many rows tars have."""
-    found = [name for name in names if Path(name).suffix.lower() in KINDS]
-    tars = [name for name in names if Path(name).suffix.lower() == TAR]
-    return tars if tars and not {*found} - {INDEX} else found
+    """Those names of a folder that are files of rows, or of what `datasets` saved: files that stay, such as tars, where
+    there are no others, but for the `index.json` that says how many rows tars have."""
+    converted, staying = (*registry.endings(stays=False), *suffixes.ARROW), registry.endings(stays=True)
+    usual = [name for name in names if Path(name).suffix.lower() in converted]
+    tars = [name for name in names if Path(name).suffix.lower() in staying]
+    return tars if tars and not {*usual} - {INDEX} else usual
 
 
 def _identity(source: Path | str) -> str:

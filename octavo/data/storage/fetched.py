@@ -12,24 +12,22 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from octavo.base import atomic_write
 from octavo.base.safe_read import read_json
 from octavo.data import content
 from octavo.data.errors import DataError
-from octavo.data.formats import tar
-from octavo.data.formats.arrow_rows import ColumnRows, Rows, TextRows, write_texts
-from octavo.data.formats.parquet_footer import groups_of
+from octavo.data.formats.arrow_rows import Mapped, Rows
+from octavo.data.formats.registry import format_of
 from octavo.data.order import WINDOW
-from octavo.data.storage import cache, remote, tables
-from octavo.data.storage.open_rows import texts_of
+from octavo.data.storage import cache, remote
 from octavo.data.storage.remote import Remote
+from octavo.data.storage.shards import Shards
 
 BYTES = 50 * 10**9  # of a data set's files, where nobody says
 AT_ONCE = 8  # files that are counted at a time
@@ -46,7 +44,7 @@ class Store:
     def file(self, shard: Remote, wait: bool = True) -> Path | None:
         """Where a file lies here, fetched now where it is not there; None, without `wait`, where somebody is at it.
         Raises `DataError`."""
-        target = self.folder / f"{shard.key}{'.tar' if shard.suffix == cache.TAR else '.arrow'}"
+        target = self.folder / f"{shard.key}{shard.suffix if format_of(shard.url).stays else '.arrow'}"
         try:
             if not self._use(target):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +73,7 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             aside = folder / f".{shard.key}.{uuid4().hex}.tmp"
             try:
-                tar.write_index(file, aside)
+                format_of(shard.url).write(file, aside)
                 cache.publish(aside, target)
             except OSError as cause:
                 if isinstance(cause, FileNotFoundError):
@@ -95,12 +93,12 @@ class Store:
 
     def _fetch(self, shard: Remote, target: Path) -> None:
         aside = self.folder / f".{shard.key}.{uuid4().hex}.tmp{shard.suffix}"
-        made = aside
+        made, stays = aside, format_of(shard.url).stays
         try:
             with self._room(shard, shard.size), open(aside, "wb") as file:
                 file.truncate(shard.size)  # nothing takes room yet, and others leave it
             remote.download(shard, aside)
-            if target.suffix != cache.TAR:
+            if not stays:
                 made = aside.with_suffix(".arrow")
                 _convert(shard, aside, made)
             atomic_write.sync(made)
@@ -109,7 +107,7 @@ class Store:
         finally:
             aside.unlink(missing_ok=True)
             made.unlink(missing_ok=True)
-        if target.suffix != cache.TAR:  # written here, so it need not be read once more for its form
+        if not stays:  # written here, so it need not be read once more for its form
             with contextlib.suppress(FileNotFoundError):  # another process needed its room
                 content.note_valid(target, self.folder.parent)
 
@@ -142,15 +140,12 @@ def _inside(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _convert(shard: Remote, file: Path, target: Path) -> None:
     """What a file of rows is read from: an Arrow table. Errors name the URL."""
     try:
-        if shard.suffix == ".parquet":
-            tables.write_parquet(file, target)
-        else:
-            write_texts(target, texts_of(file))
+        format_of(shard.url).write(file, target)
     except DataError as cause:
         raise DataError(str(cause).replace(str(file), shard.url)) from cause
 
 
-class Fetched(tables.Shards):
+class Fetched(Shards):
     """The rows of files at a URL. `window`: rows that are shuffled together where nobody says."""
 
     window = WINDOW
@@ -169,7 +164,7 @@ class Fetched(tables.Shards):
         return self.found[number].size
 
     def _opened(self, shard: Remote) -> Rows:
-        for number in [n for n, rows in self._rows.items() if not _kept(rows).exists()]:
+        for number in [n for n, rows in self._rows.items() if isinstance(rows, Mapped) and rows.gone]:
             del self._rows[number]  # its name is gone, and its room is free once nobody has it open
         rows = open_shard(self.store, shard)
         if len(rows) != shard.rows:
@@ -182,22 +177,19 @@ class Fetched(tables.Shards):
 
 def open_shard(store: Store, shard: Remote) -> Rows:
     """The rows of a file, called by its URL. Raises `DataError`."""
+    form = format_of(shard.url)
     for _ in range(remote.TRIES):
         file = store.file(shard)
         assert file is not None
         try:
-            if file.suffix == cache.TAR:
-                return tar.TarRows(shard.url, store.index(shard, file), file)
-            return (ColumnRows if shard.suffix == ".parquet" else TextRows)(shard.url, file)
+            if form.stays:
+                return form.open(shard.url, store.index(shard, file), file)
+            return form.open(shard.url, file)
         except FileNotFoundError:  # somebody needed its room in this very moment
             continue
         except DataError as cause:
             raise DataError(f"{shard.url}, kept as {cause}") from cause
     raise DataError(f"{shard.url} is removed as soon as it comes; raise fetch_gb of its data set, which others share")
-
-
-def _kept(rows: Any) -> Path:
-    return rows.file if isinstance(rows, tar.TarRows) else rows.kept
 
 
 def open_fetched(url: str, folder: Path | None, say: cache.Say = cache.quiet, limit: int | None = None) -> Fetched:
@@ -224,22 +216,18 @@ def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> 
         told = read_json(beside, DataError, wanted=list)
         if len(told) == len(found) and all(type(count) is int and count >= 0 for count in told):
             return list(told)
-    of_footer = found[0].suffix == ".parquet"
+    count_rows = format_of(found[0].url).count
+    of_footer = count_rows is not None
     say(f"{url}: the rows of {len(found)} file(s) are counted, once" + ("" if of_footer else ", for which each comes"))
-    count: Callable[[Remote], int] = _by_footer if of_footer else lambda shard: len(open_shard(store, shard))
+
+    def count(shard: Remote) -> int:
+        if count_rows is None:
+            return len(open_shard(store, shard))
+        return remote.read(shard.url, lambda file: count_rows(shard.url, file))
+
     room = store.limit // (2 * max(1, *(shard.size for shard in found)))  # each lies there as it came and as Arrow
     with ThreadPoolExecutor(AT_ONCE if of_footer else max(1, min(AT_ONCE, room))) as pool:
         counts = [*pool.map(count, found)]
     store.folder.mkdir(parents=True, exist_ok=True)
     atomic_write.write_bytes(beside, json.dumps(counts).encode(), shared=True)
     return counts
-
-
-def _by_footer(shard: Remote) -> int:
-    def rows(file: Any) -> int:
-        try:
-            return sum(group.rows for group in groups_of(file))
-        except ValueError as cause:
-            raise tables.unreadable(shard.url, cause) from cause
-
-    return remote.read(shard.url, rows)

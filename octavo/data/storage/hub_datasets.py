@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub, by name: fetched by `datasets` into its own cache, or read where they lie.
+"""Rows by way of Hugging Face's `datasets`: data sets of the hub by name, which that library fetches into its own cache
+or which are read where they lie, and folders that it saved.
 
 Which files are a split's is that library's word in both cases. Streamed, they must be parquet: row groups are read
 through the network as they are asked for, in the order that a file here would have, so that rows, losses and resume
@@ -7,14 +8,22 @@ are the same.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
+from octavo.base import suffixes
+from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import first_line
-from octavo.data.errors import DataError
-from octavo.data.formats.arrow_rows import Rows
+from octavo.data import content
+from octavo.data.errors import BadSample, DataError
+from octavo.data.formats import columnar
+from octavo.data.formats.arrow_rows import Rows, row_of
+from octavo.data.formats.columnar import too_large
 from octavo.data.formats.streaming import Groups
-from octavo.data.storage.tables import DatasetRows, Shards
+from octavo.data.storage import cache
+from octavo.data.storage.shards import Shards
 
 
 def open_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
@@ -36,11 +45,11 @@ def stream_named(name: str, revision: str | None, split: str, subset: str | None
     import huggingface_hub
 
     try:
-        found = datasets.load_dataset_builder(name, subset, revision=revision).config.data_files or {}
-        files = [str(file) for file in found[split]]
+        by_split = datasets.load_dataset_builder(name, subset, revision=revision).config.data_files or {}
+        files = [str(file) for file in by_split[split]]
     except Exception as cause:
         raise _lost(name, revision, split, subset, cause) from cause
-    if other := next((file for file in files if not file.endswith(".parquet")), None):
+    if other := next((file for file in files if not file.endswith(suffixes.PARQUET)), None):
         raise DataError(f"{name} cannot be streamed: {other} is no parquet file. Leave `stream` out")
     system = huggingface_hub.HfFileSystem()
     return Shards(Path(name), files, lambda file: Groups(Path(name), partial(system.open, file, "rb")))
@@ -52,3 +61,64 @@ def _lost(name: str, revision: str | None, split: str, subset: str | None, cause
         f"the data set {name}, {asked}, revision {revision}, cannot be had from the Hugging Face hub "
         f"({first_line(cause)[:300]})"
     )
+
+
+class DatasetRows:
+    """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder`:
+    of the cache that notes it (None: the default). Raises DataError where one is damaged."""
+
+    def __init__(self, path: Path, dataset: Any, folder: Path | None = None) -> None:
+        for file in dataset.cache_files:
+            validate(Path(file["filename"]), folder)
+        self.path, self._dataset = path, dataset.with_format("arrow")
+        self._repeats = any(columnar.repeats(field.type) for field in dataset.data.schema)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def keys(self) -> set[str]:
+        return {*self._dataset.column_names}
+
+    def __getitem__(self, row: int) -> Any:
+        found = self._dataset[row : row + 1]
+        if (self._repeats or found.nbytes > columnar.TEXT_BYTES) and (problems := too_large(found)):
+            raise BadSample(self.path, row, problems[0])
+        return row_of(self.path, row, found)
+
+
+def validate(file: Path, folder: Path | None) -> None:
+    """That an Arrow file that `datasets` wrote is whole: read through once for a file as it is. Raises DataError."""
+
+    def damaged(cause: Exception) -> DataError:
+        return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
+
+    try:
+        content.once(
+            file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
+        )
+    except OSError as cause:
+        raise damaged(cause) from cause
+
+
+def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
+    """A folder that `Dataset.save_to_disk` wrote. Raises DataError where it cannot be read, and for one of several
+    splits."""
+    import datasets
+
+    if lost := next(filter(is_encrypted, sorted(path.iterdir())), None):
+        raise DataError(f"{lost} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
+                        "(Dataset.to_parquet) and encrypt that")  # fmt: skip
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())
+        raise DataError(f"{path} holds several splits: name the folder of one of them, such as {path / splits[0]}"
+                        if splits else f"{path} names splits, and none of them is there")  # fmt: skip
+    for file in sorted(path.glob("*.arrow")):
+        validate(file, folder)
+    try:
+        return DatasetRows(path, datasets.load_from_disk(os.fspath(path)), folder)
+    except DataError:
+        raise
+    except Exception as cause:  # whatever a stranger's files make that library run into
+        raise DataError(
+            f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"
+        ) from cause

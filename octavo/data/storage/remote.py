@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from octavo.base import atomic_write
 from octavo.base.safe_read import COUNT, TEXT, check_form, first_line, parse_json
 from octavo.data.errors import DataError
+from octavo.data.formats import registry
 from octavo.data.storage import cache
 
 TRIES = 4
@@ -62,9 +63,9 @@ def listed(url: str) -> tuple[Remote, ...]:
     a folder of tars has an `index.json` as WebDataset writes it, each with the rows that it says. Raises `DataError`;
     and it is asked once in a process."""
     found = _tried(url, lambda watch: _looked_up(url))
-    if kinds := sorted({remote.suffix for remote in found} - {*cache.SHARDS, cache.TAR}):
+    if kinds := sorted({remote.suffix for remote in found} - {*registry.endings()}):
         raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
-                        f"{', '.join((*cache.SHARDS, cache.TAR))}")  # fmt: skip
+                        f"{', '.join(registry.endings())}")  # fmt: skip
     if len({remote.suffix for remote in found}) != 1:
         held = ", ".join(sorted({remote.suffix for remote in found})) or "none"
         raise DataError(f"{url} has files of rows of these kinds: {held}; it must have files of one kind")
@@ -230,8 +231,8 @@ def _looked_up(url: str) -> list[Remote]:
     names = cache.of_kinds(sorted(name for name in inside if not name.startswith(".")))
     found = [_remote(system, system.unstrip_protocol(inside[name]["name"]), inside[name]) for name in names]
     if not found:
-        raise DataError(f"{url} is a folder without files of rows ({', '.join((*cache.SHARDS, cache.TAR))})")
-    if cache.INDEX in inside and found[0].suffix == cache.TAR:
+        raise DataError(f"{url} is a folder without files of rows ({', '.join(registry.endings())})")
+    if cache.INDEX in inside and registry.format_of(found[0].url).stays:
         return _counted(found, url, system.cat_file(inside[cache.INDEX]["name"]))
     return found
 

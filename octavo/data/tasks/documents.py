@@ -26,6 +26,7 @@ from octavo.data.encoding.expansion import Mismatch
 from octavo.data.encoding.inputs import further
 from octavo.data.encoding.sample import IGNORE, Sample, spelling
 from octavo.data.errors import BadSample, DataError
+from octavo.data.formats.media_kinds import IMAGE
 from octavo.data.rows.audio_refs import SOUND
 from octavo.data.rows.conversations import (
     PLACEHOLDER,
@@ -50,7 +51,6 @@ from octavo.data.rows.video_refs import VIDEO
 from octavo.data.tasks.prompts import parse_answered
 
 EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of one length"
-IMAGE_KEYS = ("image", "images")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _in_one(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[Name]]
     if not isinstance(text, str):
         raise RowProblem(f"'text' is {shown(text)}; expected a text")
     names = image_names(raw, "sharegpt")
-    if not any(key in raw for key in IMAGE_KEYS):
+    if not any(key in raw for key in IMAGE.keys):
         return [Text(text)], names
     places = text.count(PLACEHOLDER)
     if len(names) == 1 and not places:

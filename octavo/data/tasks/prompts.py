@@ -23,8 +23,9 @@ from octavo.data.encoding.batched_processor import Encoding
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.sample import Sample
 from octavo.data.errors import BadSample, DataError
+from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
-from octavo.data.rows.audio_refs import SOUND_KEYS, AudioRef, find_sounds
+from octavo.data.rows.audio_refs import AudioRef, find_sounds
 from octavo.data.rows.conversations import (
     PLACEHOLDER,
     ROLES,
@@ -47,11 +48,10 @@ from octavo.data.rows.foreign import check_row, check_turn, check_turn_text, che
 from octavo.data.rows.image_refs import ImageFile, Picture
 from octavo.data.rows.missing_values import is_missing
 from octavo.data.rows.tools import tools_of
-from octavo.data.rows.video_refs import VIDEO, VIDEO_KEYS, VideoRef, find_videos
+from octavo.data.rows.video_refs import VIDEO, VideoRef, find_videos
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
-MEDIA_KEYS = ("image", "images", *VIDEO_KEYS, *SOUND_KEYS)
 COLUMNS = ("answer", "prompt", "messages", "images", "videos")  # for rewards, of every prompt
 ANSWERS = "a text, a number, or a list of them"
 

@@ -13,17 +13,19 @@ from octavo.config.sections.text_types import is_url
 from octavo.data.errors import BadSample, DataError, QuotingError, shown
 from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
+from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
+from octavo.data.formats.registry import format_of
 from octavo.data.rows.conversations import ROLES, naming
 from octavo.data.rows.foreign import with_turns
 from octavo.data.rows.inline import no_file
-from octavo.data.rows.missing_values import of_cells, of_table
+from octavo.data.rows.missing_values import of_table
 from octavo.data.storage.cache import Say, default_folder, quiet
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_named, stream_named
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import is_document, parse_document
 from octavo.data.tasks.pairs import parse_labelled, parse_pair, told_by
-from octavo.data.tasks.prompts import MEDIA_KEYS, further, parse_answered, parse_prompt
+from octavo.data.tasks.prompts import further, parse_answered, parse_prompt
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
@@ -49,7 +51,7 @@ class Source:
     ) -> None:  # fmt: skip
         self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
-        self._cells = of_cells(rows)
+        self._cells = _has_cells(rows)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
     def __len__(self) -> int:
@@ -80,6 +82,13 @@ class Source:
     def columns(self) -> list[str]:
         """What any row of the file has for rewards, beside what every prompt has."""
         return further(self.rows.keys(), self.format)
+
+
+def _has_cells(rows: Any) -> bool:
+    """Whether rows come from a file in which every value is a text, such as CSV."""
+    rows = getattr(rows, "rows", rows)  # those whose columns have other names
+    suffix = getattr(rows, "suffix", None)  # of several files
+    return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
 def present(raw: Any) -> Any:

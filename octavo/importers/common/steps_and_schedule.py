@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from octavo.base import safe_read
+from octavo.base import safe_read, suffixes
 from octavo.importers.common.draft import Draft
 
 #: bytes of a data file that is opened to count its rows
@@ -79,9 +79,9 @@ def rows_of(draft: Draft, *names: str) -> int | None:
     if file is None or file.stat().st_size > _COUNTED:
         return None
     try:
-        if file.suffix == ".jsonl":
+        if file.suffix in suffixes.JSON_LINES:
             return sum(1 for line in safe_read.read_text(file).split("\n") if line.strip())
-        if file.suffix == ".json":
+        if file.suffix in suffixes.JSON:
             return len(safe_read.read_json(file, wanted=list))
     except safe_read.Unreadable:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 
+from octavo.base import suffixes
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import LARGEST, Draft
 from octavo.importers.frameworks import hf_trainer, mpt_configs
@@ -163,7 +164,7 @@ def _data(draft: Draft, phase: str) -> None:
                 draft.sizes = steps_and_schedule.rows_of(draft, name)
             if split and not draft.folder.there(name):
                 draft.put(f"{entry}.split", split, f"{at}split")
-        elif str(local).endswith((".jsonl", ".json", ".parquet", ".tar", ".txt")):
+        elif str(local).endswith((*suffixes.ROWS, ".txt")):
             model_and_data.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
             why = "to be filled in: MDS shards are not read; a note says how they become JSON lines"

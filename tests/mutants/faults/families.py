@@ -53,8 +53,8 @@ area(
         "data/test_audio.py",
     ),
     (
-        "sounds-dropped-in-prompts", "data/tasks/prompts.py",
-        "*VIDEO_KEYS, *SOUND_KEYS)", "*VIDEO_KEYS)",
+        "sounds-dropped-in-prompts", "data/formats/media_kinds.py",
+        "*SOUND.keys, *VIDEO.keys)", "*VIDEO.keys)",
         "a sound of a row with prompt and answer is dropped, and the word for its place is learned",
         "data/test_audio.py",
     ),

@@ -1,0 +1,103 @@
+"""Rows of CSV: a first line that names the columns, and cells that are all texts."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from octavo.base.safe_read import open_file
+from octavo.data.errors import DataError
+from octavo.data.formats.arrow_rows import Text
+from octavo.data.formats.streaming import Lines, Place
+
+_CELL = 1 << 30  # characters of a cell; the module's own limit, 128 KiB, is that of all readers of this process
+
+
+def texts_of(path: Path) -> Iterator[Text]:
+    """The rows of a CSV file (of a .tsv file with tabs) as texts of JSON objects, by the names in its first line.
+
+    Raises DataError where that line names a column twice or not at all, and where a quote is never closed."""
+    with (
+        open_file(path, DataError) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
+        for names, cells, line in _cells(path, file):
+            if cells and cells is not names:
+                yield _row_of(names, cells, line)
+
+
+def _places(path: Path) -> Iterator[Place]:
+    """The same rows by where they lie in the file, behind one for the line of names."""
+    at = begun = 0
+
+    def lines(file: BinaryIO) -> Iterator[str]:
+        nonlocal at
+        for raw in (line for some in file for line in some.splitlines(keepends=True)):  # a bare CR ends one too
+            at += len(raw)
+            yield raw.decode("utf-8-sig" if at == len(raw) else "utf-8", "surrogateescape")
+
+    with open_file(path, DataError) as file:
+        for _, cells, line in _cells(path, lines(file)):
+            if cells:
+                yield Place(line, begun, at)
+            begun = at
+
+
+def stream(path: Path) -> Lines:
+    """The rows of a CSV file, read where they lie. Raises DataError as `texts_of` does."""
+    places = _places(path)
+    first = next(places)
+    with open_file(path, DataError) as file:
+        names = _one(path, file.read(first.end).removeprefix(codecs.BOM_UTF8))
+    return Lines(path, places, partial(_row_at, path, names))
+
+
+def _row_at(path: Path, names: list[str], raw: bytes, line: int) -> Text:
+    return _row_of(names, _one(path, raw), line)
+
+
+def _one(path: Path, raw: bytes) -> list[str]:
+    """The cells of one row."""
+    with _long_cells():
+        return next(csv.reader(io.StringIO(raw.decode("utf-8", "surrogateescape"), newline=""), delimiter=_mark(path)))
+
+
+def _row_of(names: list[str], cells: list[str], line: int) -> Text:
+    if len(cells) == len(names):
+        return Text(json.dumps(dict(zip(names, cells, strict=True))).encode(), line)
+    return Text(b"", line, f"has {len(cells)} cells, and the first line names {len(names)} columns")
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    before = csv.field_size_limit(_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _mark(path: Path) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else ","
+
+
+def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[str], int]]:
+    """(names, cells, line that they end in) of each row of a CSV file, the names as the first."""
+    reader = csv.reader(lines, delimiter=_mark(path), strict=True)
+    try:
+        with _long_cells():
+            names = next(reader, [])
+            if not names or len({*names}) < len(names) or not all(name.strip() for name in names):
+                raise DataError(f"{path}: its first line is {names!r}; it must name every column, each once")
+            yield names, names, reader.line_num
+            for cells in reader:
+                yield names, cells, reader.line_num
+    except csv.Error as cause:
+        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause

@@ -1,0 +1,58 @@
+"""Rows of several files, one file behind the other, each opened when a row of it is asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from octavo.data.formats.arrow_rows import Rows
+
+
+class Shards:
+    """The rows of several files, one behind the other; each is opened when a row of it is asked for, where its length
+    is known without. `counts`: how many rows each has, where somebody knows; `most`: files that stay open at a time
+    (None: all)."""
+
+    def __init__(
+        self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
+        counts: Sequence[int] | None = None, most: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self._files, self._open, self._most = path, files, open_file, most
+        self._rows: OrderedDict[int, Rows] = OrderedDict()
+        self._ends = list(accumulate((len(self._part(n)) for n in range(len(files))) if counts is None else counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> Any:
+        part = bisect_right(self._ends, row)
+        return self._part(part)[row - (self._ends[part - 1] if part else 0)]
+
+    @property
+    def shards(self) -> list[int]:
+        """How many rows each file has."""
+        return [end - start for start, end in pairwise([0, *self._ends])]
+
+    @property
+    def suffix(self) -> str:
+        """What the names of its files end with; "" where they are no files."""
+        return str(getattr(self._files[0], "suffix", "")) if self._files else ""
+
+    def keys(self) -> set[str]:
+        return set[str]().union(*(self._part(number).keys() for number in range(len(self._files))))
+
+    def _part(self, number: int) -> Rows:
+        if number not in self._rows:
+            self._rows[number] = self._open(self._files[number])
+            if self._most is not None and len(self._rows) > self._most:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(number)
+        return self._rows[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Files that may be opened again stay behind."""
+        return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}
