@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     """The key that seals, which opens no file from here on, and of what is read an encrypted file, if there is one, of
     which this process has the key then. Raises UsageError for a key of both purposes."""
-    from octavo import data, sealing
+    from octavo import sealing
+    from octavo.data.storage.cache import files_of
 
     key = sealing.find_key()
     for name in (encryption.FILE, encryption.VALUE):
@@ -100,7 +101,7 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
     roots = (root / encryption.LIST for place in places if (root := root_of(place)) is not None)
     if (encrypted := next(roots, None)) is None:
-        files = [file for place in places for file in (*data.files_of(place), *place.glob("*.safetensors"))]
+        files = [file for place in places for file in (*files_of(place), *place.glob("*.safetensors"))]
         encrypted = next(filter(encryption.is_encrypted, files), None)
     if encrypted is not None and args.files_key is None:
         raise arguments.UsageError(

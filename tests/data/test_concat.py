@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from octavo import data
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, train_loader
+from octavo.data.loaders.rows_from_config import documents_of
 from octavo.data.storage import cache, remote
 from octavo.data.tasks import concat
 from octavo.data.tasks.concat import join, joins
@@ -209,7 +209,7 @@ def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
 
     def tokens():
         remote.listed.cache_clear()
-        return data._documents(cfg, Dataset(path=f"file://{path}"), encoder, None)
+        return documents_of(cfg, Dataset(path=f"file://{path}"), encoder, None)
 
     first = tokens()
     assert isinstance(first, concat.Joined) and tokens().file == first.file

@@ -21,8 +21,8 @@ import pytest
 from octavo.cli.arguments import missing
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
+from octavo.data.batching.collate import micro_batches
 from octavo.data.batching.prefetch import Ahead
-from octavo.data.loaders.loader import micro_batches
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
 from octavo.data.storage.open_rows import open_rows

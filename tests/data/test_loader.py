@@ -16,10 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo import data
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
+from octavo.data.batching.collate import micro_batches
 from octavo.data.errors import WorkerDied
-from octavo.data.loaders.loader import Processed, _Chunks, by_workers, micro_batches
+from octavo.data.loaders.from_config import workers_of
+from octavo.data.loaders.loader import Processed, _Chunks, by_workers
 
 
 @pytest.fixture
@@ -385,4 +386,4 @@ def test_workers_where_nobody_says_how_many(asked, gpu, cores, ranks, workers, m
     monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert data.workers_of(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers
+    assert workers_of(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

@@ -3,7 +3,7 @@ joined in order over the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,9 @@ import torch
 from octavo.data.encoding.inputs import joined, joined_inputs
 from octavo.data.encoding.sample import IGNORE, Sample
 
+Place = tuple[int, int]  # (source, row)
+Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
+Gather = Callable[..., list[Any]]  # of numbered rows, a size and the padding token: what a step is
 # Length of the row that stands for a micro-batch without samples: two tokens, so that one position predicts.
 EMPTY_LENGTH = 2
 MULTIPLE = 128  # of tokens that a pack is filled up to: GEMMs and FP8 blocks come in such pieces
@@ -114,6 +117,12 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     batch |= _images(samples)
     batch |= {name: _padded(kinds, longest, 0) for name, kinds in _kinds(samples).items()}
     return {**batch, "meta": _meta(samples)}
+
+
+def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
+    """The rows of a step as batches of up to `size`; rows that are left out make theirs smaller."""
+    pieces = (rows[first : first + size] for first in range(0, len(rows), size))
+    return [collate([sample for _, sample in piece if sample is not None], pad_id) for piece in pieces]
 
 
 def collate_pack(

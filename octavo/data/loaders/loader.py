@@ -10,14 +10,14 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from octavo.data.batching.collate import collate
+from octavo.data.batching.collate import Gather, Place, micro_batches
 from octavo.data.batching.mixture import Mixture
 from octavo.data.batching.prefetch import Ahead
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
@@ -57,17 +57,6 @@ class Encodes(Protocol):
     def pad_id(self) -> int: ...
 
     def encode_all(self, rows: Sequence[Any], /) -> Sequence[Encoded | DataError]: ...
-
-
-Place = tuple[int, int]  # (source, row)
-Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
-Gather = Callable[..., list[Any]]
-
-
-def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
-    """The rows of a step as batches of up to `size`; rows that are left out make theirs smaller."""
-    pieces = (rows[first : first + size] for first in range(0, len(rows), size))
-    return [collate([made for _, made in piece if made is not None], pad_id) for piece in pieces]
 
 
 class Processed(Dataset):

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from octavo.data.batching import packing
-from octavo.data.batching.collate import collate_pack
+from octavo.data.batching.collate import Place, collate_pack
 from octavo.data.batching.mixture import Mixture, shuffled
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Place, Steps, by_workers
+from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, by_workers
 from octavo.data.loaders.token_counts import Counts, Lengths
 
 

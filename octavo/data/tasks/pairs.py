@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.batching.collate import EMPTY_LENGTH, collate
+from octavo.data.batching.collate import EMPTY_LENGTH, collate, micro_batches
 from octavo.data.encoding.batched_processor import Encoding
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.inputs import answered
 from octavo.data.encoding.sample import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.loaders.loader import micro_batches
 from octavo.data.rows.conversations import (
     Conversation,
     ImageRef,

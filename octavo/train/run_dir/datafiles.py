@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import data
 from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
+from octavo.data.content import Content, content_of, digests
+from octavo.data.storage.cache import Say, default_folder, files_of, quiet
+from octavo.data.storage.remote import local_files, print_of
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
@@ -27,7 +29,7 @@ Prints = Mapping[str, Mapping[str, Any]]
 numbers."""
 
 
-def fingerprints(cfg: Config, say: data.Say = data.quiet) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
     as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, of its
     files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.content`).
@@ -36,19 +38,19 @@ def fingerprints(cfg: Config, say: data.Say = data.quiet) -> dict[str, dict[str,
     are known by their sizes and by what their server says of them.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
-    folder = data.default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
+    folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
     here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
     found = {path: _of_data(Path(path), folder, say) for path in here}
     for url in filter(is_url, paths):
-        found[url] = data.print_of(url)
-        if files := data.local_files(url):
-            found[url]["whole"] = _digest([one.sha256 for one in data.digests(files, folder, say)])
+        found[url] = print_of(url)
+        if files := local_files(url):
+            found[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
     return {"data": found, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
-    return {name: _printed(data.content_of(folder / name)) for name in files_of_model(folder)}
+    return {name: _printed(content_of(folder / name)) for name in files_of_model(folder)}
 
 
 def files_of_model(folder: Path) -> list[str]:
@@ -101,9 +103,9 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         )
 
 
-def _of_data(path: Path, folder: Path, say: data.Say = data.quiet) -> dict[str, Any]:
-    files = [path] if path.is_file() else data.files_of(path)
-    every = {file.name: one for file, one in zip(files, data.digests(files, folder, say), strict=True)}
+def _of_data(path: Path, folder: Path, say: Say = quiet) -> dict[str, Any]:
+    files = [path] if path.is_file() else files_of(path)
+    every = {file.name: one for file, one in zip(files, digests(files, folder, say), strict=True)}
     if path.is_file():
         return _printed(every[path.name])
     heads = {name: {"size": one.size, "sha256": one.head} for name, one in every.items()}
@@ -118,5 +120,5 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _printed(content: data.Content) -> dict[str, Any]:
+def _printed(content: Content) -> dict[str, Any]:
     return {"size": content.size, "sha256": content.head, "whole": content.sha256}

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo import data
 from octavo.base import encryption
 from octavo.base.seal_note import ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
+from octavo.data.errors import BadSample
+from octavo.data.storage.cache import files_of
 from octavo.models.folder.headers import is_weights
 from octavo.train.errors import TrainError
 
@@ -75,7 +76,7 @@ def withholding(cfg: Config) -> Iterator[None]:
             raise
         found: str = getattr(error, "told", type(error).__name__)  # of a reward its name
         fix = "Where it may be read, decrypt the data and start without run.encrypt to see it"
-        if isinstance(error, data.BadSample):
+        if isinstance(error, BadSample):
             found = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
             fix = (
                 f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
@@ -104,7 +105,7 @@ def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
     for of in ("train", "eval"):
         for n, entry in enumerate(getattr(cfg.data, of)):
             if Path(entry.path).exists():
-                yield from ((f"data.{of}.{n}", file) for file in data.files_of(Path(entry.path)))
+                yield from ((f"data.{of}.{n}", file) for file in files_of(Path(entry.path)))
     for key in ("resume", "fork", "start_from"):
         if (named := getattr(cfg.run, key)) is not None:
             yield f"run.{key}", Path(named) / STATE

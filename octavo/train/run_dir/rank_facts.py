@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import octavo
-from octavo import data
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
+from octavo.data.storage.cache import files_of
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import datafiles
 
@@ -110,7 +110,7 @@ def _inside(key: str, folder: Path) -> list[Path]:
         return sorted(file for file in folder.glob("adapter_*") if file.is_file())
     if key.startswith("run."):
         return [file for file in [folder / "state.json"] if file.is_file()]
-    rows = data.files_of(folder)
+    rows = files_of(folder)
     # A folder of `datasets` has its rows in files that only that library's own lists name.
     return rows or sorted(file for file in folder.rglob("*") if file.is_file())[:_INSIDE]
 
