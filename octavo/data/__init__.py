@@ -8,7 +8,6 @@ and gathered in ways of their own, by the same Source and Loader.
 """
 
 from octavo.data.batching.collate import Boundaries, Meta, collate, collate_pack
-from octavo.data.batching.mixture import Mixture
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.sample import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
@@ -25,6 +24,7 @@ from octavo.data.loaders.from_config import (
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.pack_loader import PackLoader
 from octavo.data.loaders.rows_from_config import compared, learned, prepare, prompt_columns, rows_of_an_epoch, shots
+from octavo.data.order import Mixture
 from octavo.data.rows.audio_refs import AudioRef
 from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn, parse
 from octavo.data.skip_report import SkipReport

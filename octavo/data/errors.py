@@ -64,6 +64,14 @@ class RowProblem(ValueError):
     """Why a row is not what it should be. Who knows its file and number turns it into a `BadSample`."""
 
 
+class ImageProblem(ValueError):
+    """An image, sound or video that cannot be used; the message is the reason of a `BadSample`."""
+
+
+class Mismatch(ValueError):
+    """Processor and conversation do not go together; becomes a `BadSample`."""
+
+
 def shown(value: Any) -> str:
     """The beginning of a value, for an error."""
     if isinstance(value, float) and not math.isfinite(value):

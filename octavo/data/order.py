@@ -1,6 +1,8 @@
-"""In which order the rows of one data set come, an epoch after the other: all shuffled together, or in two levels.
+"""Which row comes n-th, for every n, from the seed alone, so that a resume needs one number: of one data set (`Whole`,
+`Windows`) and of a mixture of several.
 
-Two levels are for sets of many files (shards), of which few can be at hand at a time:
+The rows of one set come an epoch after the other, all shuffled together or in two levels. Two levels are for sets of
+many files (shards), of which few can be at hand at a time:
 
     an epoch = its shards in a new order, one behind the other, cut into windows of `window` rows
     a window = its rows in a new order
@@ -11,14 +13,17 @@ however many rows there are. Both orders answer `row(epoch, position)` for any p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from octavo.data.errors import DataError
+
 WHOLE = 1 << 24  # rows of a set up to which all are shuffled together, where nothing else is said: 8 bytes each
 WINDOW = 1 << 14  # rows of a window, where nobody says
+BLOCK = 1 << 16  # about as many rows of a round are dealt out at a time, where a round has more than WHOLE
 PIECE = 1 << 10  # rows that stand together in a set without shards
 
 
@@ -108,3 +113,112 @@ def order_of(source: Any, seed: int, number: int) -> Whole | Windows:
         sizes = np.full(-(-size // PIECE), PIECE)
         sizes[-1] = size - PIECE * (len(sizes) - 1)
     return Windows(sizes, window, seed, number)
+
+
+class Mixture:
+    """An endless order over several data sets, with random access: `row(n) -> (source, row)`.
+
+    A data set is drawn in proportion to weight x size (its size after `max_samples`): with all weights 1 every row
+    of every data set comes equally often; weight 2 makes the rows of one come twice as often. The order is made of
+    rounds of as many rows as there are in all; a round holds a fixed number of draws from each data set (the
+    proportion, rounded by largest remainder, at least one) in shuffled places. Of more than `WHOLE` rows it is dealt
+    out in blocks, each of which has every data set's share. Each data set runs through its own epochs, each a new order
+    (`order_of`), and every row comes once in an epoch. Same sources, weights and seed, same order, on any
+    machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: how many rows a round has,
+    an epoch of `train.epochs`.
+    """
+
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
+        self.sources = tuple(sources)
+        weights = [1.0] * len(self.sources) if weights is None else list(weights)
+        if not self.sources:
+            raise DataError("there is no data set to draw from; name at least one in data.train")
+        if len(weights) != len(self.sources) or not all(0 < weight < float("inf") for weight in weights):
+            raise DataError(f"weights {weights} for {len(self.sources)} data set(s); give each a weight over 0")
+        self.seed = seed
+        self.sizes = tuple(len(source) for source in self.sources)
+        self.draws = _share_out(sum(self.sizes), [w * n for w, n in zip(weights, self.sizes, strict=True)])
+        self.orders = tuple(order_of(source, seed, number) for number, source in enumerate(self.sources))
+        self.round = int(sum(self.draws))
+        self._blocks = 1 if self.round <= WHOLE else -(-self.round // BLOCK)
+        self._places = lru_cache(maxsize=2)(self._make_places)
+
+    def row(self, n: int) -> tuple[int, int]:
+        """(index of the data set, row in it) of the n-th row, n from 0."""
+        if n < 0:
+            raise IndexError(f"row {n}; rows count from 0")
+        turn, place = divmod(n, self.round)
+        if len(self.sources) == 1:
+            return 0, self.orders[0].row(turn, place)
+        block = self._block_of(turn, place)
+        which, nth = self._places(turn, block)
+        place -= self._begin(turn, block)
+        source = int(which[place])
+        epoch, position = divmod(turn * self.draws[source] + int(nth[place]), self.sizes[source])
+        return source, self.orders[source].row(epoch, position)
+
+    def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """(data set, shard of it) of what the rows from the n-th on need of these data sets: in the window under way of
+        each and the one behind it; of one that is shuffled whole, all."""
+        turn, place = divmod(n, self.round)
+        for source in sources:
+            order = self.orders[source]
+            if isinstance(order, Windows):
+                before = place if len(self.sources) == 1 else self._drawn(turn, source, place)
+                epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])
+                yield from ((source, shard) for shard in order.shards(epoch, position))
+            else:
+                sizes = getattr(self.sources[source], "shards", None)
+                yield from ((source, shard) for shard, rows in enumerate([] if sizes is None else sizes) if rows)
+
+    def _drawn(self, turn: int, source: int, place: int) -> int:
+        """How many draws from a data set a round has before a place of it."""
+        block = self._block_of(turn, place)
+        which, _ = self._places(turn, block)
+        in_block = int(np.count_nonzero(which[: place - self._begin(turn, block)] == source))
+        return self._before(turn, source, block) + in_block
+
+    def _before(self, turn: int, source: int, block: int) -> int:
+        """How many draws from a data set a round has before a block: its share, begun at a point of its own, so that
+        those with few draws do not come together."""
+        return (block * self.draws[source] + (7919 * turn + 104729 * source) % self._blocks) // self._blocks
+
+    def _begin(self, turn: int, block: int) -> int:
+        return sum(self._before(turn, source, block) for source in range(len(self.draws)))
+
+    def _block_of(self, turn: int, place: int) -> int:
+        """The last block that begins at or before a place of a round."""
+        low, high = 0, self._blocks
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._begin(turn, middle) <= place else (low, middle)
+        return low
+
+    def _make_places(self, turn: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place of a block: the data set, and how many draws from it the round had before."""
+        begins, ends = ([self._before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
+        counts = np.subtract(ends, begins)
+        which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        key = (turn,) if self._blocks == 1 else (turn, block)
+        which = which[shuffled(len(which), self.seed, 1, *key)]
+        nth = np.empty(len(which), dtype=np.int64)
+        for source, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            nth[which == source] = np.arange(begin, end)
+        return which, nth
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_places"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._places = lru_cache(maxsize=2)(self._make_places)
+
+
+def _share_out(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `shares` that sum to `total`, largest remainders first; none below one."""
+    exact = np.asarray(shares, dtype=np.float64)
+    exact = exact * (total / exact.sum())
+    counts = np.floor(exact).astype(np.int64)
+    for index in np.argsort(-(exact - counts), kind="stable")[: total - int(counts.sum())]:
+        counts[index] += 1
+    return [max(1, int(count)) for count in counts]

@@ -19,12 +19,12 @@ NOTED = (CONTROL, LEFT_OUT)
 
 
 def left_out(answers: int) -> list[tuple[str, str]]:
-    """(action, reason) of a row of which so many answers lost their reasoning; none for none."""
+    """(action, reason) of a row of which so many answers lost their reasoning."""
     why = (
         f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
         "answers; set data.split_turns: true, or data.template_args.preserve_thinking: true if the template reads it"
     )
-    return [(LEFT_OUT, why)] if answers else []
+    return [(LEFT_OUT, why)]
 
 
 Key = tuple[str, int, str, int | None]  # file, row, action, and question of a row that is split

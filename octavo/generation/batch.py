@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import models
-from octavo.data.encoding.inputs import joined, joined_inputs
+from octavo.data.encoding.sample import joined, joined_inputs
 from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
 from octavo.generation.errors import GenerationError

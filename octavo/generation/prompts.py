@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from octavo import models
-from octavo.data.encoding.inputs import of_processor
+from octavo.data.encoding.sample import of_processor
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError

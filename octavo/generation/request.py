@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.data.encoding.inputs import Input
+from octavo.data.encoding.sample import Input
 from octavo.generation.errors import GenerationError
 
 WORD = 1 << 32

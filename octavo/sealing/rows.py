@@ -19,8 +19,7 @@ from octavo import data, models
 from octavo.base import atomic_write
 from octavo.base.seal_note import Note, read_note, write_note
 from octavo.config import Config, load_config
-from octavo.data.encoding.inputs import Input
-from octavo.data.encoding.sample import Sample
+from octavo.data.encoding.sample import Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.tasks.pairs import Pair
 from octavo.data.tasks.sealed import ROWS, SCHEMA, left_row, samples_of, to_row

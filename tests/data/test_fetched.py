@@ -22,7 +22,7 @@ from octavo.cli.arguments import missing
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
 from octavo.data.batching.collate import micro_batches
-from octavo.data.batching.prefetch import Ahead
+from octavo.data.batching.prefetch import fetch_ahead
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
 from octavo.data.storage.open_rows import open_rows
@@ -132,7 +132,7 @@ def test_what_the_order_needs_is_fetched_before(there, tmp_path):
     store = source.rows.store
     for file in store.folder.iterdir():
         file.unlink()
-    ahead = Ahead(mixture)
+    ahead = fetch_ahead(mixture)
     ahead.at(20)
     needed = {shard for _, shard in mixture.shards(20, [0])}
     assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
@@ -329,7 +329,7 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
     store.limit = int(3.5 * size)
     for file in store.folder.glob("*.arrow"):
         file.unlink()
-    ahead = Ahead(mixture)
+    ahead = fetch_ahead(mixture)
     ahead.at(0)
     first = [f"{source.rows.found[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
     for _ in range(500):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from octavo.data.rows.image_refs import ImageProblem, load, locate
+from octavo.data.errors import ImageProblem
+from octavo.data.rows.image_refs import load
+from octavo.data.rows.media import locate
 
 
 def test_inside_is_accepted_however_it_is_written(folder):

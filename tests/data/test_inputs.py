@@ -15,7 +15,7 @@ from octavo import models as library
 from octavo.base.family_records import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
 from octavo.data.encoding.batched_processor import Calls, Wanted, parted
-from octavo.data.encoding.inputs import Input, check_lengths, cut, joined
+from octavo.data.encoding.sample import Input, check_lengths, cut_inputs, joined
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
 from octavo.models.tiny import tiny
@@ -252,6 +252,6 @@ def test_cut_keeps_what_is_left_of_each():
         "mask": Input("pixels", np.arange(5)),
         "many": Input("row", np.array([3])),
     }
-    found = cut(inputs, 4, 2, 3)
+    found = cut_inputs(inputs, 4, 2, 3)
     assert [len(found[name].values) for name in inputs] == [4, 2, 3, 1]
-    assert set(cut(inputs, 4, 0, 0)) == {"kinds"}
+    assert set(cut_inputs(inputs, 4, 0, 0)) == {"kinds"}

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data import Mixture, order
-from octavo.data.batching import mixture
+from octavo.data import Mixture, mixture, order
 from octavo.data.order import Whole, Windows, order_of
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)

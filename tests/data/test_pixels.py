@@ -9,7 +9,8 @@ import PIL
 import pytest
 from PIL import Image
 
-from octavo.data.rows.image_refs import FORMATS, ImageProblem, load
+from octavo.data.errors import ImageProblem
+from octavo.data.rows.image_refs import FORMATS, load
 
 RED, HALF, CLEAR = (255, 0, 0, 255), (0, 0, 255, 128), (9, 9, 9, 0)
 OVER_WHITE = [(255, 0, 0), (127, 127, 255), (255, 255, 255)]  # of the three

@@ -5,8 +5,7 @@ import random
 import jinja2
 import pytest
 
-from octavo.data.encoding.answers import Answers
-from octavo.data.encoding.template import TemplateProblem, answer_spans, rendered
+from octavo.data.encoding.template import Answers, TemplateProblem, answer_spans, rendered
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},

@@ -24,8 +24,8 @@ from octavo.data.builtin.digits import Digits
 from octavo.data.encoding import video as films
 from octavo.data.encoding.batched_processor import together
 from octavo.data.encoding.encode import Encoder
-from octavo.data.encoding.expansion import Mismatch
 from octavo.data.encoding.video import FileLimits
+from octavo.data.errors import Mismatch
 from octavo.data.loaders.token_counts import tokens
 from octavo.data.rows import video_refs
 from octavo.data.rows.video_refs import Clip, Frames, VideoRef

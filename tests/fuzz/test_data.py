@@ -30,8 +30,9 @@ from octavo.data import (
     Source,
     read,
 )
+from octavo.data.errors import ImageProblem
 from octavo.data.loaders.loader import Judge
-from octavo.data.rows.image_refs import ImageProblem, load
+from octavo.data.rows.image_refs import load
 from octavo.data.tasks.sources import KINDS
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, bounds, command

@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
-from octavo.data.encoding.inputs import Input, joined
+from octavo.data.encoding.sample import Input, joined
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_idle_experts
 from octavo.models.structure import anyres
 from octavo.models.tiny import tiny

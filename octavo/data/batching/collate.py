@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.encoding.inputs import joined, joined_inputs
-from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.encoding.sample import IGNORE, Sample, joined, joined_inputs
 
 Place = tuple[int, int]  # (source, row)
 Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
@@ -30,7 +29,7 @@ class Meta:
     tokens), `images`, `sounds`, `videos`, `patches` (that its images have in the first dimension of `pixel_values`),
     `lengths` (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has
     no entries.
-    `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.encoding.inputs`).
+    `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.encoding.sample`).
     """
 
     files: tuple[str, ...] = ()

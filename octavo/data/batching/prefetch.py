@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.data.batching.mixture import Mixture
 from octavo.data.errors import DataError
-from octavo.data.order import Windows
+from octavo.data.order import Mixture, Windows
 from octavo.data.storage.fetched import Fetched
 
 
+def fetch_ahead(mixture: Mixture) -> Ahead | None:
+    """What fetches files before they are asked for; None where no data set of the mixture is fetched. Raises
+    `DataError` as `Ahead` does."""
+    sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched(source)) is not None}
+    return Ahead(mixture, sets) if sets else None
+
+
 class Ahead:
-    """`ahead.at(n)`: the rows from the n-th on are next. Does nothing where no data set of a mixture is fetched.
+    """`ahead.at(n)`: the rows from the n-th on are next. `sets`: number in the mixture -> a data set that is fetched.
 
     Raises `DataError` where the files of a window do not fit into what a data set may take: each of its rows would be
     fetched for itself."""
 
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
-        self._sets = {n: found for n, source in enumerate(mixture.sources) if (found := _fetched(source)) is not None}
+    def __init__(self, mixture: Mixture, sets: Mapping[int, Fetched]) -> None:
+        self.mixture, self._sets = mixture, sets
         for number, rows in self._sets.items():
             _check(rows, mixture.sources[number].shards, mixture.orders[number])
         self._wanted: list[tuple[int, int]] = []
@@ -35,7 +40,7 @@ class Ahead:
 
     def at(self, n: int) -> None:
         """Have what the rows from the n-th on need fetched, by and by."""
-        if not self._sets or self._closed:
+        if self._closed:
             return
         wanted = [*self.mixture.shards(n, self._sets)]
         if wanted == self._wanted:

@@ -19,8 +19,7 @@ import numpy as np
 
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, read_bytes
-from octavo.data.encoding.expansion import Mismatch
-from octavo.data.errors import DataError
+from octavo.data.errors import DataError, Mismatch
 from octavo.data.rows.audio_refs import Recording, SoundFile
 
 FORMATS = ("WAV", "WAVEX", "FLAC")

@@ -1,12 +1,14 @@
-"""Rows side by side: what each wants of the processor is answered for all of them in one call.
+"""Calls of the processor, and what its outputs say: which tensors are a row's, and where characters of its text are.
 
 A call of a stock processor costs hundreds of microseconds, however little it is given. So making a row numbers is a
-generator, which says what it wants processed and is sent what became of it; :func:`together` runs many of them.
+generator, which says what it wants processed and is sent what became of it; :func:`together` runs many of them, and
+what they want is answered for all in one call.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -16,11 +18,10 @@ import numpy as np
 from octavo.data.encoding import video as films
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
-from octavo.data.encoding.expansion import Mismatch
-from octavo.data.encoding.inputs import check_lengths, further
-from octavo.data.errors import DataError
+from octavo.data.encoding.sample import check_lengths, further
+from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.audio_refs import SoundFile
-from octavo.data.rows.image_refs import ImageFile, ImageProblem, load
+from octavo.data.rows.image_refs import ImageFile, load
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
@@ -303,3 +304,101 @@ def parted(
                 part = values[own[counted[name]]]
                 row[name] = part if count == 1 else part.copy()  # or a row that is kept would keep its neighbours'
     return rows
+
+
+# Places -------------------------------------------------------------------------------------------------------------
+
+
+class Expansion:
+    """Characters of the rendered text to tokens of the processed one, in which each placeholder has grown.
+
+    Token offsets (`starts`, `stops`) count in the grown text. `growth`: (where a placeholder or a run of them ends in
+    the rendered text, by how many characters it has grown); between them the texts are equal, so each moves what
+    follows.
+    """
+
+    def __init__(self, growth: list[tuple[int, int]], starts: np.ndarray, stops: np.ndarray) -> None:
+        self.growth, self.starts, self.stops = growth, starts, stops
+
+    @classmethod
+    def of_runs(
+        cls, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
+    ) -> Expansion:
+        """Where placeholders grow into image tokens alone: runs of these (`grown`: their first and last token), and
+        runs of placeholders in the rendered text, come in the same order. Raises `Mismatch`."""
+        before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
+        if len(before) != len(grown):
+            raise Mismatch(f"the processor made {len(grown)} groups of image tokens of {len(before)} placeholders")
+        growth = [
+            (end, int(stops[stop - 1] - starts[start]) - (end - begin))
+            for (begin, end), (start, stop) in zip(before, grown, strict=True)
+        ]
+        return cls(growth, starts, stops)
+
+    def tokens(self, start: int, end: int) -> tuple[int, int]:
+        """The tokens that hold any of the characters start to end of the rendered text."""
+        first, last = self._moved(start), self._moved(end)
+        return covering(self.starts, self.stops, first, last)
+
+    def _moved(self, position: int) -> int:
+        return position + sum(more for end, more in self.growth if end <= position)
+
+
+def covering(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
+    """The tokens that hold any of the characters first to last; (0, 0) for none."""
+    inside = np.flatnonzero((starts < last) & (stops > first) & (stops > starts))
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+
+
+class Replaced(NamedTuple):
+    """What stands in for an image or a video (`kind`), as its processor tells: characters of its placeholder in the
+    rendered text, and of what that grew into in the grown one."""
+
+    span: tuple[int, int]
+    new_span: tuple[int, int]
+    kind: str = "image"
+
+    @property
+    def growth(self) -> tuple[int, int]:
+        """As `Expansion` takes it."""
+        (start, end), (begin, stop) = self.span, self.new_span
+        return end, (stop - begin) - (end - start)
+
+
+def replaced(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
+    """`text_replacement_offsets` of one row."""
+    return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in told]
+
+
+def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """(start, stop) of each unbroken stretch of True; a new one begins at each position of `opens`."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    if opens is None or not len(opens):
+        return found
+    parted = []
+    for start, stop in found:
+        cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
+        parted += list(zip(cuts, cuts[1:], strict=False))
+    return parted
+
+
+def offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token starts and ends, in characters of the text that was processed."""
+    starts, stops = array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+    return starts, stops
+
+
+def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
+    characters are its."""
+    if not (told := outputs.get("text_replacement_offsets")):
+        return ()
+    starts, stops = offsets(outputs)
+    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
+
+
+def array(values: Any, dtype: Any) -> np.ndarray:
+    if isinstance(values, list) and values and hasattr(values[0], "shape"):
+        values = np.stack([np.asarray(value) for value in values])
+    return np.ascontiguousarray(values, dtype=dtype)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from octavo.data.encoding import truncate, video
-from octavo.data.encoding.answers import Answers
-from octavo.data.encoding.batched_processor import Calls, Encoding, Wanted, refused, together
-from octavo.data.encoding.expansion import Expansion, Mismatch, covering, replaced, stretches
-from octavo.data.encoding.inputs import further, of_row
-from octavo.data.encoding.length_bounds import beginning, with_short_reasoning
-from octavo.data.encoding.sample import IGNORE, Sample
-from octavo.data.encoding.template import TemplateProblem, check_system, check_tools, messages, rendered
+from octavo.data.encoding.batched_processor import (
+    Calls,
+    Encoding,
+    Expansion,
+    Wanted,
+    array,
+    image_places,
+    offsets,
+    refused,
+    replaced,
+    stretches,
+    together,
+)
+from octavo.data.encoding.sample import IGNORE, Sample, further, of_row
+from octavo.data.encoding.template import Answers, TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.encoding.thinking import Thinking
-from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.errors import BadSample, DataError, ImageProblem, LongSample, Mismatch
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
 from octavo.data.rows.audio_refs import UNNAMED, AudioRef
-from octavo.data.rows.conversations import Conversation, Text
-from octavo.data.rows.image_refs import ImageFile, ImageProblem, size
-from octavo.data.rows.video_refs import VIDEO
+from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
+from octavo.data.rows.image_refs import ImageFile, size
+from octavo.data.rows.video_refs import VIDEO, VideoRef
 
 COUNTED = 1 << 16  # characters of a text up to which its tokens are counted to say by how much it is too long
 NOTHING_LEFT = "nothing to learn is left after the cut"
@@ -58,8 +68,8 @@ class Encoder:
     all reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
     left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does
     not fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
-    (`bound.py`). `system` is put before conversations without a system turn. Images over `max_image_megapixels` are
-    refused before they are decoded; the limits of the size that the model sees belong to the processor.
+    (:func:`beginning`). `system` is put before conversations without a system turn. Images over `max_image_megapixels`
+    are refused before they are decoded; the limits of the size that the model sees belong to the processor.
     `file_limits`: of files of video.
     `reserve` tokens of `seq_length` are kept free for what is generated behind a row.
     """
@@ -168,8 +178,8 @@ class Encoder:
         spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
         if outputs is None:
             outputs = yield Wanted(text, *files)
-        ids = _array(outputs["input_ids"], np.int64)
-        starts, stops = _offsets(outputs)
+        ids = array(outputs["input_ids"], np.int64)
+        starts, stops = offsets(outputs)
         image_mask = self._image_mask(ids)
         told = outputs.get("text_replacement_offsets")
         if told is None and shown:
@@ -266,16 +276,16 @@ class Encoder:
         control: tuple[str, ...], lost: int = 0, shown: Sequence[video.Film] = (),
     ) -> Sample:  # fmt: skip
         """A row as the processor made it numbers."""
-        ids = _array(outputs["input_ids"], np.int64)
+        ids = array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
         frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
             labels,
-            None if kinds is None else _array(kinds, np.int64),
-            None if pixels is None else _array(pixels, np.float32),
-            None if grid is None else _array(grid, np.int64),
+            None if kinds is None else array(kinds, np.int64),
+            None if pixels is None else array(pixels, np.float32),
+            None if grid is None else array(grid, np.int64),
             images=len(row.images) + frames,
             answers=answers,
             length=len(ids),
@@ -421,22 +431,57 @@ def _image_ids(processor: Any) -> frozenset[int]:
     return frozenset(int(i) for i in ids if i is not None)
 
 
-def _offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token starts and ends, in characters of the text that was processed."""
-    starts, stops = _array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
-    return starts, stops
+# What cannot fit into a sequence is known before it costs anything. A row of 20 MB takes a minute and gigabytes to be
+# rendered and made tokens, and rendering grows with the square of the turns. But a turn takes a token at least, an
+# image as many as its size says, and a token stands for no more characters than the longest of the vocabulary has:
+# counting these is enough to know of most such rows that they are too long.
 
 
-def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
-    """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
-    characters are its."""
-    if not (told := outputs.get("text_replacement_offsets")):
-        return ()
-    starts, stops = _offsets(outputs)
-    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
+def beginning(
+    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int],
+    video_tokens: Sequence[int] = (),
+) -> Conversation:  # fmt: skip
+    """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
+
+    `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in
+    order, until there is no room; one image alone is bounded by its own limit. `video_tokens`: of each video.
+    """
+    room, turns, seen, shown = tokens * longest, [], 0, 0
+    several = len(conversation.images) > 1
+    for turn in conversation.turns[: tokens + 1]:
+        parts = []
+        for part in turn.parts:
+            if isinstance(part, Text):
+                part = Text(part.text[: room + 1])
+                room -= len(part.text)
+            elif isinstance(part, VideoRef):
+                room -= longest * (video_tokens[shown] if shown < len(video_tokens) else 1)
+                shown += 1
+            elif not isinstance(part, ImageRef):  # a sound, of which a row is never cut
+                room -= longest
+            else:
+                room -= longest * (image_tokens(conversation.images[seen], False) if several else 1)
+                seen += 1
+            parts.append(part)
+            if room < 0:
+                break
+        turns.append(replace(turn, parts=tuple(parts)))
+        if room < 0:
+            break
+    if room >= 0 and len(turns) <= tokens:
+        return conversation
+    return replace(
+        conversation, turns=tuple(turns), images=conversation.images[:seen], videos=conversation.videos[:shown]
+    )
 
 
-def _array(values: Any, dtype: Any) -> np.ndarray:
-    if isinstance(values, list) and values and hasattr(values[0], "shape"):
-        values = np.stack([np.asarray(value) for value in values])
-    return np.ascontiguousarray(values, dtype=dtype)
+def with_short_reasoning(conversation: Conversation, most: int) -> Conversation:
+    """The conversation with at most `most` + 1 characters of reasoning a turn: a longer one fits nowhere, whatever
+    follows. How much all turns have says nothing: templates leave out that of earlier ones."""
+    if all(len(turn.reasoning or "") <= most for turn in conversation.turns):
+        return conversation
+
+    def short(turn: Turn) -> Turn:
+        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: most + 1])
+
+    return replace(conversation, turns=tuple(map(short, conversation.turns)))

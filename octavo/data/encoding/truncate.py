@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.data.encoding import inputs
-from octavo.data.encoding.expansion import Mismatch, stretches
-from octavo.data.encoding.sample import Sample
+from octavo.data.encoding.batched_processor import stretches
+from octavo.data.encoding.sample import Sample, cut_inputs
+from octavo.data.errors import Mismatch
 
 
 def lone(images: int) -> str:
@@ -89,7 +89,7 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
             videos, patches = videos + 1, patches + run.pixels
         else:
             kept, pixels, spans = kept + run.images, pixels + run.pixels, spans + 1
-    more = inputs.cut(sample.more, end, kept, pixels, videos, patches)
+    more = cut_inputs(sample.more, end, kept, pixels, videos, patches)
     if kept == 1 < sample.images and any(one.per == "row" for one in more.values()):
         raise Mismatch(lone(sample.images))
     kinds, values, grid = sample.mm_token_type_ids, sample.pixel_values, sample.image_grid_thw

@@ -24,9 +24,7 @@ import torch.nn.functional as F
 from octavo.base.encryption import VaultError, check_plain, is_encrypted
 from octavo.base.safe_read import open_file
 from octavo.data.encoding.display import matrix_of, upright
-from octavo.data.encoding.expansion import Mismatch
-from octavo.data.errors import DataError
-from octavo.data.rows.image_refs import ImageProblem
+from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.image_refs import load as load_image
 from octavo.data.rows.video_refs import Clip, Frames, VideoFile
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.base import accelerator
 from octavo.data.batching.collate import Gather, micro_batches
-from octavo.data.batching.mixture import Mixture
 from octavo.data.errors import DataError
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.loader import Loader
@@ -25,6 +24,7 @@ from octavo.data.loaders.rows_from_config import (
     preference_kind,
 )
 from octavo.data.loaders.token_counts import counts
+from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.concat import Joined
 from octavo.data.tasks.pairs import HeldOutEncoder, collate_labelled, collate_pairs, labelled_batches

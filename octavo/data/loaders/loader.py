@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octavo.data.batching.collate import Gather, Place, micro_batches
-from octavo.data.batching.mixture import Mixture
-from octavo.data.batching.prefetch import Ahead
+from octavo.data.batching.prefetch import fetch_ahead
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
+from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.splitting import Split
 
@@ -170,7 +170,7 @@ class Steps:
         self.workers, self.timeout = workers, timeout
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
-        self._ahead = Ahead(mixture)
+        self._ahead = fetch_ahead(mixture)
         self._steps: Generator[list[Any], None, None] | None = None
 
     @property
@@ -261,10 +261,12 @@ class Loader(Steps):
                 more = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
                 gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **more)
                 self.rows += self.global_batch
-                self._ahead.at(self.rows)  # from the first step on: workers are forked by then
+                if self._ahead is not None:
+                    self._ahead.at(self.rows)  # from the first step on: workers are forked by then
                 yield gathered
         finally:
-            self._ahead.close()
+            if self._ahead is not None:
+                self._ahead.close()
             made.close()
 
     def _nearest(self, numbers: Sequence[int]) -> Any:

@@ -18,11 +18,11 @@ from zlib import crc32
 
 from octavo.data.batching import packing
 from octavo.data.batching.collate import Place, collate_pack
-from octavo.data.batching.mixture import Mixture, shuffled
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
 from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, by_workers
 from octavo.data.loaders.token_counts import Counts, Lengths
+from octavo.data.order import Mixture, shuffled
 
 
 class Pack(NamedTuple):
@@ -146,10 +146,13 @@ class PackLoader(Steps):
                 spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
                 batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
                 self.place = behind
-                self._ahead.at(self._lengths.rows(behind[0]).stop)  # those of this one are at hand since it was counted
+                if self._ahead is not None:
+                    # The files of this window are here since it was counted.
+                    self._ahead.at(self._lengths.rows(behind[0]).stop)
                 yield batches
         finally:
-            self._ahead.close()
+            if self._ahead is not None:
+                self._ahead.close()
             made.close()
 
     def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
 from octavo.config.sections.video import VideoSection
-from octavo.data.batching.mixture import Mixture
 from octavo.data.encoding.encode import Encoder
-from octavo.data.encoding.expansion import Mismatch
 from octavo.data.encoding.video import FileLimits, Shot, look
 from octavo.data.encoding.video import load as load_film
-from octavo.data.errors import DataError
+from octavo.data.errors import DataError, Mismatch
+from octavo.data.order import Mixture
 from octavo.data.rows.video_refs import as_video
 from octavo.data.storage.cache import Say, quiet
 from octavo.data.storage.remote import print_of

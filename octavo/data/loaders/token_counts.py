@@ -19,15 +19,13 @@ import tokenizers
 import transformers
 
 from octavo.data.batching.collate import Place
-from octavo.data.batching.mixture import Mixture
 from octavo.data.encoding.batched_processor import one_thread
 from octavo.data.encoding.encode import Encoder, Written
-from octavo.data.encoding.expansion import Mismatch
 from octavo.data.encoding.sample import Sample
 from octavo.data.encoding.template import TemplateProblem
-from octavo.data.errors import DataError
+from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.loaders.loader import by_workers
-from octavo.data.rows.image_refs import ImageProblem
+from octavo.data.order import Mixture
 from octavo.data.storage import cache
 from octavo.data.tasks.concat import Joined
 from octavo.data.tasks.sealed import Sealed

@@ -5,15 +5,12 @@ What is in a file is read elsewhere (:mod:`octavo.data.encoding.audio`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from octavo.data.formats import media_kinds
-from octavo.data.rows.image_refs import locate
-from octavo.data.rows.inline import Inline
-from octavo.data.rows.media import Medium, Ref
+from octavo.data.rows.media import Inline, Medium, Ref
 
 PLACEHOLDER = "<audio>"
 
@@ -37,10 +34,3 @@ SOUND = Medium(
     AudioRef, Recording, "a wav or flac file",
 )  # fmt: skip
 UNNAMED = SOUND.unnamed
-
-
-def find_sounds(turns: Sequence[Any], folder: Path) -> tuple[SoundFile, ...]:
-    """The files of the sounds in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
-    `ImageProblem`."""
-    names = SOUND.names(turns)
-    return tuple(name if isinstance(name, Recording) else locate(folder, name, "sound") for name in names)

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.data.errors import BadSample, RowProblem, shown
+from octavo.data.errors import BadSample, ImageProblem, RowProblem, shown
 from octavo.data.formats import media_kinds
 from octavo.data.rows import foreign
-from octavo.data.rows.audio_refs import SOUND, AudioRef, SoundFile, find_sounds
-from octavo.data.rows.image_refs import ImageFile, ImageProblem, Picture, locate
-from octavo.data.rows.inline import file_named, no_file
+from octavo.data.rows.audio_refs import SOUND, AudioRef, SoundFile
+from octavo.data.rows.image_refs import ImageFile, Picture
+from octavo.data.rows.media import file_named, locate, no_file
 from octavo.data.rows.tools import Call, calls_of, tools_of
-from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, find_videos, video_part
+from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, check_video_part, with_rate
 
 Name = str | Picture  # of an image in a row: a file's name, or the file itself
 PLACEHOLDER = "<image>"
@@ -112,9 +112,22 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
         foreign.check_row(raw)
         turns, names = read_turns(raw, format)
         check_turns(turns)
-        sounds = find_sounds(turns, images)
-        videos, files = find_videos(turns, images, raw), find_images(names, images)
-        return Conversation(tuple(turns), files, str(file), row, identity, tools_of(raw), sounds, videos=videos)
+        return conversation_of(raw, turns, names, images, file=file, row=row, identity=identity)
+
+
+def conversation_of(
+    raw: Any, turns: Sequence[Turn], names: Sequence[Name], images: Path, *, file: str | Path, row: int,
+    identity: str | None, sounds: bool = True,
+) -> Conversation:  # fmt: skip
+    """Turns with the files that they name, each inside the folder `images`, and the tools that the row `raw` offers;
+    without `sounds` the places of sounds stay empty. Raises `RowProblem` and `ImageProblem`."""
+    heard = SOUND.files(turns, images) if sounds else ()
+    videos = VIDEO.files(turns, images, folders=True)
+    tools = raw.get("tools") if isinstance(raw, dict) else None
+    return Conversation(
+        tuple(turns), find_images(names, images), str(file), row, identity,
+        () if tools in (None, "", []) else tools_of(tools), heard, videos=with_rate(videos, raw) if videos else (),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -223,7 +236,8 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
     left = iter(range(len(names)))
     turns, seen = [], 0
     for number, turn in enumerate(_list(raw[key], key), 1):
-        calls = calls_of(turn.get("tool_calls"), f"turn {number}") if isinstance(turn, dict) else ()
+        called = turn.get("tool_calls") if isinstance(turn, dict) else None
+        calls = () if called in (None, "", []) else calls_of(called, f"turn {number}")
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {shown(turn)}; expected {{'role': ..., 'content': ...}}")
         _check_keys(turn, number, ("function_call",), "tool_calls")
@@ -239,8 +253,10 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             content = [{"type": "text", "text": content}]
         parts: list[Any] = []
         for part in _list(content, f"content of turn {number}", "text or a list of parts"):
-            if (found := SOUND.part(part, number) or video_part(part, number)) is not None:
-                parts.append(found)
+            if (place := SOUND.part(part, number) or VIDEO.part(part, number)) is not None:
+                if isinstance(place, VideoRef):
+                    check_video_part(part, number)
+                parts.append(place)
                 continue
             text, image = _part(part, number)
             foreign.check_part(part, number, role)

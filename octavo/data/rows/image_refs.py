@@ -1,12 +1,11 @@
-"""Images: where they may lie, and how they are opened without trusting them."""
+"""Images, opened without trusting them."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import ClassVar
@@ -17,8 +16,8 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPL
 
 from octavo.base.encryption import check_plain, is_encrypted
 from octavo.base.safe_read import read_bytes
-from octavo.data.errors import DataError
-from octavo.data.rows.inline import Inline
+from octavo.data.errors import DataError, ImageProblem
+from octavo.data.rows.media import Inline
 
 ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
@@ -31,51 +30,6 @@ class Picture(Inline):
 
 
 ImageFile = Path | Picture
-
-
-class ImageProblem(ValueError):
-    """An image that cannot be used; the message is the reason of a `BadSample`."""
-
-
-def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
-    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else. `folders`: or folder.
-
-    `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
-    accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
-    """
-    if name.startswith("file://"):
-        name = name[len("file://") :]
-    scheme = name.split(":", 1)[0].lower()
-    if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
-        raise ImageProblem(
-            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
-        )
-    if not name or "\0" in name:
-        raise ImageProblem(f"{what} name {name!r} is not a file name")
-    try:
-        os.fsencode(name)
-        root = _resolved(root)
-        path = root / name
-        path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
-        if path.is_symlink():
-            path = path.resolve()
-        there = path.is_file() or (folders and path.is_dir())
-    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
-        raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
-    if not path.is_relative_to(root):
-        raise ImageProblem(
-            f"{what} {name!r} lies outside the image folder {root} (at {path}); "
-            f"name the folder that holds it in `images`, or copy it there"
-        )
-    if not there:
-        raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
-    return path
-
-
-@lru_cache(maxsize=4096)
-def _resolved(folder: Path) -> Path:
-    """A folder of images, whose links are followed once."""
-    return folder.resolve()
 
 
 @cache

@@ -1,17 +1,97 @@
-"""Sounds and videos in rows: where a row names them, or holds them.
+"""Files in rows: how a row names them or holds them, and where they may be.
 
-A row lists its files of a kind under one of two keys (a file's name, {"bytes", "path"} as tables have it, or several),
-and a placeholder in its text, or a part of that type, is the place of the next; or a part names its own file.
+A row lists its files of a kind under one of two keys (a file's name, {"bytes", "path"} as `datasets` writes files that
+stand in the rows themselves, or several), and a placeholder in its text, or a part of that type, is the place of the
+next; or a part names its own file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from octavo.data.errors import RowProblem, shown
-from octavo.data.rows.inline import Inline, file_named, no_file
+from octavo.data.errors import ImageProblem, RowProblem, shown
+
+
+@dataclass(frozen=True)
+class Inline:
+    """A file by its bytes. `name`: what it was called, if at all."""
+
+    data: bytes
+    name: str = ""
+    what: ClassVar[str] = "file"
+
+    def __str__(self) -> str:
+        """A name that tells it from others."""
+        return f"{self.name or self.what} ({hashlib.sha256(self.data).hexdigest()[:12]})"
+
+
+T = TypeVar("T", bound=Inline)
+
+
+def file_named(value: Any, kind: type[T]) -> str | T | None:
+    """A file as rows name it: its name, or its bytes, which become a `kind`. None: neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
+        return None
+    data, path = value.get("bytes"), value.get("path")
+    if isinstance(data, bytes) and isinstance(path, str | None):
+        return kind(data, path or "")
+    return path if data is None and isinstance(path, str) else None
+
+
+def no_file(value: Any) -> bool:
+    """Null, or what a table makes of it: {"bytes", "path"} with neither."""
+    return value is None or (
+        isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
+    )
+
+
+def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
+    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else. `folders`: or folder.
+
+    `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
+    accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
+    """
+    if name.startswith("file://"):
+        name = name[len("file://") :]
+    scheme = name.split(":", 1)[0].lower()
+    if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
+        raise ImageProblem(
+            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+        )
+    if not name or "\0" in name:
+        raise ImageProblem(f"{what} name {name!r} is not a file name")
+    try:
+        os.fsencode(name)
+        root = _resolved(root)
+        path = root / name
+        path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
+        if path.is_symlink():
+            path = path.resolve()
+        there = path.is_file() or (folders and path.is_dir())
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
+        raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
+    if not path.is_relative_to(root):
+        raise ImageProblem(
+            f"{what} {name!r} lies outside the image folder {root} (at {path}); "
+            f"name the folder that holds it in `images`, or copy it there"
+        )
+    if not there:
+        raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
+    return path
+
+
+@lru_cache(maxsize=4096)
+def _resolved(folder: Path) -> Path:
+    """A folder of images, whose links are followed once."""
+    return folder.resolve()
 
 
 @dataclass(frozen=True)
@@ -110,9 +190,13 @@ class Medium:
             return found
         return []
 
-    def names(self, turns: Sequence[Any]) -> list[Any]:
-        """What the places in turns name, in reading order."""
-        return [part.name for turn in turns for part in turn.parts if isinstance(part, self.ref)]
+    def files(self, turns: Sequence[Any], folder: Path, folders: bool = False) -> tuple[Any, ...]:
+        """The files in turns (:class:`octavo.data.Turn`), in reading order: each inside `folder`, or itself where the
+        row holds it. `folders`: a folder is one too. Raises `ImageProblem`."""
+        names = [part.name for turn in turns for part in turn.parts if isinstance(part, self.ref)]
+        return tuple(
+            name if isinstance(name, self.inline) else locate(folder, name, self.noun, folders) for name in names
+        )
 
 
 def _a(word: str) -> str:

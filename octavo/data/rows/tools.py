@@ -24,11 +24,8 @@ Call = dict[str, Any]
 """{"type": "function", "function": {"name": text, "arguments": object}}, and "id" where the row has one"""
 
 
-def tools_of(raw: Any) -> tuple[dict[str, Any], ...]:
-    """The tools that a row offers. Raises `RowProblem`."""
-    given = raw.get("tools") if isinstance(raw, dict) else None
-    if given in (None, "", []):
-        return ()
+def tools_of(given: Any) -> tuple[dict[str, Any], ...]:
+    """The tools that a row offers, of what it has as `tools`. Raises `RowProblem`."""
     found = _json(given, "'tools'")
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise RowProblem(f"'tools' is {shown(given)}; expected a list of objects, one for each tool")

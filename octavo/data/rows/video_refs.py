@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
 from octavo.data.errors import RowProblem, shown
 from octavo.data.formats import media_kinds
-from octavo.data.rows.image_refs import locate
-from octavo.data.rows.inline import Inline
-from octavo.data.rows.media import Medium, Ref
+from octavo.data.rows.media import Inline, Medium, Ref
 
 PLACEHOLDER = "<video>"
 _OF_PART = ("fps", "nframes", "num_frames", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels",
@@ -55,33 +53,29 @@ VIDEO = Medium(
 )  # fmt: skip
 
 
-def video_part(part: Any, number: int) -> Ref | None:
-    """As `Medium.part`; what others write beside a file, to choose its frames, is refused and not passed over."""
-    found = VIDEO.part(part, number)
-    if found is not None and (own := next((key for key in _OF_PART if part.get(key) is not None), None)):
+def check_video_part(part: dict[str, Any], number: int) -> None:
+    """That a part of turn `number` has none of the keys by which others choose the frames of its video: they are
+    refused and not passed over. Raises `RowProblem`."""
+    if own := next((key for key in _OF_PART if part.get(key) is not None), None):
         raise RowProblem(
             f"turn {number} has a video part with {own!r}; frames are chosen as data.video of the configuration says "
             "(of a folder of frames, the row's `fps` tells the rate): remove it"
         )
-    return found
 
 
-def find_videos(turns: Sequence[Any], folder: Path, raw: Any = None) -> tuple[VideoFile, ...]:
-    """The files of the videos in turns (:class:`octavo.data.Turn`), in reading order, each inside `folder`. Raises
-    `ImageProblem` and `RowProblem`."""
-    names = VIDEO.names(turns)
-    paths = [name if isinstance(name, Clip) else locate(folder, name, "video", folders=True) for name in names]
-    if not names or not isinstance(raw, dict) or raw.get("fps") is None:
-        return tuple(as_video(path) for path in paths)
+def with_rate(files: Sequence[Path | Clip], raw: Any) -> tuple[VideoFile, ...]:
+    """The videos of a row, of which folders of frames have the rate that it says. Raises `RowProblem`."""
+    if not isinstance(raw, dict) or raw.get("fps") is None:
+        return tuple(as_video(file) for file in files)
     fps = rate(raw["fps"])
-    found = tuple(as_video(path, fps) for path in paths)
-    if not any(isinstance(file, Frames) for file in found):
+    videos = tuple(as_video(file, fps) for file in files)
+    if not any(isinstance(video, Frames) for video in videos):
         raise RowProblem(
             f"has the fps {shown(raw['fps'])}, and no folder of frames, whose rate it would tell: a file of video says "
             "its own. If it means how many frames are taken, set data.video.fps; else remove it, or give it another "
             "name by data.train's columns: {file_fps: fps}"
         )
-    return found
+    return videos
 
 
 def as_video(path: Path | Clip, fps: float | None = None) -> VideoFile:

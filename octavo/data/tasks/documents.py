@@ -22,10 +22,8 @@ import numpy as np
 
 from octavo.data.encoding.batched_processor import Encoding, Outputs, Wanted
 from octavo.data.encoding.encode import Encoder, Written, image_places
-from octavo.data.encoding.expansion import Mismatch
-from octavo.data.encoding.inputs import further
-from octavo.data.encoding.sample import IGNORE, Sample, spelling
-from octavo.data.errors import BadSample, DataError
+from octavo.data.encoding.sample import IGNORE, Sample, further, spelling
+from octavo.data.errors import BadSample, DataError, Mismatch
 from octavo.data.formats.media_kinds import IMAGE
 from octavo.data.rows.audio_refs import SOUND
 from octavo.data.rows.conversations import (
@@ -46,7 +44,7 @@ from octavo.data.rows.conversations import (
     split,
 )
 from octavo.data.rows.image_refs import Picture
-from octavo.data.rows.inline import file_named, no_file
+from octavo.data.rows.media import file_named, no_file
 from octavo.data.rows.video_refs import VIDEO
 from octavo.data.tasks.prompts import parse_answered
 

@@ -28,8 +28,7 @@ import torch
 from octavo.data.batching.collate import EMPTY_LENGTH, collate, micro_batches
 from octavo.data.encoding.batched_processor import Encoding
 from octavo.data.encoding.encode import Encoder
-from octavo.data.encoding.inputs import answered
-from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.encoding.sample import IGNORE, Sample, answered
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.rows.conversations import (
     Conversation,
@@ -38,15 +37,14 @@ from octavo.data.rows.conversations import (
     RowProblem,
     Turn,
     check_turns,
-    find_images,
+    conversation_of,
     instructed,
     naming,
     shown,
 )
 from octavo.data.rows.foreign import check_row
 from octavo.data.rows.image_refs import ImageFile
-from octavo.data.rows.tools import tools_of
-from octavo.data.rows.video_refs import VideoFile, VideoRef, find_videos
+from octavo.data.rows.video_refs import VideoFile, VideoRef
 from octavo.data.tasks.prompts import as_messages, asked
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
@@ -224,9 +222,7 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
 
 
 def _conversation(raw: Any, told: Told, file: str, row: int, identity: str | None, images: Path) -> Conversation:
-    turns, names = told
-    files, videos = find_images(names, images), find_videos(turns, images, raw)
-    return Conversation(tuple(turns), files, file, row, identity, tools_of(raw), videos=videos)
+    return conversation_of(raw, *told, images, file=file, row=row, identity=identity, sounds=False)
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from octavo.data.encoding.sample import Sample
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
-from octavo.data.rows.audio_refs import AudioRef, find_sounds
+from octavo.data.rows.audio_refs import AudioRef
 from octavo.data.rows.conversations import (
     PLACEHOLDER,
     ROLES,
@@ -36,7 +36,7 @@ from octavo.data.rows.conversations import (
     Text,
     Turn,
     check_turns,
-    find_images,
+    conversation_of,
     is_learned,
     naming,
     parse,
@@ -47,8 +47,7 @@ from octavo.data.rows.conversations import (
 from octavo.data.rows.foreign import check_row, check_turn, check_turn_text, check_variables
 from octavo.data.rows.image_refs import ImageFile, Picture
 from octavo.data.rows.missing_values import is_missing
-from octavo.data.rows.tools import tools_of
-from octavo.data.rows.video_refs import VIDEO, VideoRef, find_videos
+from octavo.data.rows.video_refs import VIDEO, VideoRef
 
 TURN_KEYS = ("prompt", "messages", "conversations", "conversation")
 ALPACA = ("instruction", "input", "output", "system", "history")
@@ -138,13 +137,10 @@ def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: P
         fields = raw if isinstance(raw, dict) else {}
         columns = {key: _without_bytes(fields[key]) for key in further(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
-        files = find_images(names[:count], images)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        sounds, videos = find_sounds(prompt, images), find_videos(prompt, images, raw)
-        said = tuple(prompt), files, str(file), row, identity, tools_of(raw), sounds
-        conversation = Conversation(*said, videos=videos)
-        named = {"images": [str(path) for path in files], "videos": [str(path) for path in videos]}
-        return PromptRow(conversation, answer, columns | words | named, reasoning)
+        asks = conversation_of(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
+        named = {"images": [str(path) for path in asks.images], "videos": [str(path) for path in asks.videos]}
+        return PromptRow(asks, answer, columns | words | named, reasoning)
 
 
 def _read(raw: Any, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:

@@ -21,8 +21,7 @@ import pyarrow as pa
 from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
 from octavo.base.seal_note import NOTE, Note, check_adapter, read_note
-from octavo.data.encoding.inputs import COUNTED, Input
-from octavo.data.encoding.sample import IGNORE, Sample
+from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.formats.arrow_rows import Mapped
 from octavo.data.formats.columnar import sentence

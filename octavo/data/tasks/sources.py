@@ -15,9 +15,9 @@ from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
-from octavo.data.rows.conversations import ROLES, naming
+from octavo.data.rows.conversations import ROLES, naming, parse
 from octavo.data.rows.foreign import with_turns
-from octavo.data.rows.inline import no_file
+from octavo.data.rows.media import no_file
 from octavo.data.rows.missing_values import of_table
 from octavo.data.storage.cache import Say, default_folder, quiet
 from octavo.data.storage.fetched import open_fetched
@@ -51,6 +51,8 @@ class Source:
     ) -> None:  # fmt: skip
         self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
+        # Of conversations only rows with `prompt` are read as prompts first.
+        self._parse = parse if kind == "conversations" and format != "prompt" else KINDS[kind]
         self._cells = _has_cells(rows)
         self._length = len(rows) if limit is None else min(limit, len(rows))
 
@@ -64,7 +66,7 @@ class Source:
         if self._cells:
             with naming(raw, self.rows.path, row):
                 raw = of_table(raw, self.format)
-        return KINDS[self.kind](raw, self.format, file=self.rows.path, row=row, images=self.images)
+        return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
         """A row as its file has it, without keys that are null."""

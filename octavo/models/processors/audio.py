@@ -4,7 +4,7 @@ The stock feature extractor makes the picture of a sound (:mod:`octavo.models.st
 in the text grows into as many tokens as its sound has. Beside that a class says what the data side must know of a
 family:
 
-    inputs         tensors for the model, and what the first dimension of each counts (octavo.data.encoding.inputs)
+    inputs         tensors for the model, and what the first dimension of each counts (octavo.data.encoding.sample)
     sound_limits   samples a second, and samples of the shortest and longest sound
 """
 

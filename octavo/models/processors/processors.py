@@ -239,7 +239,7 @@ def _load_processor(
     image.check_agreement(folder, raw, processor, record.image_cut)
     if record.video is not None:
         length = getattr(processor, "image_seq_length", 0)
-        processor.videos = videos_of(folder, record, image_processor, video or {}, length)
+        processor.videos = processor.video_processor = videos_of(folder, record, image_processor, video or {}, length)
     return processor
 
 

@@ -76,16 +76,13 @@ class _Filming:
     as images (None: they can)."""
 
     videos: Videos | None = None
+    video_processor: Videos | None = None  # the same, where stock code looks for it
     frames_are_images = False
     why_not_images: ClassVar[str | None] = None
 
-    @property
-    def video_processor(self) -> Videos | None:
-        """Where stock code looks for it."""
-        return self.videos
-
     def to_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in super().to_dict().items() if key != "videos"}  # type: ignore[misc]
+        own = {"videos", "video_processor"}
+        return {key: value for key, value in super().to_dict().items() if key not in own}  # type: ignore[misc]
 
     def video_text(self, film: Any) -> str:
         """What stands in the text for a video: `film` has `total`, `fps`, `indices` and the `size` of its frames."""

@@ -14,9 +14,9 @@ import torch
 from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.family_records import trained_families
-from octavo.data.encoding.inputs import of_processor
+from octavo.data.encoding.sample import of_processor
+from octavo.data.errors import ImageProblem
 from octavo.data.rows.conversations import PLACEHOLDER
-from octavo.data.rows.image_refs import ImageProblem
 from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
 from octavo.models.structure.skeleton import SCORING

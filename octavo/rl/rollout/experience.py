@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.encoding.inputs import answered
+from octavo.data.encoding.sample import answered
 from octavo.generation import Completion, Prompt
 
 

@@ -66,13 +66,13 @@ area(
         "data/test_tar.py",
     ),
     (
-        "mixture-weights-without-sizes", "data/batching/mixture.py",
+        "mixture-weights-without-sizes", "data/order.py",
         "[w * n for w, n in zip(weights, self.sizes", "[w for w, _ in zip(weights, self.sizes",
         "a weight is a share of rows instead of a multiple of the data set",
         "data/test_mixture.py",
     ),
     (
-        "label-mask-end", "data/encoding/expansion.py",
+        "label-mask-end", "data/encoding/batched_processor.py",
         "int(inside[-1]) + 1)", "int(inside[-1]))",
         "the last token of an answer has no loss",
         "data/test_encode.py",
@@ -97,7 +97,7 @@ area(
         "data/test_splitting.py",
     ),
     (
-        "answers-begin-with-the-mark", "data/encoding/answers.py",
+        "answers-begin-with-the-mark", "data/encoding/template.py",
         "for length in range(len(opening), 0, -1):", "for length in range(0):",
         "what a prompt opens is learned",
         "data/test_thinking.py",
@@ -146,7 +146,7 @@ area(
         "data/test_pixels.py",
     ),
     (
-        "long-rows-are-rendered", "data/encoding/length_bounds.py",
+        "long-rows-are-rendered", "data/encoding/encode.py",
         "if room >= 0 and len(turns) <= tokens:", "if True:",
         "a row of 20 MB is rendered before it is dropped",
         "data/test_encode.py",
