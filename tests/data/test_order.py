@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.data import Mixture, mixture, order
+from octavo.data import Mixture, order
 from octavo.data.order import Whole, Windows, order_of
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
@@ -57,8 +57,8 @@ def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
 )  # fmt: skip
 def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shards_it_needs(sets, block, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture, "WHOLE", 0)
-        patch.setattr(mixture, "BLOCK", block)
+        patch.setattr(order, "WHOLE", 0)
+        patch.setattr(order, "BLOCK", block)
         drawn = Mixture([Rows(shards=sizes, window=window) for sizes, window, _ in sets], [w for *_, w in sets], seed)
         count = 2 * sum(drawn.draws)
         found = [drawn.row(n) for n in range(count)]
@@ -75,8 +75,8 @@ def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shar
 
 def test_blocks_hold_each_set_in_proportion(monkeypatch):
     """As one shuffled round does, but that a block may have a row more or less."""
-    monkeypatch.setattr(mixture, "WHOLE", 0)
-    monkeypatch.setattr(mixture, "BLOCK", 100)
+    monkeypatch.setattr(order, "WHOLE", 0)
+    monkeypatch.setattr(order, "BLOCK", 100)
     drawn = Mixture([range(900), range(90), range(10)])
     for n in range(0, 2000, 100):
         counts = [sum(drawn.row(m)[0] == source for m in range(n, n + 100)) for source in range(3)]

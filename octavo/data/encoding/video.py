@@ -23,7 +23,6 @@ import torch.nn.functional as F
 
 from octavo.base.encryption import VaultError, check_plain, is_encrypted
 from octavo.base.safe_read import open_file
-from octavo.data.encoding.display import matrix_of, upright
 from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.image_refs import load as load_image
 from octavo.data.rows.video_refs import Clip, Frames, VideoFile
@@ -33,6 +32,7 @@ MOST_FRAMES = 1 << 20  # of a file: ten hours at 29 a second
 RATES = (0.01, 1000.0)  # frames a second; beyond them a header is broken
 _CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"))  # where their first mark stands; no other opens
 _NEAR = 0.25  # of a frame: how far a time stamp may be rounded
+_TURNED = 0.02  # of 1, by which a quarter turn may be rounded: the sine of about a degree
 _LOST = 0.1  # of the length that a header claims: as much may be missing
 DIGITS = re.compile(r"(\d+)")
 
@@ -199,7 +199,7 @@ def _upright(frame: Any, file: VideoFile) -> np.ndarray:
     if getattr(frame, "is_corrupt", False):
         raise Mismatch(f"video {file} is broken: a frame of it is damaged")
     try:
-        return upright(frame.to_ndarray(format="rgb24"), matrix_of(frame))
+        return _turned(frame.to_ndarray(format="rgb24"), _matrix_of(frame))
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
 
@@ -351,3 +351,38 @@ def _image(path: Path, megapixels: float) -> np.ndarray:
         return np.array(load_image(path, megapixels))  # a copy: torch warns of one that it may not write
     except ImageProblem as cause:
         raise Mismatch(f"a frame of a video: {cause}") from cause
+
+
+# How a frame is to be shown: the display matrix that cameras write, turns and mirrors alike. PyAV's `frame.rotation` is
+# the angle of its first row alone: of a mirror it says 180 degrees, or none.
+#
+#     x' = a x + c y        [ a b u ]
+#     y' = b x + d y        [ c d v ]   int32 in the machine's order, a to d with 16 bits behind the point
+
+
+def _matrix_of(frame: Any) -> np.ndarray | None:
+    """[[a, b], [c, d]] of a frame, at most 1; None where it has none, or one of zeros, which says nothing."""
+    for data in frame.side_data:
+        if data.type.name == "DISPLAYMATRIX":
+            values = np.frombuffer(bytes(data), np.int32).astype(np.float64)[[0, 1, 3, 4]].reshape(2, 2)
+            largest = np.abs(values).max()
+            return values / largest if largest else None
+    return None
+
+
+def _turned(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
+    """Pixels [H, W, 3] as the matrix shows them. Raises ValueError for one that is no quarter turn, mirrored or not."""
+    if matrix is None:
+        return pixels
+    signs = np.rint(matrix)
+    across, down = signs  # where x and y go: each to one axis, and no two to one
+    lone = all((np.abs(signs).sum(axis) == 1).all() for axis in (0, 1))
+    if np.abs(matrix - signs).max() > _TURNED or not lone:
+        rows = "; ".join(" ".join(f"{value:g}" for value in row) for row in matrix.round(3))
+        raise ValueError(f"is to be shown by the matrix ({rows}), which is no quarter turn; write it again upright")
+    if across[0]:
+        right, below = across[0], down[1]
+    else:
+        pixels = pixels.transpose(1, 0, 2)
+        right, below = down[0], across[1]
+    return pixels[:: int(below), :: int(right)]

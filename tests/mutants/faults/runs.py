@@ -128,7 +128,7 @@ area(
         "data/test_loader.py", "train/test_evaluation.py", "data/test_build.py",
     ),
     (
-        "image-outside-its-folder", "data/rows/image_refs.py",
+        "image-outside-its-folder", "data/rows/media.py",
         "if not path.is_relative_to(root):", "if not root.exists():",
         "a row may name a file outside the image folder",
         "data/test_image_refs.py",
@@ -188,7 +188,7 @@ area(
     ),
     (
         "images-of-the-answer", "data/tasks/prompts.py",
-        "find_images(names[:count], images)", "find_images(names, images)",
+        "conversation_of(raw, prompt, names[:count], images", "conversation_of(raw, prompt, names, images",
         "images behind the prompt are given to it",
         "data/test_prompts.py",
     ),
