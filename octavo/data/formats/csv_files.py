@@ -34,7 +34,7 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def _places(path: Path) -> Iterator[Place]:
-    """The same rows by where they lie in the file, behind one for the line of names."""
+    """Where the same rows are in the file, after a place for the line of names."""
     at = begun = 0
 
     def lines(file: BinaryIO) -> Iterator[str]:

@@ -24,8 +24,8 @@ class Format(NamedTuple):
     once, to a path or a stream, and gives `progress` the share that is done. `open(name, written)`: the rows of what
     was written, called after the file or its URL. `stream(path)`: the rows where they are, nothing written (None: they
     are read so in any case). `count(name, file)`: how many rows an open file says that it has (None: it does not say).
-    `cells`: every value is a text, and a missing one a word. `stays`: what is written is an index, and the file is
-    read beside it: `open(name, index, file)`.
+    `cells`: every value is a text, and a missing one a word. `stays`: what is written is an index of the file, which is
+    read too: `open(name, index, file)`.
     """
 
     suffixes: tuple[str, ...]

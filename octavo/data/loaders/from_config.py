@@ -41,7 +41,7 @@ WORKERS = 4  # with a GPU, where the configuration gives no number
 
 
 def workers_of(cfg: Config) -> int:
-    """Processes that prepare the samples of this rank: as asked, else beside a GPU as many of :data:`WORKERS` as the
+    """Processes that prepare the samples of this rank: as asked, else with a GPU as many of :data:`WORKERS` as the
     cores of this machine leave each of its ranks, and none on a CPU."""
     if cfg.data.workers is not None:
         return cfg.data.workers

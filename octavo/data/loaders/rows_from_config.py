@@ -132,7 +132,7 @@ def identity_of(dataset: Dataset) -> str:
 
 
 def prepare(cfg: Config, processor: Any, say: Say) -> None:
-    """Make what is made of data files once, and say so; whoever reads them finds it. Raises `DataError`."""
+    """Make what is made of data files once, and report it; loaders find it there. Raises `DataError`."""
     check_sealed(cfg)
     if cfg.data.sealed:  # all that was made of them, when they were sealed
         return
@@ -147,8 +147,8 @@ def prepare(cfg: Config, processor: Any, say: Say) -> None:
 def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:
     """The columns that rewards are given of the rows of these data sets, where any of their rows has them. Raises
     `DataError`."""
-    more = {name for dataset in datasets for name in read(dataset, "prompts", cache_folder(cfg)).columns()}
-    return [*COLUMNS, *sorted(more - {*COLUMNS})]
+    of_rows = {name for dataset in datasets for name in read(dataset, "prompts", cache_folder(cfg)).columns()}
+    return [*COLUMNS, *sorted(of_rows - {*COLUMNS})]
 
 
 def rows_of_an_epoch(cfg: Config, processor: Callable[[], Any]) -> int:

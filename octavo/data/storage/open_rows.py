@@ -1,6 +1,6 @@
 """Rows of a data file or a folder of files, by number.
 
-All become Arrow tables (`table.py`), but for tars, of which an index is made; what is made of larger files lies in the
+All become Arrow tables (`table.py`), but for tars, of which an index is made; what is made of larger files is in the
 cache, mapped into memory (`cache.py`). How files of each format are read is its entry in `registry.py`.
 """
 

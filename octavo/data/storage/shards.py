@@ -1,4 +1,4 @@
-"""Rows of several files, one file behind the other, each opened when a row of it is asked for."""
+"""Rows of several files, one file after the other, each opened when a row of it is asked for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.data.formats.arrow_rows import Rows
 
 
 class Shards:
-    """The rows of several files, one behind the other; each is opened when a row of it is asked for, where its length
-    is known without. `counts`: how many rows each has, where somebody knows; `most`: files that stay open at a time
-    (None: all)."""
+    """The rows of several files, one after the other; each is opened when a row of it is asked for, or for its
+    length. `counts`: how many rows each has, where that is known without (None: all are opened); `most`: files that
+    stay open at a time (None: all)."""
 
     def __init__(
         self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
@@ -54,5 +54,5 @@ class Shards:
         return self._rows[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Files that may be opened again stay behind."""
+        """Without files that may be opened again."""
         return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}
