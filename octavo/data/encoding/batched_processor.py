@@ -321,6 +321,15 @@ class Expansion:
         self.growth, self.starts, self.stops = growth, starts, stops
 
     @classmethod
+    def of_outputs(cls, outputs: Outputs, text: str, token: str | None, mask: np.ndarray) -> Expansion:
+        """Of what a processor made of a rendered text: as it tells, else by runs of its placeholder `token` and of the
+        tokens that these grew into (`mask`). Raises `Mismatch`."""
+        starts, stops = offsets(outputs)
+        if (told := outputs.get("text_replacement_offsets")) is None:
+            return cls.of_runs(text, token, starts, stops, stretches(mask))
+        return cls([place.growth for place in replaced(told)], starts, stops)
+
+    @classmethod
     def of_runs(
         cls, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
     ) -> Expansion:

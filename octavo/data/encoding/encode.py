@@ -20,10 +20,7 @@ from octavo.data.encoding.batched_processor import (
     Wanted,
     array,
     image_places,
-    offsets,
     refused,
-    replaced,
-    stretches,
     together,
 )
 from octavo.data.encoding.sample import IGNORE, Sample, further, of_row
@@ -179,17 +176,12 @@ class Encoder:
         if outputs is None:
             outputs = yield Wanted(text, *files)
         ids = array(outputs["input_ids"], np.int64)
-        starts, stops = offsets(outputs)
         image_mask = self._image_mask(ids)
-        told = outputs.get("text_replacement_offsets")
-        if told is None and shown:
+        if shown and outputs.get("text_replacement_offsets") is None:
             raise Mismatch(
                 "this version of transformers does not tell where videos stand in a text; install a newer one"
             )
-        if told is None:
-            shift = Expansion.of_runs(text, self._image_token(), starts, stops, stretches(image_mask))
-        else:
-            shift = Expansion([image.growth for image in replaced(told)], starts, stops)
+        shift = Expansion.of_outputs(outputs, text, self.calls.image_token, image_mask)
         for start, end in image_places(outputs):
             image_mask[start:end] = True
         answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
@@ -306,9 +298,6 @@ class Encoder:
         return self.processor.apply_chat_template(
             list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **more
         )
-
-    def _image_token(self) -> str | None:
-        return self.calls.image_token
 
     def _marks(self) -> frozenset[str]:
         """Words that models take for the place of an image: where they stand there must be one."""
