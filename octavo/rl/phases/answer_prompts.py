@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from octavo import data, generation
+from octavo import generation
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
+from octavo.data.loaders.from_config import prompt_set
+from octavo.data.loaders.rows_from_config import prompt_columns
 from octavo.parallel import World
 from octavo.rl.phases.rl_phase import rewards_of
 from octavo.rl.phases.settings import sampling_of
@@ -46,12 +48,12 @@ def evaluate_target(
         rl = rl.model_copy(update={} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
         whole = asked.data.model_copy(update={"train_on_prompt": False, "on_long": "error"})
         asked = asked.model_copy(update={"data": whole})
-        rows = data.prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
+        rows = prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
         context = generation.Context(forward.autocast)
         engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
         sampling = sampling_of(rl, asked.run.seed, 0, rows.encoder.places)
         with rewards_of(rl) as rewards:
-            rewards.expect(data.prompt_columns(asked, asked.data.eval))
+            rewards.expect(prompt_columns(asked, asked.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
             world = World(device=forward.device)
             figures = held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)

@@ -29,9 +29,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from octavo import data, fp8
+from octavo import fp8
 from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.from_config import pair_loader
+from octavo.data.order import Mixture
+from octavo.data.tasks.sources import Source
 from octavo.rl.objectives.pairwise import answer_logps
 from octavo.rl.phases.reference import Base, Copy, Reference
 from octavo.train import TrainError
@@ -68,7 +72,7 @@ class Kept:
 
     bytes = 0
 
-    def __init__(self, file: Path, sources: Iterable[data.Source], encrypt: bool = False) -> None:
+    def __init__(self, file: Path, sources: Iterable[Source], encrypt: bool = False) -> None:
         self.file, self.encrypt = file, encrypt
         sizes: dict[str, int] = {}
         for source in sources:
@@ -123,7 +127,7 @@ class Kept:
 
 
 def kept_for(
-    stepper: Stepper, processor: Any, directory: Path, step: int, held: data.EvalSet | None, say: Callable[[str], None]
+    stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, say: Callable[[str], None]
 ) -> Kept:
     """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held`:
     held-out pairs. A collective.
@@ -132,7 +136,7 @@ def kept_for(
     """
     world, cfg = stepper.world, stepper.cfg
     share = {"rank": world.data_rank, "world": world.data_size}
-    mixture = data.pair_loader(cfg, processor, **share).mixture
+    mixture = pair_loader(cfg, processor, **share).mixture
     kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
@@ -145,7 +149,7 @@ def kept_for(
 
     def rounds() -> Iterator[Batches]:
         if done < len(steps):
-            loader = data.pair_loader(cfg, processor, start_row=steps[done] * cfg.train.global_batch, **share)
+            loader = pair_loader(cfg, processor, start_row=steps[done] * cfg.train.global_batch, **share)
             for number in range(steps[done], steps[-1] + 1):
                 batches = next(loader)
                 if number in wanted:
@@ -211,7 +215,7 @@ def _of_videos(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
     return batch["pixel_values_videos"].split(counts)  # type: ignore[no-any-return]
 
 
-def _steps(mixture: data.Mixture, rows: int, steps: int) -> list[int]:
+def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
     """The steps (from 0) of a run in which some row comes for the first time."""
     seen: set[tuple[int, int]] = set()
     found = []

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.encoding.sample import answered
+from octavo.data.encoding.sample import IGNORE, Sample, answered
+from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Prompt
 
 
@@ -30,7 +31,7 @@ class Rollout:
                 waits for its step (:mod:`octavo.rl.rollout.stale_queue`)
     """
 
-    prompts: list[data.PromptSample]
+    prompts: list[PromptSample]
     completions: list[Completion]
     texts: list[str]
     rewards: np.ndarray
@@ -104,7 +105,7 @@ class Experience:
     returns: Tensor | None = None
 
 
-def prompt_of(sample: data.PromptSample) -> Prompt:
+def prompt_of(sample: PromptSample) -> Prompt:
     """What the engine is asked."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
@@ -139,12 +140,12 @@ def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, An
     return batch
 
 
-def whole(prompt: data.PromptSample, completion: Completion) -> data.Sample:
+def whole(prompt: PromptSample, completion: Completion) -> Sample:
     """Prompt and completion as a sample that is trained on the completion alone."""
     count, more = len(prompt.input_ids), len(completion.tokens)
-    labels = np.concatenate([np.full(count, data.IGNORE, dtype=np.int64), completion.tokens])
+    labels = np.concatenate([np.full(count, IGNORE, dtype=np.int64), completion.tokens])
     kinds = prompt.mm_token_type_ids
-    return data.Sample(
+    return Sample(
         np.concatenate([prompt.input_ids, completion.tokens]),
         labels,
         None if kinds is None else np.concatenate([kinds, np.zeros(more, dtype=kinds.dtype)]),

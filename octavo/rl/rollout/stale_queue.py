@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data
 from octavo.base import safe_read
+from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion
 from octavo.parallel import World
 from octavo.rl.rollout.experience import Rollout
@@ -62,7 +62,7 @@ class Written:
 
 def waiting(
     extra: Mapping[str, Tensor],
-    row: Callable[[int], data.PromptSample],
+    row: Callable[[int], PromptSample],
     decode: Callable[[np.ndarray], str],
     world: World,
 ) -> Written | None:
@@ -90,7 +90,7 @@ def waiting(
 
 
 def _read(
-    extra: Mapping[str, Tensor], name: str, row: Callable[[int], data.PromptSample], decode: Callable[[np.ndarray], str]
+    extra: Mapping[str, Tensor], name: str, row: Callable[[int], PromptSample], decode: Callable[[np.ndarray], str]
 ) -> Written:
     about = json.loads(extra[f"{name}about"].numpy().tobytes())
     safe_read.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)

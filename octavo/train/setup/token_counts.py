@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo import data, models
+from octavo import models
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
+from octavo.data.loaders.from_config import train_loader
 from octavo.train.errors import TrainError
 
 MICRO_BATCHES = 8  # that are looked at
@@ -72,7 +73,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         return assumed(cfg, family.components, config)[0]
     train = cfg.train.model_copy(update={"global_batch": cfg.train.micro_batch})
     plain = cfg.model_copy(update={"train": train, "data": cfg.data.model_copy(update={"workers": 0})})
-    loader = data.train_loader(plain, processor)
+    loader = train_loader(plain, processor)
     try:
         every = (batch for step in loader for batch in step)
         batches = [*itertools.islice((b for b in every if b["meta"].samples), MICRO_BATCHES)]
