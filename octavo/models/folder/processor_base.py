@@ -1,6 +1,6 @@
 """What a processor says of itself to the data side, in front of a stock class:
 
-inputs         further tensors for the model, and what the first dimension of each counts (octavo.data.encoding.inputs)
+inputs         further tensors for the model, and what the first dimension of each counts (octavo.data.encoding.sample)
 tells_places   calls may ask which characters stand for each image: marks and line breaks around it are its own
 images_by_row  images are given row by row: how many a row has decides what becomes of them
 image_tokens   how many tokens an image becomes, by its size and whether it is the only one of its row
