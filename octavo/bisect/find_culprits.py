@@ -45,7 +45,7 @@ from octavo.report.evidence.run_reader import json_of
 from octavo.report.trial.memory_savings import storable, switches
 from octavo.report.trial.reuse import same_files
 from octavo.report.trial.runs import own_recipe
-from octavo.train.setup import frozen_base
+from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps
 
 MOST_SETS = 6
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def bisect(
     directory = Path(directory)
     if fresh:
         _clear(directory)
-    original = frozen_base.counted(frozen_base.settled(cfg))
+    original = resolve_steps(resolve_recipe(cfg))
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
         raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")

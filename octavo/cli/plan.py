@@ -98,15 +98,16 @@ def _run(args: argparse.Namespace) -> int:
     from octavo.cli import plan_memory, plan_step_time
     from octavo.train.estimate.memory import Card
     from octavo.train.loop import summary
-    from octavo.train.setup import frozen_base, planning
+    from octavo.train.setup import planning
+    from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps, resolve_video
 
     for size in (args.card, args.fit):
         if size is not None:
             Card.parse(size)
     cluster = plan_step_time.cluster_of(args)
-    cfg = cfg if args.shape is not None else frozen_base.with_video(frozen_base.settled(cfg))
+    cfg = cfg if args.shape is not None else resolve_video(resolve_recipe(cfg))
     if args.shape is None and any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules):
-        cfg = frozen_base.counted(cfg)
+        cfg = resolve_steps(cfg)
     model, family, count = _model(args, cfg)
     tokens = measurements = None
     if args.measure:
@@ -300,6 +301,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     from octavo.models.structure import shapes
     from octavo.train.setup import frozen_base, planning
     from octavo.train.setup import token_counts as tokens
+    from octavo.train.setup.resolve_config import data_settings, processor_of
 
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
@@ -310,7 +312,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     def count() -> Any:
         if args.tokens is not None:
             return tokens.given(cfg, family, args.tokens)
-        return tokens.count(frozen_base.data_settings(cfg), frozen_base.processor_of(cfg), family, model.config)
+        return tokens.count(data_settings(cfg), processor_of(cfg), family, model.config)
 
     return model, family, count
 

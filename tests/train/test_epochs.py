@@ -9,7 +9,7 @@ import pytest
 
 from octavo import train
 from octavo.config import ConfigError, load_config, override
-from octavo.train.setup import frozen_base
+from octavo.train.setup.resolve_config import resolve_steps
 
 from .conftest import Make
 
@@ -39,15 +39,15 @@ def test_the_steps_of_epochs(make: Make, tmp_path: Path, epochs: float, sets: st
     found = sets.replace("path: ", f"path: {tmp_path}/")
     cfg = make(f"data.train=[{found}]", f"train.epochs={epochs}", "train.micro_batch=1", "train.warmup=0",
                f"train.global_batch={batch}")  # fmt: skip
-    done = frozen_base.counted(cfg)
+    done = resolve_steps(cfg)
     assert (done.train.steps, done.train.epochs) == (steps, None)
-    assert frozen_base.counted(done) is done and done.model_copy(update={"train": cfg.train}) == cfg
+    assert resolve_steps(done) is done and done.model_copy(update={"train": cfg.train}) == cfg
 
 
 def test_too_long_a_warmup_is_refused(make: Make, tmp_path: Path) -> None:
     cfg = make(f"data.train=[{{path: {rows(tmp_path / 'a.json', 8)}}}]", "train.epochs=1")
     with pytest.raises(ConfigError, match="warmup 2 leaves nothing of 2 steps"):
-        frozen_base.counted(cfg)
+        resolve_steps(cfg)
 
 
 def test_a_run_of_epochs_writes_its_steps_and_says_why_it_cannot_go_on_with_more_rows(

@@ -19,7 +19,8 @@ from octavo.checkpoint.export import export
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.config import Config, load_config, override
 from octavo.train.run_dir.run_dir import read_rows
-from octavo.train.setup import frozen_base, planning
+from octavo.train.setup import planning
+from octavo.train.setup.resolve_config import resolve_recipe
 from tests.train.conftest import at
 from tests.train.memory.test_predicted import agree, counted, predicted
 from tests.train.test_ranks import losses, on_ranks
@@ -293,10 +294,10 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     named = make(*over, "lora={rank: 4}", dir="lora")
     sections = {name: getattr(named, name) for name in Config.model_fields if name != "fp8"}
     cfg = Config(**sections)  # nobody names a recipe
-    assert frozen_base.settled(cfg).fp8.recipe == "rowwise" and frozen_base.settled(named).fp8.recipe == "blockwise"
+    assert resolve_recipe(cfg).fp8.recipe == "rowwise" and resolve_recipe(named).fp8.recipe == "blockwise"
     result = train.run(cfg)
     written = load_config(result.dir / "config.yaml")
-    assert written.fp8.recipe == "rowwise" and frozen_base.settled(written) == written
+    assert written.fp8.recipe == "rowwise" and resolve_recipe(written) == written
     assert result.base["fp8"]["weights"] == 14
     stored = dict(models.values.stream(in_rows))
     kept = _model(written)

@@ -12,7 +12,7 @@ from octavo import data, models, train
 from octavo.config import ConfigError
 from octavo.train import artifacts
 from octavo.train.run_dir.run_dir import read_rows
-from octavo.train.setup import frozen_base
+from octavo.train.setup.resolve_config import resolve_steps
 from tests.train.test_ranks import losses, on_ranks
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
@@ -46,7 +46,7 @@ def pretrain(make, place, tmp_path, monkeypatch):
 
 def test_an_epoch_of_joined_documents_is_all_their_tokens_once(pretrain):
     cfg = pretrain("train.epochs=2", "train.steps=null", "train.warmup=0")
-    counted = frozen_base.counted(cfg)
+    counted = resolve_steps(cfg)
     samples = len(data.train_loader(counted, models.load_processor(cfg.model.path)).mixture.sources[0])
     assert samples > 60 and counted.train.steps == -(-2 * samples // cfg.train.global_batch)  # 30 documents
 

@@ -18,7 +18,8 @@ from octavo.models import ModelError
 from octavo.models.tiny import tiny
 from octavo.rl.phases import reference_cache as kept
 from octavo.train.estimate.memory import Footprints
-from octavo.train.setup import frozen_base, planning, token_counts
+from octavo.train.setup import planning, token_counts
+from octavo.train.setup.resolve_config import resolve_video
 
 pytest.importorskip("av", reason="rows with videos need the extra `video`")
 
@@ -60,7 +61,7 @@ def test_what_is_taken_of_videos_is_kept_with_the_run(here, result):
     assert kept["fps"] == 4 and (kept["min_frames"], kept["max_frames"]) == (4, 768)
     assert kept["max_pixels"] == 256 * 64 and kept["cap_pixels_per_frame"] is False
     again = load_config(here / "run" / "config.yaml")
-    assert frozen_base.with_video(again) == again
+    assert resolve_video(again) == again
     about = json.loads((here / "run" / "environment.json").read_text())
     assert about["video"]["fps"] == 4 and about["video"]["kind"] == "qwen3_vl"
     assert (here / "run" / "hf" / "video_preprocessor_config.json").is_file()
@@ -160,9 +161,7 @@ def test_rows_that_are_left_out_count_for_no_prediction(here):
         (here / "clips" / f"{name}.json").write_text(json.dumps(some))
         cfg = load_config_text(TEXT.format(here=here), [f"data.train=[{{path: {here}/clips/{name}.json}}]"])
         model, family = planning.model_of(cfg)
-        counted = token_counts.count(
-            frozen_base.with_video(cfg), models.load_processor(here / "model"), family, model.config
-        )
+        counted = token_counts.count(resolve_video(cfg), models.load_processor(here / "model"), family, model.config)
         plan, _, _ = planning.plan_model(cfg, model, family)
         found.append((counted, Footprints(cfg, model, family, plan, counted, device="cpu").of(cfg).total))
     assert found[0] == found[1] and found[0][0].rows == 4 and found[0][0].counts["image_encoder"] > 0
@@ -179,7 +178,7 @@ def test_packs_hold_clips(here):
 def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
     cfg = load_config_text(TEXT.format(here=here), [f"model.path={tiny.write('qwen3', tmp_path / 'm', size='mini')}"])
     with pytest.raises(ModelError, match="videos of model_type 'qwen3' are not taken here"):
-        frozen_base.with_video(cfg)
+        resolve_video(cfg)
     with pytest.raises(ConfigError, match="fps"):
         load_config_text(TEXT.format(here=here).replace("fps: 4", "fps: 0"), ())
 

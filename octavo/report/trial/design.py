@@ -112,7 +112,7 @@ def design(
 ) -> Design:
     """What :func:`octavo.report.trial.compare.compare` would train, and what it can be expected to decide; the
     arguments are those of it. Raises ``ReportError`` for what it would refuse."""
-    from octavo.train.setup import frozen_base
+    from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps
 
     beyond = cfg.train.phase in BEYOND_SFT
     if beyond and forks:
@@ -125,7 +125,7 @@ def design(
     factors = factorial_cells.named(factorial) if factorial else ()
     if factors:
         factorial_cells.check_asked(cfg, recipes, savings)
-    cfg, directory = frozen_base.counted(frozen_base.settled(cfg)), Path(directory)
+    cfg, directory = resolve_steps(resolve_recipe(cfg)), Path(directory)
     if factors:
         found, left_out = factorial_cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
     else:

@@ -87,11 +87,11 @@ def _kept(
     import torch
 
     from octavo.train import artifacts
-    from octavo.train.setup import frozen_base
+    from octavo.train.setup.resolve_config import random_weights
 
     found = artifacts.look(target)
     if found.kind == "folder":  # what training began with
-        found = dataclasses.replace(found, random=frozen_base.drawn(cfg))
+        found = dataclasses.replace(found, random=random_weights(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)
     pieces: list[dict[str, Any]] = []

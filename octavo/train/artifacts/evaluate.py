@@ -18,7 +18,7 @@ from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, conf
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import evaluate
 from octavo.train.forward.forward import Forward, autocast_dtype
-from octavo.train.setup.frozen_base import data_settings, processor_of
+from octavo.train.setup.resolve_config import data_settings, processor_of
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

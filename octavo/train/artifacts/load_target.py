@@ -39,6 +39,7 @@ from octavo.train.run_dir import datafiles, run_dir
 from octavo.train.setup import frozen_base as bases
 from octavo.train.setup import planning
 from octavo.train.setup.build import scaling_of
+from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
 from octavo.train.step.precision_schedule import Course
 
 Say = Callable[[str], None]
@@ -161,7 +162,7 @@ class Target:
                 f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
-        cfg, world = bases.begun(self.run_config(recipe, backend)), parallel.World(device=device)
+        cfg, world = resolve_from_checkpoint(self.run_config(recipe, backend)), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
         before = read_state(path)["counters"]
         if not self.moved:  # another tokenizer or processor would ask the model other questions
@@ -195,7 +196,7 @@ class Target:
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)
         model.eval()
-        processor = bases.processor_of(cfg, self.base)
+        processor = processor_of(cfg, self.base)
         return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
@@ -344,7 +345,7 @@ def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
 def _run(folder: Path, base: str | Path | None) -> Target:
     cfg = configuration(folder)
     if base is None:
-        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=bases.drawn(cfg))
+        return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=random_weights(cfg))
     if cfg.lora is None:
         raise TrainError(f"a base was given ({base}), and the run {folder} trained all weights: only adapters have one")
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(_base_folder(base, folder))})})

@@ -39,6 +39,7 @@ from octavo.train.run_dir.rank_facts import rank_facts
 from octavo.train.run_dir.run_lock import RunLock
 from octavo.train.setup import build, frozen_base, planning
 from octavo.train.setup.phase import SFT, Phase
+from octavo.train.setup.resolve_config import resolve_from_checkpoint, resolve_recipe, resolve_steps, resolve_video
 from octavo.train.step.lr_schedule import lr_at
 from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Batches, Observe
@@ -79,13 +80,13 @@ def run(
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = frozen_base.with_video(frozen_base.settled(hub.resolved(cfg, display.say)))
+    cfg = resolve_video(resolve_recipe(hub.resolved(cfg, display.say)))
     phase.check(cfg)
     trackers.refuse_missing(cfg)
     encryption_rules.check(cfg)
     try:
         with encryption_rules.withholding(cfg):
-            counted = frozen_base.counted(cfg, display.say)
+            counted = resolve_steps(cfg, display.say)
             return _run(counted, cfg.train.epochs, display, users, phase, tell, watchers)
     finally:
         phase.close()
@@ -129,7 +130,7 @@ def _refuse_early(cfg: Config) -> None:
     """Refuse what the model cannot do before there is a run directory, which another value could not enter."""
     if cfg.train.router_aux_loss_coef or cfg.lora is not None or cfg.model.load_in_fp8.kinds:
         begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / run_dir.CHECKPOINTS)
-        frozen_base.adapter_sizes(cfg if begins else frozen_base.begun(cfg), *planning.model_of(cfg))
+        frozen_base.adapter_sizes(cfg if begins else resolve_from_checkpoint(cfg), *planning.model_of(cfg))
 
 
 def _begin(

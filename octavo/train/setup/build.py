@@ -37,6 +37,7 @@ from octavo.train.setup import frozen_base as base
 from octavo.train.setup import model_folder, planning, token_counts
 from octavo.train.setup.model_setup import assemble_model
 from octavo.train.setup.phase import SFT, Phase
+from octavo.train.setup.resolve_config import data_settings, processor_of, resolve_from_checkpoint
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step import compile, cuda_graphs
 from octavo.train.step.optimizer import adamw
@@ -89,13 +90,13 @@ def build(
     check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
-    processor = base.processor_of(cfg)
+    processor = processor_of(cfg)
     pixels = models.pixels_by(processor)
     if start.checkpoint is None:
         _record_machine(directory, cfg, world, processor)  # at once: it helps where the rest fails
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
-    asked = base.data_settings(cfg)
+    asked = data_settings(cfg)
     data.prepare(asked, processor, say)
     listed = {"report_path": run_dir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **listed}
@@ -108,7 +109,7 @@ def build(
         return token_counts.count(asked, processor, family, model.config)
 
     saved = _saved_plan(world, start)
-    made = cfg if start.checkpoint is None else base.begun(cfg)
+    made = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
     plans, family, notes, prediction = planning.plan_run(made, world, count, saved, say)
     kept = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
     course = Course.of(cfg, plans, {} if start.forked else kept)

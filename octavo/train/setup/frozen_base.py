@@ -1,4 +1,4 @@
-"""What is trained beside, and never changed: the frozen base of LoRA, and components that are frozen in FP8.
+"""The frozen base of a run, which adapters are trained on: what is frozen, what of it is in FP8, and its fingerprint.
 
 The base is loaded from its folder at every start and is in no checkpoint. What stands for it there is its fingerprint:
 SHA-256 of the bytes of every frozen weight as it was loaded, codes and scales where it is in FP8. A run that continues
@@ -10,85 +10,26 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo import data, fp8, models
+from octavo import fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.base.recipe_specs import FITTING
-from octavo.config import Config, override
+from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import full, master_of, plain
-from octavo.models.folder.quantization import read_quantization
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 
 FILE = "base.json"
-
-
-def settled(cfg: Config) -> Config:
-    """The configuration with the recipe that a checkpoint in FP8 asks for, where nobody named one: so it is saved, and
-    runs again unchanged. Codes in blocks of another size than a recipe's are dequantized where they are used."""
-    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(cfg.model.load_in_fp8.kinds)
-    if cfg.lora is None or not cfg.model.keep_fp8 or named:
-        return cfg
-    found = read_quantization(cfg.model.path)
-    if found is None:
-        return cfg
-    usual = found.spec.block == fp8.FROZEN[found.kind].block
-    section = cfg.fp8.model_copy(update={"recipe": FITTING[found.kind][0] if usual else "off"})
-    return cfg.model_copy(update={"fp8": section})
-
-
-def counted(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
-    """The configuration with the steps that `train.epochs` means, of which the last may go over; `say` gets what was
-    counted. Reads the data, where rows are packed all of it. Raises DataError, and ConfigError for settings that are
-    too much for so many steps."""
-    epochs, batch = cfg.train.epochs, cfg.train.global_batch
-    if epochs is None:
-        return cfg
-    if cfg.data.packing:
-        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
-        what, found = "packs", float(data.packs_of(data_settings(cfg), processor_of(cfg), epochs))
-    else:
-        what, found = "rows", epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
-    steps = max(1, math.ceil(round(found / batch, 9)))
-    each = round(found / epochs, 1)
-    say(f"train.epochs: {epochs:g} of {each:.12g} {what} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
-    return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
-
-
-def data_settings(cfg: Config) -> Config:
-    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
-    if cfg.train.phase != "pretrain":
-        return cfg
-    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
-
-
-def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
-    """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
-    of = cfg.data
-    video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
-    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
-
-
-def with_video(cfg: Config) -> Config:
-    """The configuration with the values of `data.video` that it leaves to the model's family: so it is saved, and
-    another version changes no run. One without the section stays so. Raises ModelError."""
-    if cfg.data.video is None:
-        return cfg
-    values = processor_of(cfg).videos.settings
-    data = cfg.data.model_copy(update={"video": cfg.data.video.model_copy(update=values)})
-    return cfg.model_copy(update={"data": data})
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
@@ -117,11 +58,6 @@ def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
     if not off:
         return []
     return [f"dropout is off, since train.phase: {cfg.train.phase} compares log-probabilities: {', '.join(off)}"]
-
-
-def drawn(cfg: Config) -> tuple[int, float | None] | None:
-    """(seed, standard deviation or None) of the weights that a run begins with, where they are random."""
-    return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None
 
 
 def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
@@ -187,13 +123,6 @@ def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
 def keeps_codes(cfg: Config) -> bool:
     """Whether the codes of a checkpoint in FP8 stay codes: only where nothing trains its weights."""
     return cfg.lora is not None and cfg.model.keep_fp8
-
-
-def begun(cfg: Config) -> Config:
-    """The configuration of a run that has a checkpoint: it no longer needs the adapter that it began from."""
-    if cfg.lora is None or cfg.lora.adapter is None:
-        return cfg
-    return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
 
 
 def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:

@@ -20,6 +20,7 @@ from octavo.models.folder.quantization import read_quantization
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 from octavo.train.setup import frozen_base
+from octavo.train.setup.resolve_config import random_weights
 
 Lows = dict[str, torch.Tensor]
 
@@ -74,7 +75,7 @@ def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> 
     """The model before its weights are read, or None where they are needed at once."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
-    if (drawn := frozen_base.drawn(cfg)) is not None:
+    if (drawn := random_weights(cfg)) is not None:
         _say_drawn(cfg, say)
         both = cfg.optimizer.master == "bf16+16"
         return models.draw(cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both)
@@ -88,7 +89,7 @@ def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) 
     """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
     halves of fp32 weights where the optimizer keeps them."""
     path = cfg.model.path
-    if (drawn := frozen_base.drawn(cfg)) is not None:
+    if (drawn := random_weights(cfg)) is not None:
         _say_drawn(cfg, say)
         if cfg.optimizer.master == "bf16+16":
             return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)

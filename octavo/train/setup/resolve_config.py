@@ -1,0 +1,88 @@
+"""What a configuration leaves open, filled in before a run directory exists: the recipe that a checkpoint in FP8 asks
+for, the steps that `train.epochs` means, and the video settings of the model's family.
+
+The run saves the configuration with these values, so that it runs again unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from octavo import data, fp8, models
+from octavo.config import Config, override
+from octavo.config.sections.model import FITTING
+from octavo.models.folder.quantization import read_quantization
+
+
+def resolve_recipe(cfg: Config) -> Config:
+    """The configuration with the recipe that a checkpoint in FP8 asks for, unless it names one. Codes in blocks of
+    another size than a recipe's are dequantized where they are used: the recipe is then off."""
+    named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(cfg.model.load_in_fp8.kinds)
+    if cfg.lora is None or not cfg.model.keep_fp8 or named:
+        return cfg
+    quantization = read_quantization(cfg.model.path)
+    if quantization is None:
+        return cfg
+    fits = quantization.spec.block == fp8.FROZEN[quantization.kind].block
+    section = cfg.fp8.model_copy(update={"recipe": FITTING[quantization.kind][0] if fits else "off"})
+    return cfg.model_copy(update={"fp8": section})
+
+
+def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
+    """The configuration with the steps that `train.epochs` means; the last one may go beyond the epochs. `say` gets a
+    sentence about what was counted. Reads the data, all of it where rows are packed.
+
+    Raises DataError, and ConfigError for settings (a warm-up) that need more steps.
+    """
+    epochs, batch = cfg.train.epochs, cfg.train.global_batch
+    if epochs is None:
+        return cfg
+    if cfg.data.packing:
+        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        unit, total = "packs", float(data.packs_of(data_settings(cfg), processor_of(cfg), epochs))
+    else:
+        unit, total = "rows", epochs * data.rows_of_an_epoch(cfg, partial(processor_of, cfg))
+    steps = max(1, math.ceil(round(total / batch, 9)))  # rounded: 0.1 of 30 rows is 3.0000000000000004
+    each = round(total / epochs, 1)
+    say(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
+    return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
+def resolve_video(cfg: Config) -> Config:
+    """The configuration with the values of `data.video` that it leaves to the model's family, which another version may
+    change. One without the section stays without. Raises ModelError."""
+    if cfg.data.video is None:
+        return cfg
+    values = processor_of(cfg).videos.settings
+    section = cfg.data.model_copy(update={"video": cfg.data.video.model_copy(update=values)})
+    return cfg.model_copy(update={"data": section})
+
+
+def resolve_from_checkpoint(cfg: Config) -> Config:
+    """The configuration of a run that has a checkpoint, which no longer needs the adapter that it began with."""
+    if cfg.lora is None or cfg.lora.adapter is None:
+        return cfg
+    return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
+
+
+def data_settings(cfg: Config) -> Config:
+    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
+    if cfg.train.phase != "pretrain":
+        return cfg
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
+
+
+def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
+    """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
+    of = cfg.data
+    video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
+    return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
+
+
+def random_weights(cfg: Config) -> tuple[int, float | None] | None:
+    """(seed, standard deviation or None) of the weights that a run begins with; None where they are not random."""
+    return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None
