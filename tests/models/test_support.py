@@ -13,7 +13,7 @@ from octavo import models
 from octavo.base.family_records import RECORDS, trained_families
 from octavo.models.processors import stock
 from octavo.train.errors import TrainError
-from octavo.train.setup.build import check_family
+from octavo.train.setup.checks import check_family
 
 
 def test_what_trains_has_a_processor():

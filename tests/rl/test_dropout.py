@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Phimoe
 from octavo import adapters, models, rl
 from octavo.config import Config, LoraSection
 from octavo.train.run_dir.run_dir import read_rows
-from octavo.train.setup import build, planning
+from octavo.train.setup import planning
+from octavo.train.setup.model_setup import assemble_model
 
 pytestmark = pytest.mark.usefixtures("uncounted", "unseen")
 Make = Callable[..., Config]
@@ -85,7 +86,7 @@ def test_sft_keeps_the_dropout_that_was_asked_for(make: Make, dropping: Make, pl
     cfg = make(f"model.path={dropping().model.path}", f"data.train=[{{path: {place / 'talk' / 'train.json'}}}]",
                "lora={rank: 4, dropout: 0.25}", "fp8.recipe=off")  # fmt: skip
     plan, family, notes = planning.plan_for(cfg)
-    model, _, _ = build.assemble_model(cfg, torch.device("cpu"), plan, family)
+    model, _, _ = assemble_model(cfg, torch.device("cpu"), plan, family)
     drops = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     assert set(drops) == {0.25} and model.model.layers[0].self_attn.attention_dropout == 0.5
     assert not any("dropout is off" in note for note in notes)

@@ -128,7 +128,7 @@ def poison(path: Path, cfg: Config, what: str = "model") -> None:
         with torch.no_grad():
             parameter = job.model.get_parameter(NORM)
             (parameter if what == "model" else job.stepper.optimizer.state[parameter]["exp_avg"])[0] = float("nan")
-        made = train.build.save(job)
+        made = train.resume.save(job)
     shutil.rmtree(path)
     made.rename(path)
     shutil.rmtree(start.directory)

@@ -17,7 +17,8 @@ from octavo.models.tiny import tiny
 from octavo.train.estimate.memory import states
 from octavo.train.estimate.memory.footprint import Footprints, changed
 from octavo.train.estimate.memory.switches import savings
-from octavo.train.setup import build, planning, token_counts
+from octavo.train.setup import planning, token_counts
+from octavo.train.setup.checks import check_family
 from octavo.train.step import cuda_graphs
 from tests.train.memory.test_predicted import ONE, agree, counted, predicted
 
@@ -94,11 +95,11 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
     with pytest.raises(train.TrainError, match="preference is not for models of sound"):
-        build.check_family(phase)
+        check_family(phase)
     file, found = tmp_path / "tiny/config.json", json.loads((tmp_path / "tiny/config.json").read_text())
     file.write_text(json.dumps(found | {"audio_config": found["audio_config"] | {"encoder_layerdrop": 0.1}}))
     with pytest.raises(train.TrainError, match="encoder_layerdrop of audio_config is 0.1, .*Set it to 0"):
-        build.check_family(cfg)
+        check_family(cfg)
     file.write_text(json.dumps(found))
     model = models.load(tmp_path / "tiny")
     assert "takes sound" in models.why_not_paged(model)

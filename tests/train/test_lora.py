@@ -152,7 +152,7 @@ def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
 
 def _model(cfg: Config) -> torch.nn.Module:
     plan, family, _ = planning.plan_for(cfg)
-    return train.build.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
+    return train.assembling.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
 
 
 @pytest.mark.usefixtures("bare_forward")

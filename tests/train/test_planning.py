@@ -224,7 +224,7 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
     monkeypatch.setattr(
-        "octavo.train.setup.build.read_state", lambda path: {"counters": {}}
+        "octavo.train.setup.resume.read_state", lambda path: {"counters": {}}
     )  # as an older run wrote it
     with pytest.raises(train.TrainError, match=r"is in neither that checkpoint nor .*Copy the run's plan.json"):
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))

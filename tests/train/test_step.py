@@ -70,7 +70,7 @@ def poison(cfg, tensor: str, value: float, monkeypatch: pytest.MonkeyPatch) -> N
             model.get_parameter(tensor).fill_(value)
         return model
 
-    monkeypatch.setattr("octavo.train.setup.build.models.load", poisoned)
+    monkeypatch.setattr("octavo.train.setup.model_setup.models.load", poisoned)
 
 
 def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_and_name_the_layer(make, monkeypatch):

@@ -38,8 +38,8 @@ from octavo.train.forward.forward import model_dtype
 from octavo.train.run_dir import datafiles, run_dir
 from octavo.train.setup import frozen_base as bases
 from octavo.train.setup import planning
-from octavo.train.setup.build import scaling_of
 from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
+from octavo.train.setup.resume import scaling_of
 from octavo.train.step.precision_schedule import Course
 
 Say = Callable[[str], None]

@@ -41,7 +41,8 @@ from octavo.train.callbacks.result import RunResult
 from octavo.train.callbacks.signals import StopRequest
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
-from octavo.train.setup import build
+from octavo.train.setup.job import Job
+from octavo.train.setup.resume import save
 from octavo.train.step.step import Batches, Observe, StepResult
 
 #: what some rows have
@@ -112,7 +113,7 @@ class Run:
     eval, memory, gain    the last figures of each
     """
 
-    job: build.Job
+    job: Job
     display: Display
     request: StopRequest
     first: int
@@ -184,7 +185,7 @@ class Run:
         self._saved[folder] = self.step
         self.world.at(f"step {self.step}, saving")
         with self._waiting():
-            path = build.save(self.job, folder)
+            path = save(self.job, folder)
         self._tell_saved(path)
 
     def settle(self, wait: bool = True) -> None:

@@ -14,7 +14,7 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
-from octavo.train.setup.build import Job
+from octavo.train.setup.job import Job
 
 LEAST = 50  # steps between checkpoints where nobody says how many
 

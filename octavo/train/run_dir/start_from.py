@@ -1,4 +1,5 @@
-"""What a run begins with that takes another run's weights alone (`run.start_from`): a checkpoint, found, judged, read.
+"""What a run begins with that takes only the weights of another run (`run.start_from`): a checkpoint, found and
+checked.
 
 Model and adapters come from there; optimizer, schedule, random numbers and place in the data are new, so the settings
 of the two runs may differ in all that does not change what the weights are. Which checkpoint it was stays in the run's
@@ -16,9 +17,6 @@ from octavo.checkpoint.run_state.files import fingerprint, read_state
 from octavo.config import Config
 from octavo.parallel import World
 from octavo.train.errors import TrainError
-from octavo.train.forward import critic
-from octavo.train.setup import frozen_base
-from octavo.train.step.step import Stepper
 
 FOLDER = "checkpoints"  # of a run directory
 ADAPTER = ("rank", "alpha", "rslora", "dora")  # what of `lora` decides what an adapter's weights mean
@@ -101,21 +99,3 @@ def _has_states(path: Path) -> bool:
     except checkpoint.CheckpointError:
         return False
     return bool(document.get("states", True)) and not checkpoint.copied(path, document)
-
-
-def fill(stepper: Stepper, path: Path, beside: frozen_base.Base | None, say: Callable[[str], None]) -> None:
-    """The weights of a checkpoint into what was assembled, critic's included where both have one. A collective."""
-    cfg, before = stepper.cfg, read_state(path)["counters"]
-    if beside is not None and beside.whole and before.get("base"):
-        saved = (before.get("settings") or {}).get("model") or {}
-        now = cfg.model_dump(mode="json")["model"]
-        if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(
-                f"note: the base of {path} was stored in another precision, so whether it is the same was not looked at"
-            )
-        else:
-            frozen_base.same(before["base"], beside.whole, path, cfg.model.path)
-    read = checkpoint.load_weights(
-        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
-    )
-    say(f"begins with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data begin anew")

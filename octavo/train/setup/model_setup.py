@@ -17,8 +17,9 @@ from torch import nn
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.models.folder.quantization import read_quantization
+from octavo.train.errors import TrainError
 from octavo.train.forward import critic
-from octavo.train.forward.forward import model_dtype
+from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
 from octavo.train.setup.resolve_config import random_weights
 
@@ -120,3 +121,41 @@ def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantiza
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
         say(f"note: {cfg.model.path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
     return found
+
+
+def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:
+    """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
+    if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
+        try:
+            models.use_attention(model, fp8.grouped_attention)
+        except models.ModelError as error:  # it keeps more, and is as right
+            say(f"note: attention keeps what it does in high precision: {error}")
+    blocks = family.layers(model)
+    recompute = dict(cfg.train.recompute)
+    for component, how in recompute.items():
+        of_component = [(name, block) for name, block in blocks if family.component_of(name) == component]
+        if not of_component and how == recompute["foundation"]:  # one word for all components, those that the model has
+            continue
+        if not of_component and how != "none":
+            raise TrainError(
+                f"train.recompute.{component}: {how}, and this {family.name} has no {component}. Remove it"
+            )
+        try:
+            fp8.recompute(of_component, how)
+        except ValueError as error:
+            raise TrainError(f"train.recompute.{component}: {error}") from error
+    if cfg.train.offload_activations:
+        fp8.offload_activations(blocks)
+    if cfg.train.synchronize_per_layer:
+        fp8.synchronize_per_layer(blocks)
+
+
+def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:
+    """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
+    if cfg.train.logits == "full":
+        return None
+    head = chunked_head(model)
+    if isinstance(head, str):
+        say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
+        return None
+    return head

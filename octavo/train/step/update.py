@@ -59,19 +59,6 @@ class Update(Protocol):
         """Let gradients of a backward outside a step stay in `.grad`, until the next step."""
 
 
-def check_update(cfg: Config, world: World) -> None:
-    """Raise TrainError where weights would be updated in backward and a step has more than one: gradients would have to
-    be held from one to the next."""
-    each = cfg.train.micro_batch * world.data_size
-    if cfg.optimizer.update == "backward" and cfg.train.global_batch > each:
-        raise TrainError(
-            f"optimizer.update: backward takes one micro-batch a step and process, and {cfg.train.global_batch} "
-            f"samples (train.global_batch) are {-(-cfg.train.global_batch // each)} of {cfg.train.micro_batch} on "
-            f"{world.data_size} process(es). Set train.global_batch={each}, raise train.micro_batch, or use "
-            "optimizer.update: step"
-        )
-
-
 def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
     """The way that `optimizer.update` asks for."""
     scale = LossScale.of(cfg)
@@ -158,7 +145,7 @@ class InBackward:
         self._done: Outcome | None = None
 
     def backward(self, loss: Loss) -> None:
-        assert self._done is None, "check_update saw to it that a step has one micro-batch"
+        assert self._done is None, "checks.check_update: a step has one micro-batch"
         parts = self.world.sum(loss.parts)
         if not bool(parts.isfinite().all()):
             self._done = Outcome(parts, torch.full((), math.nan), False)

@@ -380,7 +380,7 @@ area(
         "checkpoint/test_rng.py",
     ),
     (
-        "resume-does-not-restore-random-numbers", "train/setup/build.py",
+        "resume-does-not-restore-random-numbers", "train/setup/resume.py",
         "checkpoint.rng.restore(restored.extra, world.rank)", "None",
         "a resumed run draws other random numbers",
         "train/test_lora.py -k bit_for_bit",
@@ -393,7 +393,7 @@ area(
         'checkpoint/test_state.py',
     ),
     (
-        "resume-forgets-scaling", "train/setup/build.py",
+        "resume-forgets-scaling", "train/setup/resume.py",
         "fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))", "None",
         "amax histories do not come back",
         "train/test_resume.py -k 'not kill_9'",

@@ -39,7 +39,8 @@ from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.micro_batch import micro_batch
 from octavo.train.forward import critic, losses, routing
 from octavo.train.forward.forward import chunked_head, model_dtype
-from octavo.train.setup import build, frozen_base
+from octavo.train.setup import frozen_base
+from octavo.train.setup.model_setup import keep_less
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step.memory_report import made_by_model
 
@@ -145,7 +146,7 @@ def _counted(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _without_values(small, mode, dtype)
     some = replace(family, layer_globs=tuple(standing))
-    build.keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
+    keep_less(small, some, plan, _of_this(cfg, family), lambda text: None)
     batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:

@@ -1,0 +1,45 @@
+"""A run that is assembled: what the loop and its callbacks work on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from octavo import checkpoint, data, fp8, parallel
+from octavo.config import Config
+from octavo.train.run_dir import run_dir
+from octavo.train.setup import frozen_base as base
+from octavo.train.setup.phase import Phase
+from octavo.train.step.precision_schedule import Course
+from octavo.train.step.step import Stepper
+
+
+@dataclass
+class Job:
+    """A run, assembled."""
+
+    cfg: Config
+    world: parallel.World
+    directory: Path
+    processor: Any
+    loader: data.Loader | data.PackLoader
+    evalset: data.EvalSet | None
+    plan: fp8.Plan
+    notes: tuple[str, ...]
+    stepper: Stepper
+    progress: run_dir.Progress
+    files: Mapping[str, Any]
+    phase: Phase
+    course: Course
+    base: base.Base | None = None
+    attention: Any = None  # the kernel or those of components (`attention.kept_of`), unless torch chooses
+    first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
+    background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.stepper.model

@@ -1,0 +1,153 @@
+"""How a run continues, and what it keeps for that: its plan, and its state in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from octavo import checkpoint, fp8, models, parallel
+from octavo.checkpoint import compat
+from octavo.checkpoint.run_state.files import read_state
+from octavo.fp8.optim import former_coat
+from octavo.fp8.planning import document
+from octavo.train.errors import TrainError
+from octavo.train.forward import critic
+from octavo.train.run_dir import run_dir
+from octavo.train.setup import frozen_base
+from octavo.train.setup.job import Job
+from octavo.train.step.step import Stepper
+
+_SCALING = "scaling."
+
+
+def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
+    """The plan of the run that is continued (None: a new run): its plan.json or, where a checkpoint was copied without
+    it, the plan that the checkpoint holds, which then becomes the plan.json of this run. A collective."""
+    if start.checkpoint is None or start.forked:
+        return None
+    checkpointed = start.checkpoint.resolve()
+    plan_file = checkpointed.parent.parent / run_dir.PLAN
+
+    def find() -> str:
+        if plan_file.exists():
+            return str(plan_file)
+        plan = read_state(checkpointed)["counters"].get("plan")
+        if plan is None:
+            raise TrainError(
+                f"the plan that {start.checkpoint} was trained by is in neither that checkpoint nor {plan_file}. Copy "
+                "the run's plan.json there, beside the folder of its checkpoints"
+            )
+        run_dir.write_json(start.directory / run_dir.PLAN, plan)
+        return str(start.directory.resolve() / run_dir.PLAN)
+
+    return Path(world.from_main(find))
+
+
+def keep_plan(
+    directory: Path,
+    saved: Path | None,
+    family: str,
+    plans: fp8.Schedule,
+    plan: fp8.Plan,
+    notes: tuple[str, ...],
+    prediction: fp8.Prediction | None,
+) -> None:
+    """Write the run's plan.json, unless the run continues by the one in its directory and that is complete: a
+    checkpoint keeps less of a plan than `write_plan` writes. One of version 0.4.0 with layers that ran as one GEMM is
+    written again: they do so no more, as the notes say."""
+    file = directory / run_dir.PLAN
+    written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
+    if "rows" not in written or compat.ran_siblings_as_one(written):
+        run_dir.write_plan(directory, family, plans, plan, notes, prediction)
+
+
+def resume(
+    stepper: Stepper, start: run_dir.Start, say: Callable[[str], None], frozen: frozen_base.Base | None = None
+) -> run_dir.Progress:
+    """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any, whose
+    frozen base must be the one that was loaded; or the model alone, from the one that it begins with."""
+    if start.checkpoint is None:
+        if start.first is not None:
+            _fill_weights(stepper, Path(start.first["path"]), frozen, say)
+        return run_dir.Progress()
+    world = stepper.world
+    if frozen is not None and frozen.whole and not start.forked:  # a fork may have its base in FP8
+        before = read_state(start.checkpoint)["counters"].get("base", {})
+        frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
+    restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
+    if note := former_coat(stepper.optimizer):
+        say(f"note: {start.checkpoint}: {note}")
+    if not start.forked:  # which begins histories of its own
+        fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
+    if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
+        stepper.update.scale.load(scale, start.checkpoint)
+    checkpoint.rng.restore(restored.extra, world.rank)
+    stepper.resumed(restored.extra)
+    before = (restored.ranks, restored.counters["threads"])
+    now = (world.size, torch.get_num_threads())
+    if before != now:
+        say(
+            f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
+            "taken in another order, so losses agree closely but not bit for bit"
+        )
+    return run_dir.Progress.of(restored.counters)
+
+
+def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, say: Callable[[str], None]) -> None:
+    """The weights of a checkpoint into what was assembled, critic's included where both have one. A collective."""
+    cfg, before = stepper.cfg, read_state(path)["counters"]
+    if frozen is not None and frozen.whole and before.get("base"):
+        saved = (before.get("settings") or {}).get("model") or {}
+        now = cfg.model_dump(mode="json")["model"]
+        if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
+            say(
+                f"note: the base of {path} was stored in another precision, so whether it is the same was not looked at"
+            )
+        else:
+            frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
+    read = checkpoint.load_weights(
+        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
+    )
+    say(f"begins with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data begin anew")
+
+
+def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The amax histories among a checkpoint's extra tensors."""
+    return {name.removeprefix(_SCALING): t for name, t in extra.items() if name.startswith(_SCALING)}
+
+
+def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
+    """Write the run's state after `job.progress.step` steps into a folder of the run; its weights alone, with the amax
+    histories that they compute by, without `run.save_states`. None: it is copied, and `job.background` writes it, which
+    must have nothing under way. A collective."""
+    whole = job.cfg.run.save_states
+    extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
+    if job.world.is_main:  # equal on all ranks after each step's reduction
+        extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
+    moment = checkpoint.take(
+        job.progress.step,
+        model=job.model,
+        optimizer=job.stepper.optimizer,
+        extra=extra,
+        counters={
+            **job.progress.counters(job.cfg, job.files),
+            "threads": torch.get_num_threads(),
+            "plan": document(job.course.schedule.main, spans=job.course.schedule.spans),
+            **({} if job.course.adapt is None else {"adapt": job.course.to_json()}),
+            **({} if job.base is None else {"base": job.base.whole}),
+            **({} if job.attention is None else {"attention": job.attention}),
+            **({} if job.first is None else {"start_from": dict(job.first)}),
+            "pixels": models.pixels_by(job.processor),
+            **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
+        },
+        world=job.world,
+        trained_only=job.cfg.lora is not None,
+        weights_only=not whole,
+    )
+    if job.background is None:
+        encrypt = job.cfg.run.encrypt
+        return checkpoint.write(job.directory / folder, moment, job.world, keep=None, encrypt=encrypt)  # see `Saving`
+    job.background.begin(job.directory / folder, moment)
+    return None
