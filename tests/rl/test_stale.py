@@ -77,7 +77,7 @@ def test_what_waits_is_there_again_after_a_stop(reinforcing: Make, over: tuple[s
     ("where", "found"),
     [
         ("_cut", "between its (first rollout and a further one|rollout and its update)"),
-        ("_due", "the update before it"),
+        ("next_rollout", "the update before it"),
     ],
 )
 def test_weights_that_somebody_else_writes_to_are_seen(

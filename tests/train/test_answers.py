@@ -7,7 +7,7 @@ import torch
 
 from octavo.base import encryption
 from octavo.data.batching.collate import Meta
-from octavo.rl.phases.completions_log import Shown
+from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.train.callbacks.answer_samples import ANSWERS, LENGTH, Answers
 from octavo.train.forward.evaluation import Answer, Place, _shown
 
@@ -33,10 +33,10 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
     monkeypatch.delenv(encryption.FILE, raising=False)
     for step in (2, 4):
         Answers(tmp_path, TOKENIZER, 9, encrypt=True).write(step, [Answer("f", 1, [1], [4], "words", None, 0.5)])
-    Shown(tmp_path, 1, 9, encrypt=True).write(['{"step": 2, "completion": "words"}\n', "beyond the first\n"])
+    CompletionsLog(tmp_path, 1, encrypt=True).write(['{"step": 2, "completion": "words"}\n', "beyond the first\n"])
     lines = (tmp_path / f"{ANSWERS}.aes").read_bytes().splitlines()
     Answers(tmp_path, TOKENIZER, 3, encrypt=True)
-    Shown(tmp_path, 1, 3, encrypt=True)
+    CompletionsLog(tmp_path, 1, encrypt=True).begin(3)
     assert (tmp_path / f"{ANSWERS}.aes").read_bytes() == lines[0] + b"\n"
     assert json.loads(encryption.decrypted_line(lines[1], "it"))["said"] == "words"
     shown = (tmp_path / "completions.jsonl.aes").read_bytes().splitlines()

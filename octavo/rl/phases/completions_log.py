@@ -15,19 +15,22 @@ from octavo.train.run_dir.run_dir import truncate_metrics
 COMPLETIONS = "completions.jsonl"
 
 
-class Shown:
-    """Appends the first `count` completions of each step; those behind `step`, where the run goes on, are dropped."""
+class CompletionsLog:
+    """Appends the first `count` completions of each step to the file of a run."""
 
-    def __init__(self, directory: Path, count: int, step: int, encrypt: bool = False) -> None:
+    def __init__(self, directory: Path, count: int, encrypt: bool = False) -> None:
         self.file, self.count = directory / (COMPLETIONS + SUFFIX * encrypt), count
+
+    def begin(self, step: int) -> None:
+        """Drop the lines of steps after `step`, where the run goes on."""
         truncate_metrics(self.file, step)
 
     def write(self, lines: list[str]) -> None:
-        """The first lines of a step, of those that :func:`shown_lines` made on each rank, in the order of ranks."""
+        """The first lines of a step, of those that :func:`completion_lines` makes on each rank, in the ranks' order."""
         append(self.file, lines[: self.count])
 
 
-def shown_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
+def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
     """A line for each of the first `count` completions of this rank: step, `weights` (the step whose update the weights
     that wrote it stood after; 0: the first ones), file, row, prompt, answer, completion, how it ended, rewards by name
     (None: it gave no number), their sum and the advantage."""

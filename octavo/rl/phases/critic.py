@@ -85,7 +85,7 @@ class Critic:
     ) -> tuple[Tensor, Figures]:
         """A micro-batch's part of the critic's loss, times its factor, and of the figures. `mask` [B, P]."""
         e: Experience = batch["experience"]
-        assert e.values is not None and e.returns is not None and self.stepper.counts is not None
+        assert e.values is not None and e.returns is not None
         then, returns = (known[:, keep].to(found[0].device) for known in (e.values, e.returns))
         clip = self.asked.clip or None
         loss, figures = value_loss(_at(found[0], keep), then, returns, mask, self.stepper.counts, clip)

@@ -43,13 +43,13 @@ class Limit:
 
     def _parting(self, batch: dict[str, Any], row: int | None) -> str:
         """Where rollout and trainer part in a row of a micro-batch; a rank with none (None) runs along."""
-        stepper, engine, rollout = self.stepper, self.stepper.engine, self.stepper.rollout
-        assert engine is not None and rollout is not None
+        stepper, engine, rollout = self.stepper, self.stepper.roles.engine, self.stepper.rollout
         prompt, tokens = None, np.zeros(0, dtype=np.int64)
         if row is not None:
             completion = rollout.completions[batch["experience"].rows[row]]
             sample, tokens = rollout.prompts[completion.prompt], completion.tokens
-            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], stepper.pad_id)
+            pad_id = stepper.prompts.encoder.pad_id
+            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], pad_id)
         keep, *_ = stepper.judged(batch, 1.0)
 
         def train() -> None:

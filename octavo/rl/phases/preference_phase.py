@@ -41,7 +41,6 @@ class Preferring(Phase):
     names = ("preference",)
 
     def __init__(self) -> None:
-        self.stepper = PreferenceStepper
         self._held: data.EvalSet | None = None
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
@@ -58,6 +57,11 @@ class Preferring(Phase):
         assert isinstance(stepper, PreferenceStepper)
         found = super().evaluate(stepper, evalset, shown)
         return found if self._held is None else {**found, **stepper.on_held_out(self._held)}
+
+    def stepper(
+        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+    ) -> PreferenceStepper:
+        return PreferenceStepper.of(plain)
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)

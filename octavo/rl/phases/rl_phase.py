@@ -15,11 +15,12 @@ from octavo.config import Config
 from octavo.config.sections.rl import RlSection
 from octavo.models.folder.folder import at
 from octavo.rl.objectives.metrics import TRL_NAMES
-from octavo.rl.phases.completions_log import Shown
+from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import reference_for
 from octavo.rl.phases.reward_errors import Faults
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
+from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.rollout import held_out
 from octavo.rl.rollout.same_weights import PROVEN
@@ -44,7 +45,6 @@ class Reinforcing(Phase):
     exhausts = True
 
     def __init__(self) -> None:
-        self.stepper = RlStepper
         self.rewards: Rewards | None = None
         self.faults: Faults | None = None
         self._loader: data.Loader | None = None
@@ -81,48 +81,62 @@ class Reinforcing(Phase):
         figures = super().evaluate(stepper, evalset, shown if self._asked is None else None)
         if self._asked is None:
             return figures
-        assert isinstance(stepper, RlStepper) and stepper.engine is not None and self.rewards is not None
-        section, sampling = stepper.settings.section, stepper.settings.sampling(stepper.number, stepper.places)
-        prompts = [prompt for batch in self._asked for prompt in batch]
-        told = held_out(
-            stepper.engine, self.rewards, stepper.tokenizer, prompts, sampling, section, stepper.world,
-            lambda at: stepper.doing(f"held-out answers {at}"), shown,
-        )  # fmt: skip
-        if self.faults is not None:
-            self.faults.tell()
-        return {**figures, **told}
+        assert isinstance(stepper, RlStepper)
+        roles, section = stepper.roles, stepper.settings.section
+        rewards = held_out(
+            roles.engine,
+            roles.rewards,
+            roles.tokenizer,
+            [prompt for batch in self._asked for prompt in batch],
+            stepper.settings.sampling(stepper.number, stepper.prompts.encoder.places),
+            section,
+            stepper.world,
+            lambda at: stepper.doing(f"held-out answers {at}"),
+            shown,
+        )
+        stepper.faults.tell()
+        return {**figures, **rewards}
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        assert isinstance(stepper, RlStepper) and self.rewards is not None and self._loader is not None
-        if stepper.settings.section.invariant and (why := fp8.not_invariant(stepper.model)):
+    def stepper(
+        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+    ) -> RlStepper:
+        assert self.rewards is not None and self._loader is not None
+        section, world, forward = Settings.of(plain.cfg).section, plain.world, plain.forward
+        if section.invariant and (why := fp8.not_invariant(plain.model)):
             raise TrainError(f"rl.invariant: true cannot be: {why}")
-        settings = stepper.settings
-        forward = stepper.forward
 
         def dummy_image(needed: bool) -> None:
             forward.images = not needed
 
-        stepper.engine = generation.Engine(
-            stepper.model,
+        engine = generation.Engine(
+            plain.model,
             processor,
-            generation.Context(forward.autocast, forward.dtype, stepper.world, dummy_image),
-            slots=settings.section.slots or 1,  # each rollout says
-            kv=settings.section.kv,
-            pages=settings.section.pages,
-            invariant=settings.section.invariant,
+            generation.Context(forward.autocast, forward.dtype, world, dummy_image),
+            slots=section.slots or 1,  # each rollout says
+            kv=section.kv,
+            pages=section.pages,
+            invariant=section.invariant,
             say=say,
         )
-        encoder = self._loader.encoder
-        stepper.tokenizer, stepper.pad_id, stepper.places = encoder.tokenizer, encoder.pad_id, encoder.places
-        stepper.rewards, stepper.more = self.rewards, self._loader
-        stepper.faults = self.faults = Faults(self.rewards, stepper.world, say, step, stepper.cfg.run.encrypt)
-        if settings.beta:
-            stepper.reference = reference_for(settings.section.reference, stepper, directory / PLAN, say)
-        found = read_json(directory / PROOF) or {}
-        safe_read.check_form(found, {"rollouts": PROVEN}, directory / PROOF, TrainError)
-        stepper.same.resume(found.get("rollouts") or {}, step)
-        if stepper.world.is_main:
-            stepper.shown = Shown(directory, settings.section.show, step, stepper.cfg.run.encrypt)
+        held = bool(Settings.of(plain.cfg).beta)
+        reference = reference_for(section.reference, plain, directory / PLAN, say) if held else None
+        self.faults = Faults(self.rewards, world, say, step, plain.cfg.run.encrypt)
+        stepper = RlStepper.of(
+            plain,
+            roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
+            prompts=self._loader,
+            faults=self.faults,
+            log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
+        )
+        proof = read_json(directory / PROOF) or {}
+        safe_read.check_form(proof, {"rollouts": PROVEN}, directory / PROOF, TrainError)
+        stepper.same.resume(proof.get("rollouts") or {}, step)
+        return stepper
+
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        assert isinstance(stepper, RlStepper)
+        if stepper.log is not None:
+            stepper.log.begin(step)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """Which steps learnt by the weights that wrote their completions; `stale`: so many updates before."""

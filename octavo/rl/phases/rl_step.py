@@ -14,26 +14,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, generation
+from octavo import data
 from octavo.rl.objectives.advantages import ADVANTAGES, informative
 from octavo.rl.objectives.importance import UNLIMITED, gap, weights
 from octavo.rl.objectives.metrics import Figures, add_up, kind, whole
 from octavo.rl.objectives.penalties import difference_of, kl, overlong, without_truncated
 from octavo.rl.objectives.policy import Batch, Counts, policy_loss
-from octavo.rl.phases.completions_log import Shown, shown_lines
+from octavo.rl.phases.completions_log import CompletionsLog, completion_lines
 from octavo.rl.phases.critic import Critic
 from octavo.rl.phases.mismatch_limit import Limit
-from octavo.rl.phases.reference import Reference, as_in_rollouts, watched_by_nobody, with_bytes
+from octavo.rl.phases.reference import as_in_rollouts, watched_by_nobody, with_bytes
 from octavo.rl.phases.reward_errors import Faults
 from octavo.rl.phases.settings import Settings
-from octavo.rl.rewards import Rewards
+from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, spread
 from octavo.rl.rollout.rollout import means, of_groups, scored, written
 from octavo.rl.rollout.same_weights import SameWeights
@@ -48,40 +48,36 @@ from octavo.train.step.update import Loss
 DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room for others
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RlStepper(Stepper):
-    """Makes a step of prompts."""
+    """Makes a step of prompts. ``prompts``: the loader, of which a step may take more than its own; ``faults``: reports
+    rewards that gave no number; ``log``: takes completions for people (None: another rank writes it)."""
 
-    engine: generation.Engine | None = None
-    rewards: Rewards | None = None
-    reference: Reference | None = None
-    tokenizer: Any = None
-    pad_id: int = 0
-    places: tuple[int, ...] = ()
-    more: data.Loader | None = None
-    shown: Shown | None = None
-    faults: Faults | None = None
-    counts: Counts | None = None
-    told: list[Figures] = field(default_factory=list)
-    cached: int = 0
-    learnt: tuple[Batches, Batches] | None = None
-    pending: Written | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    written: int = 0
+    roles: Roles
+    prompts: data.Loader
+    faults: Faults
+    log: CompletionsLog | None = None
 
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
         self.same = SameWeights(self.model)
         self.critic = Critic(self) if self.settings.values else None
-        self.rollout: Rollout | None = None
         self.limit = Limit(self)
+        self.rollout = Rollout([], [], [], np.zeros(0))  # of the step under way
+        self.counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the update under way
+        self.told: list[Figures] = []  # of the micro-batches of the step so far
+        self.cached = self.written = 0  # bytes of keys and values, and tokens, of the step's rollouts
+        self._first_update: tuple[Batches, Batches] | None = None  # prompts of a step, micro-batches that they became
+        self._pending: Written | None = None  # `rl.stale`: what the next step learns from
+        self._resumed: dict[str, Tensor] = {}  # what a checkpoint has of that
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
         began = time.perf_counter()
         self.cached = self.written = 0
-        due = self._due([*batches])
-        self.rollout, figures = rollout, _ = due.rollout, dict(due.figures)
+        due = self.next_rollout([*batches])
+        rollout, figures = due.rollout, dict(due.figures)
+        self.rollout = rollout
         rolled = time.perf_counter()
         self.world.at(f"step {self.number}, forward and backward")
         self.doing("training")
@@ -97,7 +93,7 @@ class RlStepper(Stepper):
         for _ in range(self.settings.section.epochs):
             for part in updates:
                 if not results:
-                    self.learnt = batches, part
+                    self._first_update = batches, part
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._means(results)
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
@@ -108,30 +104,31 @@ class RlStepper(Stepper):
         written = self.world.sum(torch.tensor(self.written, dtype=torch.float64))  # of every draw
         figures["rollout_tokens_per_s"] = float(written) / spent[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
-        lines = self.world.gather_objects(shown_lines(self.number, rollout, self.settings.section.show, due.weights))
-        if self.shown is not None:
-            self.shown.write(sum(lines, []))
-        results[0] = with_bytes(results[0], self.reference, kv_cache=self.cached)
+        lines = completion_lines(self.number, rollout, self.settings.section.show, due.weights)
+        every = self.world.gather_objects(lines)
+        if self.log is not None:
+            self.log.write(sum(every, []))
+        results[0] = with_bytes(results[0], self.roles.reference, kv_cache=self.cached)
         return _joined(results, figures)
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
-    def _due(self, prompts: list[data.PromptSample]) -> Written:
+    def next_rollout(self, prompts: list[data.PromptSample]) -> Written:
         """What this step learns from: completions of its prompts; with `rl.stale` those that wait for it, while these
         prompts are the next step's."""
         if not self.settings.section.stale:
-            return Written(*self.rolled(prompts, self.number), self.number - 1)
-        assert self.more is not None
-        due = self.pending or waiting(self.kept, self.more.at, self._text, self.world)
-        self.kept = {}
+            return Written(*self.sample_step(prompts, self.number), self.number - 1)
+        due = self._pending or waiting(self._resumed, self.prompts.at, self._text, self.world)
+        self._resumed = {}
         if due is None:
-            due, prompts = self._ahead(prompts, self.number), [*next(self.more)]
-        self.pending = None if self.number == self.cfg.train.steps else self._ahead(prompts, self.number + 1)
+            due, prompts = self._sample_ahead(prompts, self.number), [*next(self.prompts)]
+        last = self.number == self.cfg.train.steps
+        self._pending = None if last else self._sample_ahead(prompts, self.number + 1)
         return due
 
-    def _ahead(self, prompts: list[data.PromptSample], step: int) -> Written:
+    def _sample_ahead(self, prompts: list[data.PromptSample], step: int) -> Written:
         """Completions for a step, with their log-probabilities by the trainer as it is."""
-        rollout, figures = self.rolled(prompts, step)
+        rollout, figures = self.sample_step(prompts, step)
         self.rollout = rollout
         batches = [batch for part in self._cut(rollout) for batch in part]
         self._remember(batches, old=True, beside=False)
@@ -143,33 +140,33 @@ class RlStepper(Stepper):
         return Written(replace(rollout, old=[old[row] for row in sorted(old)]), figures, self.number - 1)
 
     def state(self) -> dict[str, Tensor]:
-        return {} if self.pending is None else self.pending.tensors(self.world.rank)
+        return {} if self._pending is None else self._pending.tensors(self.world.rank)
 
     def resumed(self, extra: Mapping[str, Tensor]) -> None:
-        self.kept = dict(extra)
+        self._resumed = dict(extra)
 
     def _text(self, tokens: np.ndarray) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.roles.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def rolled(self, prompts: list[data.PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
+    def sample_step(self, prompts: list[data.PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
         """Completions for a step with their rewards, and figures over all ranks, of the first draw where it takes
         several."""
-        rollout = self._roll(prompts, step)
-        learnt = self._punished(rollout)
+        first_draw = self._roll(prompts, step)
+        rollout = self.add_length_penalty(first_draw)
         figures: dict[str, Any] = {
-            **means(learnt, self.world, self.settings.section),
-            **of_groups(learnt, self.world),
+            **means(rollout, self.world, self.settings.section),
+            **of_groups(rollout, self.world),
         }
         if not self.settings.refill:
-            return learnt, figures
-        wanted, kept, draws = len(self._numbers(rollout)), _informative(rollout), 1
-        while len(self._numbers(kept)) < wanted and draws < DRAWS:
-            assert self.more is not None
-            kept = kept.and_then(_informative(self._roll([*next(self.more)], step)))
+            return rollout, figures
+        wanted, draws = len(self._numbers(first_draw)), 1
+        rollout = _informative(first_draw)
+        while len(self._numbers(rollout)) < wanted and draws < DRAWS:
+            rollout = rollout.and_then(_informative(self._roll([*next(self.prompts)], step)))
             draws += 1
-        first = set(self._numbers(kept)[:wanted])  # of all ranks, so that they are those that one rank would take
-        kept = kept.of([p for p, prompt in enumerate(kept.prompts) if prompt.number in first])
-        return self._punished(kept), figures | {"sampling/draws": float(draws)}
+        first = set(self._numbers(rollout)[:wanted])  # of all ranks: the prompts that one rank would take
+        rollout = rollout.of([p for p, prompt in enumerate(rollout.prompts) if prompt.number in first])
+        return self.add_length_penalty(rollout), figures | {"sampling/draws": float(draws)}
 
     def _numbers(self, rollout: Rollout) -> list[int]:
         """The numbers of the prompts of all ranks in the data's order."""
@@ -177,28 +174,27 @@ class RlStepper(Stepper):
         return sorted(number for mine in every for number in mine)
 
     def _roll(self, prompts: list[data.PromptSample], step: int) -> Rollout:
-        section, engine = self.settings.section, self.engine
-        assert engine is not None and self.rewards is not None
+        section, roles = self.settings.section, self.roles
         self.world.at(f"step {self.number}, rollout")
-        sampling = self.settings.sampling(step, self.places)
-        completions, held = written(engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
+        sampling = self.settings.sampling(step, self.prompts.encoder.places)
+        completions, held = written(roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
         self.cached = max(self.cached, held)
         self.written += sum(len(c.tokens) for c in completions)
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
-        rollout = scored(self.rewards, self.tokenizer, prompts, completions)
-        if self.faults is not None:
-            self.faults.tell()
+        rollout = scored(roles.rewards, roles.tokenizer, prompts, completions)
+        self.faults.tell()
         return rollout
 
-    def _punished(self, rollout: Rollout) -> Rollout:
-        """With less for long completions: after rewards alone have said which groups tell completions apart (DAPO)."""
+    def add_length_penalty(self, rollout: Rollout) -> Rollout:
+        """The rollout with less reward for long completions (DAPO); which groups are informative was decided before, by
+        rewards only."""
         if not self.settings.overlong:
             return rollout
         lengths = torch.from_numpy(rollout.lengths)
-        less = overlong(lengths, self.settings.section.max_new_tokens, self.settings.overlong).double().numpy()
-        return replace(rollout, rewards=rollout.rewards + less)
+        penalty = overlong(lengths, self.settings.section.max_new_tokens, self.settings.overlong).double().numpy()
+        return replace(rollout, rewards=rollout.rewards + penalty)
 
     def _slowest(self, *seconds: float) -> list[float]:
         return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())
@@ -215,7 +211,7 @@ class RlStepper(Stepper):
         most = torch.tensor([len(part) * rollout.group for part in prompts], dtype=torch.float64)
         numbers = [max(1, -(-int(n) // size)) for n in self.world.all_reduce_max(most)]
         return [
-            micro_batches(rollout, part, size, number, self.pad_id)
+            micro_batches(rollout, part, size, number, self.prompts.encoder.pad_id)
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
@@ -240,12 +236,12 @@ class RlStepper(Stepper):
 
     def _refer(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor | None:
         """The reference's log-probabilities [B, P], computed once a step; None where there is no reference."""
-        if self.reference is None:
+        if self.roles.reference is None:
             return None
         experience: Experience = batch["experience"]
         if experience.ref is None:
-            found = self.reference(batch, keep, target, self.settings.section.temperature)
-            experience.ref = spread(found, keep, batch)
+            logs = self.roles.reference(batch, keep, target, self.settings.section.temperature)
+            experience.ref = spread(logs, keep, batch)
         return experience.ref[:, keep].to(self.world.device)
 
     def _judge(self, rollout: Rollout, updates: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -303,7 +299,6 @@ class RlStepper(Stepper):
         """The objective of a micro-batch, its part of the update's."""
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
-        assert n is not None
         with self.rows(), self._beside() as values:
             logs, entropy = log_probs(
                 self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
@@ -364,8 +359,8 @@ class RlStepper(Stepper):
     def forwards(self, batches: Batches) -> dict[str, int]:
         """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,
         whether any will."""
-        if self.learnt is not None and self.learnt[0] is batches:
-            batches = self.learnt[1]
+        if self._first_update is not None and self._first_update[0] is batches:
+            batches = self._first_update[1]
         if batches and isinstance(batches[0], dict):
             found = super().forwards(batches)
             return self.critic.forwards(found) if self.critic else found

@@ -1,20 +1,41 @@
-"""What critic and limit ask of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`) that they are a part of."""
+"""What the parts of a step of reinforcement learning know of each other: who takes part with the policy, and what the
+critic and the limit ask of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`)."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from octavo import data
 from octavo.config import Config
 from octavo.generation import Engine
 from octavo.parallel import World
 from octavo.rl.objectives.metrics import Figures
 from octavo.rl.objectives.policy import Counts
+from octavo.rl.phases.reference import Reference
 from octavo.rl.phases.settings import Settings
+from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout
 from octavo.train.forward.forward import Forward
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who takes part in a step with the policy.
+
+    engine     writes completions with the policy's weights
+    rewards    judge completions
+    reference  has the log-probabilities that the objective holds the policy to; None: the objective has no such term
+    tokenizer  gives the text of completions
+    """
+
+    engine: Engine
+    rewards: Rewards
+    reference: Reference | None
+    tokenizer: Any
 
 
 class Learner(Protocol):
@@ -24,10 +45,10 @@ class Learner(Protocol):
     world: World
     forward: Forward
     settings: Settings
-    engine: Engine | None
-    rollout: Rollout | None
-    pad_id: int
-    counts: Counts | None
+    roles: Roles
+    prompts: data.Loader
+    rollout: Rollout
+    counts: Counts
     told: list[Figures]
 
     def rows(self) -> AbstractContextManager[object]: ...

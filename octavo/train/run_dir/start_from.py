@@ -1,5 +1,4 @@
-"""What a run begins with that takes only the weights of another run (`run.start_from`): a checkpoint, found and
-checked.
+"""What a run begins with that takes only another run's weights (`run.start_from`): a checkpoint, found and checked.
 
 Model and adapters come from there; optimizer, schedule, random numbers and place in the data are new, so the settings
 of the two runs may differ in all that does not change what the weights are. Which checkpoint it was stays in the run's

@@ -67,8 +67,10 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     inputs = _data(cfg, world, start, phase, say)
     planned = _plan(cfg, world, start, inputs, say, tell)
-    trained = _model(cfg, world, context, phase, inputs, planned, say)
-    stepper = trained.stepper
+    trained = _model(cfg, world, context, inputs, planned, say)
+    stepper = phase.stepper(trained.stepper, inputs.processor, start.directory, start.step, say)
+    if cfg.train.cuda_graphs:
+        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, trained.base)
     phase.begin(stepper, inputs.processor, start.directory, progress.step, say)
     if start.checkpoint is not None:  # a resume that is refused leaves what the run was recorded on
@@ -181,7 +183,7 @@ def _note_pixels(counters: Any, processor: Any, say: Say) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """What makes a run's steps, and the frozen weights as they were read."""
+    """The model in a stepper of SFT, and its frozen weights as they were read."""
 
     stepper: Stepper
     base: base.Base
@@ -191,12 +193,11 @@ def _model(
     cfg: Config,
     world: parallel.World,
     context: parallel.Context | None,
-    phase: Phase,
     inputs: _Data,
     planned: _Plan,
     say: Say,
 ) -> _Model:
-    """The model, loaded, converted, sharded and filled, with its optimizer and the stepper of the phase."""
+    """The model, loaded, converted, sharded and filled, with its forward and its optimizer."""
     plan, family = planned.plan, planned.family
     if cfg.train.cuda_graphs:
         refuse_cuda_graphs(cuda_graphs.why_never(plan, world))
@@ -230,10 +231,9 @@ def _model(
     if lows:
         fp8.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
-    stepper = phase.stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
+    stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
     if cfg.train.cuda_graphs:
         refuse_cuda_graphs(cuda_graphs.why_not_this(model, family, balance))
-        stepper.graphs = cuda_graphs.Graphs(model, world.device, stepper.loss_at, say)
     return _Model(stepper, frozen)
 
 

@@ -21,15 +21,13 @@ from octavo.train.step.step import Stepper
 class Phase:
     """Pretraining and supervised fine-tuning: rows that hold what is to be said.
 
-    names    values of `train.phase` that it is for
-    stepper  makes a step of a loader's batches; called as :class:`Stepper` is
+    names        values of `train.phase` that it is for
     tensorboard  figures of its rows that TensorBoard has under another name
     starved      what mends a run of steps that hold nothing to learn from
     exhausts     whether a run that has learnt may come to a point where nothing is left to learn, and still finish
     """
 
     names: tuple[str, ...] = ("pretrain", "sft")
-    stepper: Callable[..., Stepper] = Stepper
     tensorboard: Mapping[str, str] = {}
     starved: str = "Raise train.seq_length, lower data.max_pixels or data.min_pixels, or mend the rows"
     exhausts: bool = False
@@ -53,6 +51,13 @@ class Phase:
     def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
         """The held-out data; None where the configuration names none."""
         return data.eval_set(cfg, processor, **share)
+
+    def stepper(
+        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+    ) -> Stepper:
+        """What makes a step of a loader's batches, with all that `plain` has. The run is going to be resumed after
+        `step`; nothing of its directory may change yet. Arguments as those of `begin`."""
+        return plain
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,11 @@ class Stepper:
     judge: Judge | None = None
     check: Check | None = None
     doing: Callable[[str], None] = lambda what: None
+
+    @classmethod
+    def of(cls, plain: Stepper, **more: Any) -> Self:
+        """The stepper of a phase: all that `plain` has, and `more`, which this class has besides."""
+        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **more)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
