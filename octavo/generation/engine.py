@@ -64,6 +64,7 @@ class Engine:
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}
         self._to, self._said = say, set[str]()
+        self._stops: dict[tuple[str, ...], Stops] = {}
 
     @property
     def in_place(self) -> bool:
@@ -89,8 +90,9 @@ class Engine:
             raise GenerationError(f"group is {group}; at least 1 completion of each prompt is made.")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling, group)
-        stops = Stops.of(self.caller.model, self.processor, sampling.stop)
-        return self._run(prompts, sampling, group, stops, progress)
+        if sampling.stop not in self._stops:  # which asks the chat template how it ends answers
+            self._stops[sampling.stop] = Stops.of(self.caller.model, self.processor, sampling.stop)
+        return self._run(prompts, sampling, group, self._stops[sampling.stop], progress)
 
     @torch.no_grad()
     def replay(self, prompt: Prompt | None, tokens: np.ndarray) -> None:

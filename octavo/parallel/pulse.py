@@ -25,14 +25,11 @@ NAMED = 4  # ranks that a message names
 
 @dataclass
 class Marks:
-    """What the main thread has passed: ``count`` marks, the last of them ``place``, in words."""
+    """What the main thread has passed: ``count`` marks, the last of them ``place``, in words. Each is the beginning of
+    something that all ranks do."""
 
     count: int = 0
     place: str = "the start"
-
-    def at(self, place: str) -> None:
-        """The main thread begins something that all ranks do."""
-        self.count, self.place = self.count + 1, place
 
 
 class Pulse:

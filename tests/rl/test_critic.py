@@ -109,7 +109,7 @@ def test_an_update_is_what_plain_fp64_says(reinforcing: Make, monkeypatch, head,
     stepper, rollout = seen.stepper, seen.stepper.rollout
     stock = models.load(cfg.model.path, dtype=torch.float32).double()
     layers = adapters.attached(stepper.model)
-    (batch,) = micro_batches(rollout, [2, 0, 3, 1], 16, 1, stepper.prompts.encoder.pad_id)
+    (batch,) = micro_batches(rollout, [2, 0, 3, 1], 16, 1, stepper.pad_id)
     keep, target, _ = stepper.judged(batch, 1.0)
     rows, mask = [*batch["experience"].rows], target != losses.IGNORE
     scores = torch.from_numpy(rollout.rewards[rows])

@@ -12,7 +12,7 @@ from octavo.config import Config
 from octavo.rl.phases import preference_phase as preferences
 from octavo.rl.phases import rl_step as rollouts
 from octavo.rl.rollout import rollout
-from octavo.rl.rollout.rollout_batch import slots_for
+from octavo.rl.rollout.rollout import slots_for
 from octavo.train import TrainError
 from octavo.train.estimate.memory.footprint import Footprint, Footprints
 from octavo.train.estimate.memory.switches import savings

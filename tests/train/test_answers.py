@@ -8,7 +8,7 @@ import torch
 from octavo.base import encryption
 from octavo.data.batching.collate import Meta
 from octavo.rl.phases.completions_log import CompletionsLog
-from octavo.train.callbacks.answer_samples import ANSWERS, LENGTH, Answers
+from octavo.train.callbacks.evaluation_and_health import ANSWERS, LENGTH, Answers
 from octavo.train.forward.evaluation import Answer, Place, _shown
 
 WORDS = {0: "<end>", **{number: f"w{number}" for number in range(1, 9)}}

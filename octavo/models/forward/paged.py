@@ -142,7 +142,8 @@ def positions(
         return plain.expand(3, -1), len(ids)
     kinds = (ids == family.image_token_id).long() if kinds is None else kinds
     of_rows, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
-    of_rows = set_times(model, of_rows, kinds[None], videos or {})
+    if videos:
+        of_rows = set_times(model, of_rows, kinds[None], videos)
     return of_rows[:, 0], int(of_rows.max()) + 1
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from octavo.rl.objectives.metrics import Figures, highest, lowest
-from octavo.rl.objectives.penalties import difference_of
 
+LARGEST = 20.0  # nats: a ratio of two probabilities is cut to e^-20 .. e^20, so that no product is inf * 0
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask"]
 
@@ -72,6 +72,11 @@ class Correction:
 
 UNLIMITED = Correction(high=math.inf)
 """Of weights that are looked at and not used."""
+
+
+def difference_of(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """log p - log q of each token, exactly 0 where the mask is 0, whatever stands there, and so is its gradient."""
+    return torch.where(mask.bool(), logps - others, 0.0).clamp(-LARGEST, LARGEST)
 
 
 def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -> Figures:

@@ -19,8 +19,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from octavo.rl.objectives.importance import difference_of
+
 Kl = Literal["k1", "k2", "k3"]
-LARGEST = 20.0  # nats: a ratio of two probabilities is cut to e^-20 .. e^20, so that no product is inf * 0
 
 
 def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
@@ -33,11 +34,6 @@ def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
     if estimator == "k2":
         return difference.square() / 2
     return torch.expm1(-difference) + difference
-
-
-def difference_of(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """log p - log q of each token, exactly 0 where the mask is 0, whatever stands there, and so is its gradient."""
-    return torch.where(mask.bool(), logps - others, 0.0).clamp(-LARGEST, LARGEST)
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:

@@ -25,8 +25,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.rl.objectives.importance import LARGEST, difference_of
 from octavo.rl.objectives.metrics import Figures, highest, lowest
-from octavo.rl.objectives.penalties import LARGEST, Kl, difference_of, kl
+from octavo.rl.objectives.penalties import Kl, kl
 
 
 @dataclass(frozen=True)

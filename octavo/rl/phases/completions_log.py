@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.base.encryption import SUFFIX, append
+import numpy as np
+
+from octavo.base.encryption import SUFFIX
 from octavo.rl.rollout.experience import Rollout
-from octavo.train.callbacks.metrics import finite
-from octavo.train.run_dir.run_dir import truncate_metrics
+from octavo.train.run_dir.run_dir import append_lines, truncate_metrics
 
 COMPLETIONS = "completions.jsonl"
 
@@ -27,7 +28,7 @@ class CompletionsLog:
 
     def write(self, lines: list[str]) -> None:
         """The first lines of a step, of those that :func:`completion_lines` makes on each rank, in the ranks' order."""
-        append(self.file, lines[: self.count])
+        append_lines(self.file, lines[: self.count])
 
 
 def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
@@ -41,8 +42,13 @@ def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> l
             "step": step, "weights": weights, "file": prompt.file, "row": prompt.row, "sample": completion.sample,
             "prompt": prompt.columns.get("prompt"), "answer": prompt.answer, "completion": rollout.texts[number],
             "tokens": len(completion.tokens), "ended": completion.reason, "reward": float(rollout.rewards[number]),
-            "rewards": {name: finite(float(scores[number])) for name, scores in rollout.scores.items()},
+            "rewards": {name: _number(scores[number]) for name, scores in rollout.scores.items()},
             "advantage": None if rollout.advantages is None else float(rollout.advantages[number]),
         }  # fmt: skip
         lines.append(json.dumps(line) + "\n")
     return lines
+
+
+def _number(score: float) -> float | None:
+    """As JSON has it."""
+    return float(score) if np.isfinite(score) else None

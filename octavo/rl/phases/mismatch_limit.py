@@ -17,17 +17,15 @@ from octavo.train import TrainError
 
 
 class Limit:
-    """Of one run."""
+    """Of one run, which names a limit or has `rl.invariant`, where it is 0."""
 
     def __init__(self, stepper: Learner) -> None:
         section = stepper.settings.section
         self.stepper, self.asked = stepper, section.max_gap
-        self.most = 0.0 if section.invariant and section.max_gap is None else section.max_gap
+        self.most = 0.0 if section.max_gap is None else section.max_gap
 
     def hold(self, batch: dict[str, Any], gaps: Tensor) -> None:
         """Stop before weights are updated by what another policy wrote. `gaps` [B, P]: |d log p|. A collective."""
-        if self.most is None:
-            return
         world, each = self.stepper.world, gaps.amax(dim=1)
         every = world.gather_objects(float(each.max()))
         if max(every) <= self.most:
@@ -48,8 +46,7 @@ class Limit:
         if row is not None:
             completion = rollout.completions[batch["experience"].rows[row]]
             sample, tokens = rollout.prompts[completion.prompt], completion.tokens
-            pad_id = stepper.prompts.encoder.pad_id
-            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], pad_id)
+            prompt, batch = prompt_of(sample), data.collate([with_completion(sample, completion)], stepper.pad_id)
         keep, *_ = stepper.judged(batch, 1.0)
 
         def train() -> None:

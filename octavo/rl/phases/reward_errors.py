@@ -12,8 +12,8 @@ from octavo.rl.rewards import Rewards
 
 
 class Faults:
-    """Of a run's rewards on all ranks, after `step`; `say` takes lines for people. `withhold`: sentences are not told,
-    which may quote a completion."""
+    """Of a run's rewards on all ranks, after `step`, where they do not end the run; `say` takes lines for people.
+    `withhold`: no sentences, which may quote a completion."""
 
     def __init__(
         self, rewards: Rewards, world: World, say: Callable[[str], None], step: int, withhold: bool = False
@@ -23,9 +23,7 @@ class Faults:
         self._counts: Counter[str] = Counter()
 
     def tell(self) -> None:
-        """Say what is new since the last call. A collective where faults count 0; nothing where they end the run."""
-        if self._rewards.on_bad != "zero":
-            return
+        """Say what is new since the last call. A collective."""
         for sentences, counts in self._world.gather_objects(self._rewards.taken()):
             self._counts += counts
             for sentence in () if self._withhold else sentences:

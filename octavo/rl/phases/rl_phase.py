@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,39 +89,37 @@ class Reinforcing(Phase):
             roles.rewards,
             roles.tokenizer,
             [prompt for batch in self._asked for prompt in batch],
-            stepper.settings.sampling(stepper.number, stepper.prompts.encoder.places),
+            replace(stepper.sampling, step=stepper.number),
             section,
             stepper.world,
             lambda at: stepper.doing(f"held-out answers {at}"),
             shown,
         )
-        stepper.faults.tell()
+        if stepper.faults is not None:
+            stepper.faults.tell()
         return {**figures, **rewards}
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
     ) -> RlStepper:
         assert self.rewards is not None and self._loader is not None
-        section, world, forward = Settings.of(plain.cfg).section, plain.world, plain.forward
+        settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
+        section = settings.section
         if section.invariant and (why := fp8.not_invariant(plain.model)):
             raise TrainError(f"rl.invariant: true cannot be: {why}")
-
-        def dummy_image(needed: bool) -> None:
-            forward.images = not needed
-
         engine = generation.Engine(
             plain.model,
             processor,
-            generation.Context(forward.autocast, forward.dtype, world, dummy_image),
+            generation.Context(forward.autocast, forward.dtype, world, forward.needs_dummy),
             slots=section.slots or 1,  # each rollout says
             kv=section.kv,
             pages=section.pages,
             invariant=section.invariant,
             say=say,
         )
-        held = bool(Settings.of(plain.cfg).beta)
-        reference = reference_for(section.reference, plain, directory / PLAN, say) if held else None
-        self.faults = Faults(self.rewards, world, say, step, plain.cfg.run.encrypt)
+        reference = reference_for(section.reference, plain, directory / PLAN, say) if settings.beta else None
+        if self.rewards.on_bad == "zero":
+            self.faults = Faults(self.rewards, world, say, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),

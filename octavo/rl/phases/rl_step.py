@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data
+from octavo import data, fp8
 from octavo.rl.objectives.advantages import ADVANTAGES, informative
-from octavo.rl.objectives.importance import UNLIMITED, gap, weights
+from octavo.rl.objectives.importance import UNLIMITED, difference_of, gap, weights
 from octavo.rl.objectives.metrics import Figures, add_up, kind, whole
-from octavo.rl.objectives.penalties import difference_of, kl, overlong, without_truncated
+from octavo.rl.objectives.penalties import kl, overlong, without_truncated
 from octavo.rl.objectives.policy import Batch, Counts, policy_loss
 from octavo.rl.phases.completions_log import CompletionsLog, completion_lines
 from octavo.rl.phases.critic import Critic
 from octavo.rl.phases.mismatch_limit import Limit
-from octavo.rl.phases.reference import as_in_rollouts, watched_by_nobody, with_bytes
+from octavo.rl.phases.reference import watched_by_nobody, with_bytes
 from octavo.rl.phases.reward_errors import Faults
-from octavo.rl.phases.settings import Settings
+from octavo.rl.phases.settings import Settings, sampling_of
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, spread
 from octavo.rl.rollout.rollout import means, of_groups, scored, written
@@ -51,18 +51,21 @@ DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room
 @dataclass(kw_only=True)
 class RlStepper(Stepper):
     """Makes a step of prompts. ``prompts``: the loader, of which a step may take more than its own; ``faults``: reports
-    rewards that gave no number; ``log``: takes completions for people (None: another rank writes it)."""
+    rewards that gave no number (None: they end the run); ``log``: takes completions for people (None: another rank
+    has it)."""
 
     roles: Roles
     prompts: data.Loader
-    faults: Faults
+    faults: Faults | None = None
     log: CompletionsLog | None = None
 
     def __post_init__(self) -> None:
         self.settings = Settings.of(self.cfg)
+        section, encoder = self.settings.section, self.prompts.encoder
+        self.sampling, self.pad_id = sampling_of(section, self.settings.seed, 0, encoder.places), encoder.pad_id
         self.same = SameWeights(self.model)
         self.critic = Critic(self) if self.settings.values else None
-        self.limit = Limit(self)
+        self.limit = Limit(self) if section.invariant or section.max_gap is not None else None
         self.rollout = Rollout([], [], [], np.zeros(0))  # of the step under way
         self.counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the update under way
         self.told: list[Figures] = []  # of the micro-batches of the step so far
@@ -73,7 +76,7 @@ class RlStepper(Stepper):
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         """One step from this rank's prompts."""
-        began = time.perf_counter()
+        began, section = time.perf_counter(), self.settings.section
         self.cached = self.written = 0
         due = self.next_rollout([*batches])
         rollout, figures = due.rollout, dict(due.figures)
@@ -82,7 +85,7 @@ class RlStepper(Stepper):
         self.world.at(f"step {self.number}, forward and backward")
         self.doing("training")
         updates = self._cut(rollout)
-        several = self.settings.updates > 1 and not self.settings.section.stale
+        several = section.epochs * section.mini_batches > 1 and not section.stale
         old = several or bool(self.settings.beta and self.settings.kl_in == "reward")
         if old or self.critic:
             self._remember([batch for part in updates for batch in part], old)
@@ -90,7 +93,7 @@ class RlStepper(Stepper):
         self.told = []
         self.same.learns(self.number)
         results = []
-        for _ in range(self.settings.section.epochs):
+        for _ in range(section.epochs):
             for part in updates:
                 if not results:
                     self._first_update = batches, part
@@ -98,17 +101,18 @@ class RlStepper(Stepper):
         figures |= self._means(results)
         spent = self._slowest(rolled - began, time.perf_counter() - rolled)
         figures.pop("completions")
-        if self.settings.section.stale:
+        if section.stale:
             self.same.moved()
             figures["weights"] = due.weights
         written = self.world.sum(torch.tensor(self.written, dtype=torch.float64))  # of every draw
         figures["rollout_tokens_per_s"] = float(written) / spent[0]
         figures["training_tokens_per_s"] = sum(result.tokens for result in results) / spent[1]
-        lines = completion_lines(self.number, rollout, self.settings.section.show, due.weights)
+        lines = completion_lines(self.number, rollout, section.show, due.weights)
         every = self.world.gather_objects(lines)
         if self.log is not None:
             self.log.write(sum(every, []))
-        results[0] = with_bytes(results[0], self.roles.reference, kv_cache=self.cached)
+        if results[0].memory is not None:
+            results[0] = with_bytes(results[0], self.roles.reference, kv_cache=self.cached)
         return _joined(results, figures)
 
     # --- rollout ------------------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ class RlStepper(Stepper):
     def _roll(self, prompts: list[data.PromptSample], step: int) -> Rollout:
         section, roles = self.settings.section, self.roles
         self.world.at(f"step {self.number}, rollout")
-        sampling = self.settings.sampling(step, self.prompts.encoder.places)
+        sampling = replace(self.sampling, step=step)
         completions, held = written(roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
         self.cached = max(self.cached, held)
         self.written += sum(len(c.tokens) for c in completions)
@@ -184,7 +188,8 @@ class RlStepper(Stepper):
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
         rollout = scored(roles.rewards, roles.tokenizer, prompts, completions)
-        self.faults.tell()
+        if self.faults is not None:
+            self.faults.tell()
         return rollout
 
     def add_length_penalty(self, rollout: Rollout) -> Rollout:
@@ -211,7 +216,7 @@ class RlStepper(Stepper):
         most = torch.tensor([len(part) * rollout.group for part in prompts], dtype=torch.float64)
         numbers = [max(1, -(-int(n) // size)) for n in self.world.all_reduce_max(most)]
         return [
-            micro_batches(rollout, part, size, number, self.prompts.encoder.pad_id)
+            micro_batches(rollout, part, size, number, self.pad_id)
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
@@ -228,7 +233,8 @@ class RlStepper(Stepper):
                 if experience.old is None:
                     experience.old = spread(logs, keep, batch)
                     mask = self.mask(batch, losses.targets(batch["labels"]))
-                    self.limit.hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
+                    if self.limit:
+                        self.limit.hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
             if critic:
                 critic.remember(batch, keep, values)
             if beside:
@@ -308,7 +314,7 @@ class RlStepper(Stepper):
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        if experience.old is None:  # else it was held to the rollout as it was made
+        if experience.old is None and self.limit:  # else it was held to the rollout as it was made
             self.limit.hold(batch, difference_of(old, sampled, mask).abs())
         corrected, more = weights(old, sampled, mask, settings.correction or UNLIMITED, n.tokens, n.sequences)
         figures |= more
@@ -345,7 +351,7 @@ class RlStepper(Stepper):
 
     def rows(self) -> AbstractContextManager[object]:
         """Around a forward whose log-probabilities are held against the rollout's."""
-        return as_in_rollouts(self.cfg, self.model)
+        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
 
     def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
         """Figures of the updates of the step that had a token to learn from: means over them, or the smallest and

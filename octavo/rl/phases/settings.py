@@ -57,10 +57,6 @@ class Settings:
             _values(rl, own.values, cfg.lora is not None),
         )
 
-    def sampling(self, step: int, never: tuple[int, ...]) -> Sampling:
-        """Of the rollout of a step; `never`: tokens that stand for images."""
-        return sampling_of(self.section, self.seed, step, never)
-
     @property
     def updates(self) -> int:
         """Optimizer updates of a step."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from octavo import data
 from octavo.config import Config
 from octavo.generation import Engine
 from octavo.parallel import World
@@ -46,7 +45,7 @@ class Learner(Protocol):
     forward: Forward
     settings: Settings
     roles: Roles
-    prompts: data.Loader
+    pad_id: int
     rollout: Rollout
     counts: Counts
     told: list[Figures]

@@ -3,13 +3,15 @@ held-out data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo import fp8
 from octavo.base import safe_read
-from octavo.train.callbacks.answer_samples import Answers
+from octavo.base.encryption import SUFFIX
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
@@ -17,6 +19,9 @@ from octavo.train.forward.evaluation import Answer
 from octavo.train.run_dir import run_dir
 from octavo.train.step.nonfinite import refuse_weights
 from octavo.train.step.step import Batches, Observe
+
+ANSWERS = "answers.jsonl"
+LENGTH = 600
 
 
 class Proof(Callback):
@@ -92,6 +97,39 @@ class Figures(Callback):
             run.job.progress.health = result.health.summary()
         if result.zeroed is not None:
             step.row["zeroed_v"] = result.zeroed
+
+
+class Answers:
+    """Appends to answers.jsonl the first answers of each evaluation, for people to read; lines of steps after `step`,
+    where the run goes on, are dropped. With `encrypt` it is answers.jsonl.aes, of encrypted lines.
+
+    {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts of at most
+    :data:`LENGTH` characters, of a prompt its end.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Any, step: int, encrypt: bool = False) -> None:
+        self.file, self.tokenizer = directory / (ANSWERS + SUFFIX * encrypt), tokenizer
+        run_dir.truncate_metrics(self.file, step)
+
+    def write(self, step: int, answers: Sequence[Answer]) -> None:
+        rows = (
+            {
+                "step": step, "file": one.file, "row": one.row, "prompt": self._text(one.before)[-LENGTH:],
+                "wanted": self._text(one.wanted)[:LENGTH], "said": self._text(one.said)[:LENGTH],
+                "right": one.right, "reward": one.reward,
+            }
+            for one in answers
+        )  # fmt: skip
+        run_dir.append_lines(self.file, (json.dumps(row) + "\n" for row in rows))
+
+    def _text(self, said: Sequence[int] | str) -> str:
+        """Text, or what tokens say, with a stroke where control tokens stand."""
+        if isinstance(said, str):
+            return said
+        control = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
+        parts = (list(part) for special, part in itertools.groupby(said, control.__contains__) if not special)
+        lines = (str(self.tokenizer.decode(part)).strip() for part in parts)
+        return " | ".join(line for line in lines if line)
 
 
 class Evaluation(Callback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from octavo.data.skip_report import NOTED
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
@@ -50,7 +52,7 @@ class NotFinite(Callback):
             refuse_weights(run.model, run.world, f"after step {step.number}")
         if in_a_row < min(PATIENCE, run.cfg.train.steps):
             return
-        with compile.step(run.cfg.train.compile, eager=True):  # its hooks look inside blocks
+        with compile.step(eager=True) if run.cfg.train.compile else nullcontext():  # its hooks look inside blocks
             repeat = lambda: [stepper.backward(batch, 1.0) for batch in step.batches]  # noqa: E731
             where = first_source(run.model, repeat, run.world)
         raise TrainError(

@@ -89,6 +89,10 @@ class Forward:
         """Logits [B, P, V] at the positions `keep` [P] (None: all T)."""
         return self._run(batch, keep)[0]
 
+    def needs_dummy(self, needed: bool) -> None:
+        """Whether a forward that others make (an engine's) needs the dummy image of :func:`keep_towers_running`."""
+        self.images = not needed
+
     def part(self, batch: dict[str, Any]) -> slice:
         """The tokens of a batch that go through the model on this rank."""
         if self.context is None or "boundaries" not in batch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,7 +112,8 @@ def _run(
             display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
-            with StopRequest(cfg.run.timeout) as request, collecting(cfg.train.gc):
+            collector = collecting(cfg.train.gc) if cfg.train.gc is not None else nullcontext()
+            with StopRequest(cfg.run.timeout) as request, collector:
                 try:
                     result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
                 except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
@@ -143,7 +145,8 @@ def _begin(
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
     run_dir.settle(start, world, display.say)
     first = job.progress.step + 1
-    job.stepper.doing = display.doing
+    if display.console is not None:
+        job.stepper.doing = display.doing
     log = MetricsLog(start.directory, cfg.run.tensorboard, first, phase.tensorboard) if world.is_main else None
     rows = run_dir.read_rows(start.directory / run_dir.METRICS)
     return Run(

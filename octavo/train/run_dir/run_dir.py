@@ -20,7 +20,7 @@ skipped rows are lists of encrypted lines (NAME.jsonl.aes), and nothing else hol
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,7 @@ def enter(
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
-    first = start_from.find(cfg, world, say) if chosen is None else None
+    first = start_from.find(cfg, world, say) if chosen is None and cfg.run.start_from is not None else None
     found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
@@ -401,6 +401,15 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif old != new:
         yield key, old, new
+
+
+def append_lines(file: Path, lines: Iterable[str]) -> None:
+    """Append lines, each with its end, to a list of the run; encrypted ones where its name ends in `.aes`."""
+    if file.suffix == encryption.SUFFIX:
+        encryption.append(file, lines)
+        return
+    with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
+        out.writelines(lines)
 
 
 def truncate_metrics(file: Path, step: int) -> None:

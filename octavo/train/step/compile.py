@@ -46,14 +46,11 @@ def compile_blocks(model: nn.Module, family: models.Family, twice: bool = False)
 
 
 @contextmanager
-def step(compiled: bool, eager: bool) -> Iterator[None]:
-    """Around the forwards and backwards of one step; ``eager``: without the compiled code this time.
+def step(eager: bool) -> Iterator[None]:
+    """Around the forwards and backwards of one step of a compiled model; ``eager``: without the compiled code.
 
     Raises TrainError where the compiler fails.
     """
-    if not compiled:
-        yield
-        return
     import torch._dynamo
 
     stance = torch.compiler.set_stance("force_eager" if eager else "default")

@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from octavo.config import Config
 from octavo.train.errors import TrainError
 
@@ -74,13 +72,3 @@ class LossScale:
                 f"1, `good` less than {INTERVAL}. The file was changed; take another checkpoint"
             )
         self.value, self.good = value, good
-
-
-def scaled(loss: Tensor, scale: LossScale | None) -> Tensor:
-    """What backward starts from."""
-    return loss if scale is None else loss * scale.value
-
-
-def undoing(scale: LossScale | None) -> float:
-    """What gradients are multiplied by, exactly, to be those of the loss."""
-    return 1.0 if scale is None else 1.0 / scale.value

@@ -25,7 +25,6 @@ from octavo.train.forward.forward import Forward
 from octavo.train.forward.routing import ExpertLoad
 from octavo.train.step import compile
 from octavo.train.step.cuda_graphs import Graphs
-from octavo.train.step.loss_scale import scaled
 from octavo.train.step.memory_report import Memory
 from octavo.train.step.optimizer import counting_zeroed, set_lr
 from octavo.train.step.update import Loss, Update
@@ -114,7 +113,7 @@ class Stepper:
         histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
         set_lr(self.optimizer, lr)
         with (
-            compile.step(self.cfg.train.compile, eager=observe.gemms or observe.health),
+            compile.step(eager=observe.gemms or observe.health) if self.cfg.train.compile else nullcontext(),
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
             self.judge.attached() if self.judge else nullcontext(),
@@ -215,7 +214,8 @@ class Stepper:
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
         """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
         self.update.free()
-        scaled(self.loss(batch, denominator, share).total, self.update.scale).backward()
+        scale, total = self.update.scale, self.loss(batch, denominator, share).total
+        (total if scale is None else total * scale.value).backward()
 
     def totals(self, batches: Batches) -> Tensor:
         """[denominator, tokens, loss tokens, places of packs], each summed over ranks, those that share rows once: one

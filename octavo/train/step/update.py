@@ -22,7 +22,7 @@ from octavo.fp8.weights import full, mesh_of, plain
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
-from octavo.train.step.loss_scale import LossScale, scaled, undoing
+from octavo.train.step.loss_scale import LossScale
 from octavo.train.step.optimizer import trained
 
 
@@ -82,7 +82,7 @@ class AfterBackward:
         self._parts: Tensor | None = None
 
     def backward(self, loss: Loss) -> None:
-        scaled(loss.total, self.scale).backward()
+        (loss.total if self.scale is None else loss.total * self.scale.value).backward()
         self.add(loss.parts)
 
     def add(self, parts: Tensor) -> None:
@@ -94,7 +94,7 @@ class AfterBackward:
         assert self._parts is not None
         parts, self._parts = self.world.sum(self._parts), None
         ours = self.optimizer if isinstance(self.optimizer, fp8.AdamW) and not self.apart else None
-        undo = undoing(self.scale)
+        undo = 1.0 if self.scale is None else 1.0 / self.scale.value
         norm = gradient_norm(trained(self.model)) * undo if ours is not None else self._clipped()
         if self.apart:
             other = _limited(self.apart, self.clip)
@@ -111,9 +111,8 @@ class AfterBackward:
 
     def _clipped(self) -> Tensor:
         """The norm of all gradients, which are those of the loss from here on, scaled down to the limit."""
-        found = [] if self.scale is None else [plain(p.grad) for p in trained(self.model) if p.grad is not None]
-        if found:
-            torch._foreach_mul_(found, undoing(self.scale))
+        if self.scale is not None and (gradients := [plain(p.grad) for p in trained(self.model) if p.grad is not None]):
+            torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # a power of two: nothing is rounded
         apart = {id(p) for p in self.apart}
         return _limited([p for p in trained(self.model) if id(p) not in apart], self.clip)
 
@@ -150,7 +149,9 @@ class InBackward:
         if not bool(parts.isfinite().all()):
             self._done = Outcome(parts, torch.full((), math.nan), False)
             return
-        total, undo = scaled(loss.total, self.scale), undoing(self.scale)
+        total, undo = loss.total, 1.0
+        if self.scale is not None:
+            total, undo = loss.total * self.scale.value, 1.0 / self.scale.value
         try:
             done = self._updating.run(lambda retain: total.backward(retain_graph=retain), self.clip, undo)
         except PartialUpdate as error:
