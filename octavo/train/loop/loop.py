@@ -83,7 +83,8 @@ def run(
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
     cfg = resolve_video(resolve_recipe(hub.resolved(cfg, display.say)))
     phase.check(cfg)
-    trackers.refuse_missing(cfg)
+    if cfg.run.trackers:
+        trackers.refuse_missing(cfg)
     encryption_rules.check(cfg)
     try:
         with encryption_rules.withholding(cfg):

@@ -194,7 +194,8 @@ def enter(
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
-    first = start_from.find(cfg, world, say) if chosen is None and cfg.run.start_from is not None else None
+    begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
+    first = None if begins_with is None else start_from.find(begins_with, cfg, world, say)
     found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")

@@ -21,27 +21,25 @@ FOLDER = "checkpoints"  # of a run directory
 ADAPTER = ("rank", "alpha", "rslora", "dora")  # what of `lora` decides what an adapter's weights mean
 
 
-def find(cfg: Config, world: World, say: Callable[[str], None]) -> Path | None:
+def find(named: Path, cfg: Config, world: World, say: Callable[[str], None]) -> Path:
     """The checkpoint that `run.start_from` names: itself, or the newest good one of a run directory. A collective.
 
     Raises TrainError where there is none, and where its adapters are others than `lora` says.
     """
-    if cfg.run.start_from is None:
-        return None
-    named = Path(cfg.run.start_from)
-    found: Path | None = named
+    path = named
     if not (named / "state.json").is_file():
         folder = named / FOLDER if (named / FOLDER).is_dir() else named
-        found = checkpoint.latest(folder, world, say) if folder.is_dir() else None
-        if found is None:
+        newest = checkpoint.latest(folder, world, say) if folder.is_dir() else None
+        if newest is None:
             what = "there is no such folder" if not named.is_dir() else "it is no checkpoint and holds none"
             raise TrainError(
                 f"run.start_from {named}: {what}. Name a checkpoint such as runs/first/checkpoints/step_200, or the "
                 "directory of a run, which means its newest"
             )
-    found = (found or named).resolve()
-    _same_adapter(read_state(found), cfg, found)
-    return found
+        path = newest
+    path = path.resolve()
+    _same_adapter(read_state(path), cfg, path)
+    return path
 
 
 def _same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:

@@ -146,7 +146,7 @@ def _plan(cfg: Config, world: parallel.World, start: run_dir.Start, inputs: _Dat
     def count(family: models.Family, model: Any) -> Tokens:
         return token_counts.count(inputs.settings, inputs.processor, family, model.config)
 
-    saved = saved_plan(world, start)
+    saved = saved_plan(world, start) if start.checkpoint is not None else None
     counters = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
     planned_cfg = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
     schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, say)
@@ -231,7 +231,18 @@ def _model(
     if lows:
         fp8.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
-    stepper = Stepper(cfg, model, family, update, world, forward, balance, load if load.layers else None, head)
+    stepper = Stepper(
+        cfg=cfg,
+        model=model,
+        family=family,
+        update=update,
+        world=world,
+        forward=forward,
+        balance=balance,
+        load=load if load.layers else None,
+        head=head,
+        delayed=planned.course.may_delay,
+    )
     if cfg.train.cuda_graphs:
         refuse_cuda_graphs(cuda_graphs.why_not_this(model, family, balance))
     return _Model(stepper, frozen)

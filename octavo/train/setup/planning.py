@@ -120,7 +120,8 @@ def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
         raise models.ModelError(f"train.seq_length is {cfg.train.seq_length}, and {cfg.model.path} {why}")
-    routing.coefficient(cfg, model)
+    if cfg.train.router_aux_loss_coef:
+        routing.coefficient(cfg, model)  # which a model without that loss is refused by
     family = models.describe(model)
     frozen_base.prepare(model, family, cfg, cfg.model.path)
     return model, family

@@ -45,6 +45,12 @@ class Course:
         """Whether steps may have different plans."""
         return self.adapt is not None or bool(self.schedule.spans)
 
+    @property
+    def may_delay(self) -> bool:
+        """Whether a layer may have amax histories in some step: by a plan, or by a move."""
+        rows = [row for plan in self.schedule.plans for row in plan.rows]
+        return self.adapt is not None or any(row.recipe is not None and row.recipe.delayed is not None for row in rows)
+
     def at(self, step: int) -> fp8.Plan:
         """The plan of a step; the very same object as long as nothing in it changes."""
         planned = self.schedule.at(step)

@@ -73,11 +73,16 @@ class StepResult:
 
 @dataclass
 class Stepper:
-    """Everything a step touches. `run` is the step. `balance` multiplies the routers' loss (0: there is none); `head`
-    gives losses in place of logits, where the model allows that. `number` is that of the step under way; `judge`
-    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`; `check` computes some of them again
-    (`run.check_every`); `doing` hears what of it is done now, where a
-    step has parts that take time."""
+    """Everything a step touches. `run` is the step.
+
+    balance  multiplies the routers' loss (0: there is none)
+    head     gives losses in place of logits, where the model allows that
+    delayed  layers may have amax histories
+    number   of the step under way
+    judge    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`
+    check    computes some of them again (`run.check_every`)
+    doing    gets what of the step is done now, where it has parts that take time
+    """
 
     cfg: Config
     model: nn.Module
@@ -88,6 +93,7 @@ class Stepper:
     balance: float = 0.0
     load: ExpertLoad | None = None
     head: fp8.ChunkedHead | None = None
+    delayed: bool = True
     graphs: Graphs | None = None
     number: int = 0
     judge: Judge | None = None
@@ -110,7 +116,7 @@ class Stepper:
         graphs = None if observe.gemms or observe.health or memory or load else self.graphs  # nobody looks inside one
         if load:
             load.begin(self.world.device)
-        histories = fp8.scaling_state(self.model)  # empty unless a recipe is delayed
+        histories = fp8.scaling_state(self.model) if self.delayed else {}
         set_lr(self.optimizer, lr)
         with (
             compile.step(eager=observe.gemms or observe.health) if self.cfg.train.compile else nullcontext(),
