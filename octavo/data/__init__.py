@@ -30,7 +30,7 @@ from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn, p
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.documents import Document, DocumentEncoder
 from octavo.data.tasks.pairs import LabelledEncoder, Pair, PairEncoder
-from octavo.data.tasks.prompts import PromptEncoder, PromptSample, reward_columns
+from octavo.data.tasks.prompts import PromptEncoder, PromptSample
 from octavo.data.tasks.sealed import check as check_sealed
 from octavo.data.tasks.sources import Source, read
 
@@ -39,6 +39,6 @@ __all__ = [
     "Encoder", "EvalSet", "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Meta", "Mixture", "PackLoader",
     "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn",
     "check_sealed", "collate", "collate_pack", "compared", "eval_set", "learned", "packs_of", "pair_loader",
-    "pair_set", "parse", "prepare", "prompt_columns", "prompt_loader", "prompt_set", "read", "reward_columns",
+    "pair_set", "parse", "prepare", "prompt_columns", "prompt_loader", "prompt_set", "read",
     "rows_of_an_epoch", "shots", "train_loader",
 ]  # fmt: skip

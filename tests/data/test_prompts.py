@@ -9,7 +9,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.config import Dataset
-from octavo.data import BadSample, DataError, Encoder, LongSample, PromptEncoder, prompt_loader, read, reward_columns
+from octavo.data import BadSample, DataError, Encoder, LongSample, PromptEncoder, prompt_loader, read
+from octavo.rl.rollout.rollout import reward_columns
 
 
 def prompts(folder, rows, name="rows.json", kind="prompts", **more):

@@ -20,8 +20,7 @@ from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import micro_batches
 from octavo.train.forward import critic, losses
 from octavo.train.forward.critic import ValueHead
-from octavo.train.step.optimizer import FACTOR
-from octavo.train.step.update import AfterBackward
+from octavo.train.step.update import FACTOR, AfterBackward
 from tests.rl.test_gae import plain
 from tests.rl.test_rl_phase import LORA, rows_of
 

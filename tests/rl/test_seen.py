@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from octavo import report, rl, train
@@ -28,7 +30,7 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
     cfg = reinforcing(*critic, "run.tensorboard=true", "train.steps=2", "train.warmup=1", test)
     heard: list[str] = []
     monkeypatch.setattr("octavo.train.callbacks.progress.Display.doing", lambda self, what: heard.append(what))
-    result = rl.run(cfg)
+    result = rl.run(cfg, console=Console(file=io.StringIO()), tell=lambda planned: ())
     rows = read_rows(result.dir / "metrics.jsonl")
     assert all(row["training_tokens_per_s"] > 0 < row["rollout_tokens_per_s"] for row in rows)
     events = EventAccumulator(str(result.dir / "tensorboard"))

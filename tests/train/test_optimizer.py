@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from octavo.train import TrainError
-from octavo.train.step.optimizer import adamw, set_lr, spares
+from octavo.train.step.optimizer import adamw, spares
+from octavo.train.step.update import set_lr
 
 
 class Small(nn.Module):

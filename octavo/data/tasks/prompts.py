@@ -229,13 +229,6 @@ def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> 
     return [replace(made, number=number) for number, made in rows if made is not None]
 
 
-def reward_columns(samples: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
-    """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
-    `messages`, `images`, `videos` and all that any of these rows has beside them (None for rows without)."""
-    rows = [{**sample.columns, "answer": sample.answer} for sample in samples for _ in range(group)]
-    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-
-
 def as_messages(value: Any, role: str) -> list[Any]:
     """A text that `role` says, one turn or a list of turns, with role/content or from/value, as role/content. Raises
     `RowProblem` for a list of turns that is a text."""

@@ -183,6 +183,7 @@ def why_not_rows(device: torch.device) -> str | None:
     return None if device.type == "cpu" else _why_not(device.type, device.index)
 
 
+@lru_cache(maxsize=64)
 def why_not_paged(device: torch.device) -> str | None:
     """Why the kernels of a paged cache are not used on this device, None if they are."""
     return _why_not(device.type, device.index) if device.type == "cuda" else "they are for GPUs"

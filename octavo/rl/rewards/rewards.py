@@ -107,7 +107,8 @@ class Rewards:
         """What each completion is worth.
 
         Columns are lists of the same length, of what JSON holds: `answer`, `prompt`, `messages`, `images`, `videos`
-        and all others of the rows (`octavo.data.reward_columns`). `where` names rows in errors (file and row).
+        and all others of the rows (`octavo.rl.rollout.rollout.reward_columns`). `where` names rows in errors (file and
+        row).
         `pictures`: the image files of each row, which reward models are shown; None: those that `images` names. Raises
         RewardError where a reward gives anything but N finite numbers and `on_bad` is "error".
         """

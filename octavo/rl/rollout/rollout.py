@@ -93,8 +93,15 @@ def scored(
     texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
     where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
     pictures = [prompt.pictures for prompt in prompts for _ in range(group)]
-    table = rewards.score(texts, data.reward_columns(prompts, group), where, pictures)
+    table = rewards.score(texts, reward_columns(prompts, group), where, pictures)
     return Rollout([*prompts], [*completions], texts, table.totals.copy(), dict(table.each))
+
+
+def reward_columns(prompts: Sequence[data.PromptSample], group: int = 1) -> dict[str, list[Any]]:
+    """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
+    `messages`, `images`, `videos` and all that any of these rows has beside them (None for rows without)."""
+    rows = [{**sample.columns, "answer": sample.answer} for sample in prompts for _ in range(group)]
+    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
 def means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | None]:

@@ -20,6 +20,7 @@ from octavo.fp8.optim import OffloadedAdamW, decode
 from octavo.fp8.weights import plain
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
+from octavo.train.step.update import FACTOR
 
 
 def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
@@ -49,10 +50,6 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **common, fused=True)
     kind = OffloadedAdamW if settings.offload else fp8.AdamW
     return kind(groups, **common, states=settings.states, master=settings.master, seed=cfg.run.seed)
-
-
-FACTOR = "lr_factor"
-"""Of a parameter group: its learning rate over that of the schedule."""
 
 
 @contextmanager
@@ -89,14 +86,3 @@ def spares(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay leaves a parameter alone. Biases of experts have two dimensions, so the name counts too."""
     last = name.rpartition(".")[2]
     return parameter.ndim < 2 or last == "bias" or last.endswith("_bias")
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the step's learning rate, times the factor that it may have."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(FACTOR, 1.0)
-
-
-def trained(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that ask for a gradient, each once."""
-    return (p for p in model.parameters() if p.requires_grad)

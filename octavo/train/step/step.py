@@ -26,8 +26,8 @@ from octavo.train.forward.routing import ExpertLoad
 from octavo.train.step import compile
 from octavo.train.step.cuda_graphs import Graphs
 from octavo.train.step.memory_report import Memory
-from octavo.train.step.optimizer import counting_zeroed, set_lr
-from octavo.train.step.update import Loss, Update
+from octavo.train.step.optimizer import counting_zeroed
+from octavo.train.step.update import Loss, Update, set_lr
 
 Batches = Sequence[dict[str, Any]]
 VISION = ("image_encoder", "image_projector")

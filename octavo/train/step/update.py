@@ -8,7 +8,7 @@ held; a step then is one micro-batch a process (:mod:`octavo.fp8.optim.in_backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +23,9 @@ from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.step.loss_scale import LossScale
-from octavo.train.step.optimizer import trained
+
+FACTOR = "lr_factor"
+"""Of a parameter group: its learning rate over that of the schedule."""
 
 
 class Loss(NamedTuple):
@@ -57,6 +59,17 @@ class Update(Protocol):
 
     def free(self) -> None:
         """Let gradients of a backward outside a step stay in `.grad`, until the next step."""
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the step's learning rate, times the factor that it may have."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get(FACTOR, 1.0)
+
+
+def trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that ask for a gradient, each once."""
+    return (p for p in model.parameters() if p.requires_grad)
 
 
 def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
