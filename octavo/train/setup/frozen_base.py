@@ -34,7 +34,8 @@ FILE = "base.json"
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
     """Freeze what the run does not train: all of the model under LoRA, else what `model.freeze` names."""
-    models.freeze(model, family, cfg.model.freeze)  # names that mean nothing are errors all the same
+    if cfg.model.freeze:
+        models.freeze(model, family, cfg.model.freeze)  # under LoRA too: names that mean nothing are errors
     if cfg.lora is not None:
         model.requires_grad_(False)
 
