@@ -151,6 +151,16 @@ def test_another_seed_or_step_gives_other_completions(small, other):
     assert all(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(one, two, strict=True))
 
 
+def test_what_ends_a_completion_is_asked_once_an_engine(small, monkeypatch):
+    model, tokenizer, prompts = small
+    asked, stop_ids = [], models.stop_ids
+    monkeypatch.setattr(models, "stop_ids", lambda *given: asked.append(given) or stop_ids(*given))
+    engine = Engine(model, tokenizer, slots=1)
+    for stop in ((), (), ("a",)):
+        engine.generate(prompts[:1], Sampling(1, temperature=0, stop=stop))
+    assert len(asked) == 2, "once for each set of texts"
+
+
 def test_a_prompt_runs_once_for_its_group_and_an_image_is_encoded_once(small):
     model, tokenizer, prompts = small
     tokens, patches = [], []

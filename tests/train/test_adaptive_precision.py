@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import fp8, train
 from octavo.cli.main import main
@@ -26,6 +27,7 @@ from octavo.train.loop import loop
 from octavo.train.run_dir import run_dir
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
+from octavo.train.step.precision_schedule import Course
 from tests import ranks
 from tests.rl.forks import both
 
@@ -243,6 +245,18 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
         cfg = make(f"fp8.rules=[{{match: '**', recipe: off, {span}}}]", "train.steps=null", "train.epochs=1")
         with pytest.raises(train.TrainError, match=r"some of the steps.*Give train.steps"):
             planning.policy_from(cfg)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "adapt", "may"),
+    [(["blockwise"], None, False), (["delayed"], None, True), (["off", "delayed"], None, True),
+     (["blockwise"], AdaptSection(), True)],
+)  # fmt: skip
+def test_a_step_keeps_amax_histories_where_a_plan_or_a_move_may_have_some(recipes, adapt, may: bool):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    main, *others = (fp8.plan(model, recipe) for recipe in recipes)
+    spans = tuple(fp8.Span(n + 1, n + 1, plan) for n, plan in enumerate(others))
+    assert Course(fp8.Schedule(main, spans), adapt).may_delay == may
 
 
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():
