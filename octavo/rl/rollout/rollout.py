@@ -100,7 +100,7 @@ def scored(
 def reward_columns(prompts: Sequence[data.PromptSample], group: int = 1) -> dict[str, list[Any]]:
     """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
     `messages`, `images`, `videos` and all that any of these rows has beside them (None for rows without)."""
-    rows = [{**sample.columns, "answer": sample.answer} for sample in prompts for _ in range(group)]
+    rows = [{**prompt.columns, "answer": prompt.answer} for prompt in prompts for _ in range(group)]
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 

@@ -193,8 +193,8 @@ area(
         "data/test_prompts.py",
     ),
     (
-        "rewards-of-a-group-shifted", "data/tasks/prompts.py",
-        "for sample in samples for _ in range(group)", "for _ in range(group) for sample in samples",
+        "rewards-of-a-group-shifted", "rl/rollout/rollout.py",
+        "for prompt in prompts for _ in range(group)]\n    return", "for _ in range(group) for prompt in prompts]\n    return",
         "completions are judged by the references of other prompts",
         "data/test_prompts.py",
     ),
@@ -263,7 +263,7 @@ area(
         "rl/test_critic.py",
     ),
     (
-        "critic-lr-of-the-policy", "train/step/optimizer.py",
+        "critic-lr-of-the-policy", "train/step/update.py",
         "lr * group.get(FACTOR, 1.0)", "lr",
         "rl.critic_lr does nothing",
         "rl/test_critic.py",
