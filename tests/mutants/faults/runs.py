@@ -194,7 +194,8 @@ area(
     ),
     (
         "rewards-of-a-group-shifted", "rl/rollout/rollout.py",
-        "for prompt in prompts for _ in range(group)]\n    return", "for _ in range(group) for prompt in prompts]\n    return",
+        "prompt.answer} for prompt in prompts for _ in range(group)",
+        "prompt.answer} for _ in range(group) for prompt in prompts",
         "completions are judged by the references of other prompts",
         "data/test_prompts.py",
     ),
