@@ -11,7 +11,7 @@ GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OU
 	$(if $(BUDGET),--budget $(BUDGET)) $(if $(SMALL),--small)
 
 # what reads configurations, templates, processors, models and rows, and trains on them
-OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/test_batched_processor.py tests/data/test_pixels.py \
+OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/test_processor_calls.py tests/data/test_pixels.py \
 	tests/data/test_tables.py tests/models/test_processors.py tests/models/test_chat.py tests/models/test_generate.py \
 	tests/models/test_video_times.py tests/models/test_with_fp8.py \
 	tests/train/test_run.py::test_it_leaves_a_whole_run_directory \

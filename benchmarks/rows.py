@@ -51,6 +51,7 @@ from transformers import (
 from octavo import data, models, train
 from octavo.bench import record
 from octavo.config import Config
+from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
 
 BATCH, FIRST = 8, 3  # rows of a step; steps before the clock
@@ -119,7 +120,7 @@ def written(folder: Path, name: str, count: int) -> Rows:
     model = tiny.write("qwen3" if name == "text" else "qwen3_vl", folder / f"model-{name}")
     if name == "photographs":
         return Rows(model, photographs(folder / name, count), folder / name)
-    made = data.digits.write(folder / name, train=max(count, 256), test=1)
+    made = digits.write(folder / name, train=max(count, 256), test=1)
     file = made.directory / ("train_text.json" if name == "text" else "train.json")
     file.write_text(json.dumps(json.loads(file.read_text())[:count]))
     return Rows(model, file, None if name == "text" else made.directory)

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     with arguments.importing():
         from octavo import report, rl  # noqa: F401  the runs need it, and it is imported fastest here
+        from octavo.report.trial import design, factorial_cells
 
     nproc = 1 if args.nproc == 1 else launch_ranks.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
@@ -82,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
     asked["factorial"] = components
     if args.power:
-        return expected(report.design.design(cfg, recipes, directory, **asked), args.json)
+        return expected(design.design(cfg, recipes, directory, **asked), args.json)
     how = {"jobs": args.jobs, "nproc": nproc, "tell": teller(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **asked, **how)
     code = conclude(verdict, args.json)
     say = terminal.note if args.json else print
-    for component in report.cells.costly(verdict.effects):
+    for component in factorial_cells.costly(verdict.effects):
         say(f"{component} costs more than its margin; what of it does: {_bisect(component, args, verdict.data)}")
     say(f"report: {Path(directory) / 'report' / 'report.html'}")
     say(f"next: {_next(code, args, cfg)}")

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from octavo import data, models
+from octavo import models
 from octavo.base import atomic_write
 from octavo.base.seal_note import Note, read_note, write_note
 from octavo.config import Config, load_config
 from octavo.data.encoding.sample import Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
+from octavo.data.loaders.rows_from_config import compared, learned
 from octavo.data.tasks.pairs import Pair
 from octavo.data.tasks.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
 from octavo.sealing import inputs
@@ -74,7 +75,7 @@ def seal_data(
     empty = models.empty(model)
     orders, patch = structure(empty).draw(key), patch_of(empty.config)
     pairs = cfg.train.phase == "preference"
-    encoder, (rows,) = data.compared(cfg, processor, cfg.data.train) if pairs else data.learned(cfg, processor)
+    encoder, (rows,) = compared(cfg, processor, cfg.data.train) if pairs else learned(cfg, processor)
     left = 0
     with atomic_write.folder(target, SealError) as made:
         with pa.OSFile(str(made / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:

@@ -206,7 +206,7 @@ def test_far_too_long_rows_are_refused_before_they_cost_anything(folder, models,
     for on_long, error in (("drop", LongSample), ("error", DataError)):
         encoder = Encoder(models("qwen3_vl"), 100, on_long=on_long)
         monkeypatch.setattr(encoder, "_render", never)
-        monkeypatch.setattr("octavo.data.encoding.batched_processor.load", never)
+        monkeypatch.setattr("octavo.data.encoding.processor_calls.load", never)
         with pytest.raises(
             error,
             match=rf"row 0.*: is over 100 tokens long \({len(turns)} turns, \d+ characters, {len(images) * 40} im",

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from octavo import models as library
 from octavo.base.family_records import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
-from octavo.data.encoding.batched_processor import Calls, Wanted, parted
+from octavo.data.encoding.processor_calls import Calls, Wanted, parted
 from octavo.data.encoding.sample import Input, check_lengths, cut_inputs, joined
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import tokens
 from octavo.models.tiny import tiny
-from tests.data.test_batched_processor import same
+from tests.data.test_processor_calls import same
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
 TOLERANCE = 2e-6  # of logits: sums of another order

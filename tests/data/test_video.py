@@ -22,8 +22,8 @@ from octavo.data import BadSample, DataError, LongSample, parse, read
 from octavo.data.batching.collate import collate, collate_pack
 from octavo.data.builtin.digits import Digits
 from octavo.data.encoding import video as films
-from octavo.data.encoding.batched_processor import together
 from octavo.data.encoding.encode import Encoder
+from octavo.data.encoding.processor_calls import together
 from octavo.data.encoding.video import FileLimits
 from octavo.data.errors import Mismatch
 from octavo.data.loaders.token_counts import tokens

@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from octavo import report, rl, train
+from octavo import report, rl
 from octavo.config import Config
+from octavo.report.evidence import rl_claims, run_reader
 from octavo.report.evidence.rl_claims import PANELS
 from octavo.report.trial.rl_plots import Side, learning_figure
 from octavo.rl.objectives.metrics import TRL_NAMES
+from octavo.train import artifacts
 from octavo.train.run_dir.run_dir import read_rows
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
@@ -43,7 +45,7 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
     assert "eval/completions/mean_length" in tags and "eval/length" not in tags, "nor two in two places"
     assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training", "held-out"]
     assert heard.count("training") == 2 and "rollout 16/16" in heard
-    again = rl.evaluate_target(train.finished.look(result.dir), answers=3)
+    again = rl.evaluate_target(artifacts.look(result.dir), answers=3)
     assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
 
 
@@ -68,7 +70,7 @@ def test_a_step_without_completions_has_no_reward(reinforcing: Make, place: Path
     assert {*empty} ^ {*there} <= {"empty", "eval", "memory"}
     assert [empty[name] for name in of_tokens] == [None] * len(of_tokens)
     assert result.eval["reward"] is None and result.eval["completions"] == 0
-    record = report.rundir.read(result.dir)
+    record = run_reader.read(result.dir)
     assert [math.isnan(value) for value in record.figures["reward"]] == [row is empty for row in rows]
     learning_figure([Side("one", "base", [record, record])], PANELS["rl"])
     events = EventAccumulator(str(result.dir / "tensorboard"))
@@ -85,7 +87,7 @@ def test_a_whole_trial(reinforcing: Make, preferring: Make, place: Path, tmp_pat
     if phase == "rl":
         cfg = reinforcing("run.health_every=2", "rl.algorithm=ppo", test)
     verdict = report.compare(cfg, None, tmp_path / "trial", seeds=2)
-    assert [claim.name for claim in verdict.claims] == list(report.outcomes.CLAIMS)
+    assert [claim.name for claim in verdict.claims] == list(rl_claims.CLAIMS)
     data = json.loads((tmp_path / "trial" / "report" / "report.json").read_text())
     assert [run["kind"] for run in data["arms"]] == ["reference", "noise", "fp8", "seed"]
     assert all(run["eval"]["questions"] == data["before"]["questions"] for run in data["arms"])

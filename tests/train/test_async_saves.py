@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo import checkpoint, train
+from octavo.checkpoint.run_state import background
 from octavo.checkpoint.run_state.files import read_state
 from octavo.checkpoint.run_state.manifest import here
 from octavo.checkpoint.run_state.staging import Staging
@@ -52,13 +53,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
     """A disk that takes its time with the first tensor of each checkpoint."""
-    write = checkpoint.background.write
+    write = background.write
 
     def late(*given):
         time.sleep(seconds)
         return write(*given)
 
-    monkeypatch.setattr(checkpoint.background, "write", late)
+    monkeypatch.setattr(background, "write", late)
 
 
 @pytest.mark.parametrize(

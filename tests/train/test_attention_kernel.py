@@ -16,6 +16,7 @@ from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import attention_kernel
 from octavo.train.forward.attention_kernel import Heads, choose, decide
+from octavo.train.run_dir import run_dir
 
 pytestmark = pytest.mark.usefixtures("bare_forward")
 
@@ -100,7 +101,7 @@ def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatc
     plain = train.run(make(*over, dir="plain"))
     first = train.run(make(*over, "model.attention=auto", dir="auto"))
     assert first.losses() == plain.losses()
-    notes = train.rundir.read_json(first.dir / "plan.json")["notes"]
+    notes = run_dir.read_json(first.dir / "plan.json")["notes"]
     assert any(note.startswith("attention by flash, the first that works") for note in notes)
     saved = first.dir / "checkpoints" / "step_1"
     assert read_state(saved)["counters"]["attention"] == "flash"
@@ -114,7 +115,7 @@ def test_components_are_chosen_apart_and_kept(make, place, monkeypatch: pytest.M
     over = ("train.steps=2", "train.warmup=0", "run.save_every=1", "run.keep=9", "data.eval=[]")
     each = "model.attention={image_encoder: math, foundation: auto}"
     first = train.run(make(*over, each, dir="each"))
-    notes = train.rundir.read_json(first.dir / "plan.json")["notes"]
+    notes = run_dir.read_json(first.dir / "plan.json")["notes"]
     assert any(note.startswith("attention of image_encoder by math, asked for") for note in notes)
     assert any(note.startswith("attention of foundation by flash, the first that works") for note in notes)
     saved = first.dir / "checkpoints" / "step_1"

@@ -16,6 +16,8 @@ from octavo.checkpoint.run_state import files
 from octavo.config import Config, load_config, override
 from octavo.parallel import World
 from octavo.train import artifacts
+from octavo.train.run_dir import run_dir
+from octavo.train.setup import build, resume
 from octavo.train.step.update import AfterBackward
 
 from .. import ranks
@@ -109,7 +111,7 @@ def test_a_run_whose_last_steps_were_skipped_has_not_finished(make, monkeypatch:
     with pytest.raises(train.TrainError, match="the last 2 of 6 steps were skipped"):
         train.run(override(cfg, ["run.resume=auto"]))
     rows = {"status": "finished", "steps": 6, "final": {"step": 6, "skipped": True}}
-    train.rundir.write_json(Path(cfg.run.dir) / "result.json", rows)  # as version 0.4.0 left it
+    run_dir.write_json(Path(cfg.run.dir) / "result.json", rows)  # as version 0.4.0 left it
     with pytest.raises(train.TrainError, match="the last 2 of 6 steps were skipped"):
         train.run(override(cfg, ["run.resume=auto"]))
     assert nothing_delivered(cfg)
@@ -122,13 +124,13 @@ def poison(path: Path, cfg: Config, what: str = "model") -> None:
     """Make a checkpoint one of 0.4.0 with a NaN in it: written as then, without a word about its values."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("octavo.checkpoint.run_state.state.fp8.not_finite", lambda named: [], raising=False)
-        start = train.rundir.Start(path.parent / "aside", path, 0, 0, {})
+        start = run_dir.Start(path.parent / "aside", path, 0, 0, {})
         start.directory.mkdir()
-        job = train.build.build(override(cfg, [f"run.resume={path}"]), World(), start)
+        job = build.build(override(cfg, [f"run.resume={path}"]), World(), start)
         with torch.no_grad():
             parameter = job.model.get_parameter(NORM)
             (parameter if what == "model" else job.stepper.optimizer.state[parameter]["exp_avg"])[0] = float("nan")
-        made = train.resume.save(job)
+        made = resume.save(job)
     shutil.rmtree(path)
     made.rename(path)
     shutil.rmtree(start.directory)

@@ -18,8 +18,9 @@ from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import export
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.config import Config, load_config, override
+from octavo.models.weights import iterate
 from octavo.train.run_dir.run_dir import read_rows
-from octavo.train.setup import planning
+from octavo.train.setup import model_setup, planning
 from octavo.train.setup.resolve_config import resolve_recipe
 from tests.train.conftest import at
 from tests.train.memory.test_predicted import agree, counted, predicted
@@ -152,7 +153,7 @@ def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
 
 def _model(cfg: Config) -> torch.nn.Module:
     plan, family, _ = planning.plan_for(cfg)
-    return train.assembling.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
+    return model_setup.assemble_model(cfg, torch.device("cpu"), plan, family)[0]
 
 
 @pytest.mark.usefixtures("bare_forward")
@@ -299,7 +300,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     written = load_config(result.dir / "config.yaml")
     assert written.fp8.recipe == "rowwise" and resolve_recipe(written) == written
     assert result.base["fp8"]["weights"] == 14
-    stored = dict(models.values.stream(in_rows))
+    stored = dict(iterate.stream(in_rows))
     kept = _model(written)
     frozen = {name.replace(".base_layer.", "."): w for name, w in fp8.frozen_weights(kept)}
     assert frozen.keys() == {name for name, value in stored.items() if isinstance(value, fp8.Quantized)}

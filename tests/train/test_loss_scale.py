@@ -19,6 +19,7 @@ from octavo.report.trial.runs import high_precision
 from octavo.train import artifacts
 from octavo.train.errors import TrainError
 from octavo.train.forward.forward import autocast_dtype
+from octavo.train.loop import loop
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.step import loss_scale, step
 from octavo.train.step.loss_scale import LossScale
@@ -326,7 +327,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
     alone = text("fp8.recipe=rowwise", "train.micro_batch=1", "train.global_batch=2", dir="alone")
     train.run(alone, callbacks=[Overflows(3)])
     shared = override(alone, [f"run.dir={Path(alone.run.dir).parent / 'shared'}"])
-    begin = train.loop._in_order
+    begin = loop._in_order
 
     def plant(rank: int) -> None:
         def with_it(*given: Any) -> Any:
@@ -335,7 +336,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_both(text, monkeypatch):
                 monkeypatch.setattr(step.Stepper, "run", _with(planted, step.Stepper.run))
             return begin(*given)
 
-        train.loop._in_order = with_it  # in a process of its own
+        loop._in_order = with_it  # in a process of its own
 
     ended = both(shared, plant)
     assert [code for code, _ in ended] == [0, 0], ended

@@ -22,6 +22,7 @@ from octavo.data import DataError
 from octavo.fp8.arithmetic import moments
 from octavo.models import ModelError
 from octavo.train.run_dir.run_dir import read_rows, settings
+from octavo.train.setup import phase
 
 from .. import ranks
 from .conftest import STEPS, Rows, at
@@ -307,7 +308,7 @@ def test_a_resume_that_is_refused_changes_nothing_in_the_run(make, place: Path, 
         raw = file.read_bytes()
         file.write_bytes(raw[:-64] + bytes(64))
     elif why == "phase":
-        monkeypatch.setattr(train.phase.Phase, "begin", lambda *_: (_ for _ in ()).throw(train.TrainError("not so")))
+        monkeypatch.setattr(phase.Phase, "begin", lambda *_: (_ for _ in ()).throw(train.TrainError("not so")))
     monkeypatch.setattr("octavo.base.environment.describe", lambda: {"another": "machine"})
     before = contents(first.dir)
     with pytest.raises((train.TrainError, checkpoint.CheckpointError)):

@@ -13,6 +13,7 @@ import pytest
 from octavo import data, train
 from octavo.config import Config
 from octavo.data.loaders.rows_from_config import encoder
+from octavo.data.storage import remote
 from tests.data.test_tar import packed
 from tests.train.conftest import at
 
@@ -113,6 +114,6 @@ def test_a_run_does_not_go_on_with_other_files_at_its_url(reading, tmp_path):
     assert train.run(cfg, callbacks=[at(1, signal.SIGTERM)]).status == "stopped"
     file = tmp_path / "fetched-shards.shards" / "part-020.parquet"
     parquet.write_table(parquet.read_table(file).slice(0, 19), file)
-    data.remote.listed.cache_clear()
+    remote.listed.cache_clear()
     with pytest.raises(train.TrainError, match=r"was made with other data: file://.*shards had \d+ bytes, has \d+ now"):
         train.run(cfg)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from octavo.data.encoding import truncate, video
-from octavo.data.encoding.batched_processor import (
+from octavo.data.encoding.loss_mask import Answers, TemplateProblem, check_system, check_tools, messages, rendered
+from octavo.data.encoding.processor_calls import (
     Calls,
     Encoding,
     Expansion,
@@ -24,7 +25,6 @@ from octavo.data.encoding.batched_processor import (
     together,
 )
 from octavo.data.encoding.sample import IGNORE, Sample, further, of_row
-from octavo.data.encoding.template import Answers, TemplateProblem, check_system, check_tools, messages, rendered
 from octavo.data.encoding.thinking import Thinking
 from octavo.data.errors import BadSample, DataError, ImageProblem, LongSample, Mismatch
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND

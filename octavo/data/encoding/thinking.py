@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from octavo.data.encoding.template import READ_AS, Message, Render, TemplateProblem, rendered, texts_of
+from octavo.data.encoding.loss_mask import READ_AS, Message, Render, TemplateProblem, rendered, texts_of
 from octavo.data.rows.conversations import Conversation, Text, Turn
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # around reasoning, in what templates write
@@ -30,7 +30,7 @@ _ASKED, _THOUGHT, _SAID = "octavo asks", "octavo thinks", "octavo says"
 class Thinking:
     """What one chat template makes of thinking.
 
-    render          renders messages by it, as `octavo.data.encoding.template` has it
+    render          renders messages by it, as `octavo.data.encoding.loss_mask` has it
     parts           whether contents are lists of parts
     mask_empty      no loss on a block without reasoning before an answer
     mask_reasoning  no loss on reasoning, nor on the marks around it: it is context of the answer

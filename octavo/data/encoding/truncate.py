@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.data.encoding.batched_processor import stretches
+from octavo.data.encoding.processor_calls import stretches
 from octavo.data.encoding.sample import Sample, cut_inputs
 from octavo.data.errors import Mismatch
 

@@ -19,10 +19,10 @@ import tokenizers
 import transformers
 
 from octavo.data.batching.collate import Place
-from octavo.data.encoding.batched_processor import one_thread
 from octavo.data.encoding.encode import Encoder, Written
+from octavo.data.encoding.loss_mask import TemplateProblem
+from octavo.data.encoding.processor_calls import one_thread
 from octavo.data.encoding.sample import Sample
-from octavo.data.encoding.template import TemplateProblem
 from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.loaders.loader import by_workers
 from octavo.data.order import Mixture

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from octavo.data.encoding.batched_processor import Encoding, Outputs, Wanted
 from octavo.data.encoding.encode import Encoder, Written, image_places
+from octavo.data.encoding.processor_calls import Encoding, Outputs, Wanted
 from octavo.data.encoding.sample import IGNORE, Sample, further, spelling
 from octavo.data.errors import BadSample, DataError, Mismatch
 from octavo.data.formats.media_kinds import IMAGE

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from octavo.data.batching.collate import EMPTY_LENGTH, collate, micro_batches
-from octavo.data.encoding.batched_processor import Encoding
 from octavo.data.encoding.encode import Encoder
+from octavo.data.encoding.processor_calls import Encoding
 from octavo.data.encoding.sample import IGNORE, Sample, answered
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.rows.conversations import (

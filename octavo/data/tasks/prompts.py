@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from octavo.data.encoding.batched_processor import Encoding
 from octavo.data.encoding.encode import Encoder
+from octavo.data.encoding.processor_calls import Encoding
 from octavo.data.encoding.sample import Sample
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS

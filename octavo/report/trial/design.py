@@ -221,7 +221,7 @@ def _of_sources(
     unknown = Estimate(claim, TITLES[claim], "held-out rows", 0, share * prior, margin, DEMO)
     if not of.cfg.data.eval:
         return replace(unknown, why_not=NO_DATA)
-    from octavo.data import DataError
+    from octavo.data.errors import DataError
 
     try:
         return replace(unknown, units=held_out.rows(of.cfg))

@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octavo import data
 from octavo.config import Config
 from octavo.config.sections.rl import OPTIONS, PreferenceSection
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.from_config import pair_loader, pair_set
+from octavo.data.loaders.loader import Loader
 from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.objectives.metrics import Figures, add_up, whole
 from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps
@@ -41,17 +43,17 @@ class Preferring(Phase):
     names = ("preference",)
 
     def __init__(self) -> None:
-        self._held: data.EvalSet | None = None
+        self._held: EvalSet | None = None
 
-    def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
-        return data.pair_loader(cfg, processor, kind=_kind(cfg), **share)
+    def loader(self, cfg: Config, processor: Any, **share: Any) -> Loader:
+        return pair_loader(cfg, processor, kind=_kind(cfg), **share)
 
-    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
         ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
-        self._held = data.pair_set(cfg, processor, kind=_kind(cfg), **ranks)
+        self._held = pair_set(cfg, processor, kind=_kind(cfg), **ranks)
         return super().evalset(cfg, processor, **share)
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
+    def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """And of held-out preferences the `preference_loss`, the figures of a step, and how many there are; `loss` and
         `exact_match` are of their chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)

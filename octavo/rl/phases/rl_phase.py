@@ -10,10 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo import data, fp8, generation
+from octavo import fp8, generation
 from octavo.base import accelerator, safe_read
 from octavo.config import Config
 from octavo.config.sections.rl import RlSection
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.from_config import prompt_loader, prompt_set
+from octavo.data.loaders.loader import Loader
+from octavo.data.loaders.rows_from_config import prompt_columns
 from octavo.models.folder.folder import at
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
@@ -48,8 +52,8 @@ class Reinforcing(Phase):
     def __init__(self) -> None:
         self.rewards: Rewards | None = None
         self.faults: Faults | None = None
-        self._loader: data.Loader | None = None
-        self._asked: data.EvalSet | None = None
+        self._loader: Loader | None = None
+        self._asked: EvalSet | None = None
 
     def check(self, cfg: Config) -> None:
         super().check(cfg)
@@ -63,21 +67,21 @@ class Reinforcing(Phase):
             found["generation_config.json (which tokens end a completion)"] = ends
         return found
 
-    def loader(self, cfg: Config, processor: Any, **share: Any) -> data.Loader:
+    def loader(self, cfg: Config, processor: Any, **share: Any) -> Loader:
         rl = Settings.of(cfg).section
         assert self.rewards is not None
-        self.rewards.expect(data.prompt_columns(cfg, (*cfg.data.train, *cfg.data.eval)))
-        self._loader = data.prompt_loader(cfg, processor, prompts=rl.prompts, max_new_tokens=rl.max_new_tokens, **share)
+        self.rewards.expect(prompt_columns(cfg, (*cfg.data.train, *cfg.data.eval)))
+        self._loader = prompt_loader(cfg, processor, prompts=rl.prompts, max_new_tokens=rl.max_new_tokens, **share)
         return self._loader
 
-    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
         rl = Settings.of(cfg).section
         if cfg.data.eval and rl.eval_prompts:
             ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
-            self._asked = data.prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
+            self._asked = prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
         return super().evalset(cfg, processor, **share)
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
+    def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """And the reward of greedy answers to held-out prompts, under the names that a step's figures have."""
         figures = super().evaluate(stepper, evalset, shown if self._asked is None else None)
         if self._asked is None:

@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, fp8
+from octavo import fp8
+from octavo.data.loaders.loader import Loader
+from octavo.data.tasks.prompts import PromptSample
 from octavo.rl.objectives.advantages import ADVANTAGES, informative
 from octavo.rl.objectives.importance import UNLIMITED, difference_of, gap, weights
 from octavo.rl.objectives.metrics import Figures, add_up, kind, whole
@@ -55,7 +57,7 @@ class RlStepper(Stepper):
     has it)."""
 
     roles: Roles
-    prompts: data.Loader
+    prompts: Loader
     faults: Faults | None = None
     log: CompletionsLog | None = None
 
@@ -117,7 +119,7 @@ class RlStepper(Stepper):
 
     # --- rollout ------------------------------------------------------------------------------------------------------
 
-    def next_rollout(self, prompts: list[data.PromptSample]) -> Written:
+    def next_rollout(self, prompts: list[PromptSample]) -> Written:
         """What this step learns from: completions of its prompts; with `rl.stale` those that wait for it, while these
         prompts are the next step's."""
         if not self.settings.section.stale:
@@ -130,7 +132,7 @@ class RlStepper(Stepper):
         self._pending = None if last else self._sample_ahead(prompts, self.number + 1)
         return due
 
-    def _sample_ahead(self, prompts: list[data.PromptSample], step: int) -> Written:
+    def _sample_ahead(self, prompts: list[PromptSample], step: int) -> Written:
         """Completions for a step, with their log-probabilities by the trainer as it is."""
         rollout, figures = self.sample_step(prompts, step)
         self.rollout = rollout
@@ -152,7 +154,7 @@ class RlStepper(Stepper):
     def _text(self, tokens: np.ndarray) -> str:
         return str(self.roles.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def sample_step(self, prompts: list[data.PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
+    def sample_step(self, prompts: list[PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
         """Completions for a step with their rewards, and figures over all ranks, of the first draw where it takes
         several."""
         first_draw = self._roll(prompts, step)
@@ -177,7 +179,7 @@ class RlStepper(Stepper):
         every = self.world.gather_objects([prompt.number for prompt in rollout.prompts])
         return sorted(number for mine in every for number in mine)
 
-    def _roll(self, prompts: list[data.PromptSample], step: int) -> Rollout:
+    def _roll(self, prompts: list[PromptSample], step: int) -> Rollout:
         section, roles = self.settings.section, self.roles
         self.world.at(f"step {self.number}, rollout")
         sampling = replace(self.sampling, step=step)

@@ -14,7 +14,7 @@ import torch
 from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.family_records import trained_families
-from octavo.data.encoding.sample import of_processor
+from octavo.data.encoding.sample import IGNORE, Sample, of_processor
 from octavo.data.errors import ImageProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
@@ -83,7 +83,7 @@ class RewardModel:
             values += [sample if isinstance(sample, str) else next(scores) for sample in made]
         return values
 
-    def _sample(self, completion: str, row: dict[str, Any], images: dict[Any, Any]) -> data.Sample | str:
+    def _sample(self, completion: str, row: dict[str, Any], images: dict[Any, Any]) -> Sample | str:
         """A conversation as numbers, or why it is none. `images`: those that are open, by their files."""
         files = row.get("images") or []
         if files and not self.sees:
@@ -110,13 +110,13 @@ class RewardModel:
         ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")
         if len(ids) > self.most:
             return f"has {len(ids)} tokens, and the reward model takes {self.most}"
-        return data.Sample(
-            ids, np.full_like(ids, data.IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
+        return Sample(
+            ids, np.full_like(ids, IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
             arrays.get("image_grid_thw"), len(files), more=of_processor(self.processor, arrays) if files else {},
         )  # fmt: skip
 
     @torch.no_grad()
-    def _scores(self, samples: list[data.Sample]) -> list[float]:
+    def _scores(self, samples: list[Sample]) -> list[float]:
         if not samples:
             return []
         batch = data.collate(samples, self.pad_id)

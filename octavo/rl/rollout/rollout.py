@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo import data, fp8, generation
+from octavo import fp8, generation
 from octavo.base import accelerator
 from octavo.config.sections.rl import RlSection
+from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Engine, Prompt, Sampling
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
@@ -30,7 +31,7 @@ ANY = 1 << 62  # bytes: host memory is not looked at
 
 def written(
     engine: Engine,
-    prompts: Sequence[data.PromptSample],
+    prompts: Sequence[PromptSample],
     sampling: Sampling,
     rl: RlSection,
     doing: Callable[[str], None] = lambda text: None,
@@ -86,7 +87,7 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
 
 
 def scored(
-    rewards: Rewards, tokenizer: Any, prompts: Sequence[data.PromptSample], completions: Sequence[Completion]
+    rewards: Rewards, tokenizer: Any, prompts: Sequence[PromptSample], completions: Sequence[Completion]
 ) -> Rollout:
     """Completions with what rewards say of them. Raises RewardError."""
     group = len(completions) // max(len(prompts), 1)
@@ -97,7 +98,7 @@ def scored(
     return Rollout([*prompts], [*completions], texts, table.totals.copy(), dict(table.each))
 
 
-def reward_columns(prompts: Sequence[data.PromptSample], group: int = 1) -> dict[str, list[Any]]:
+def reward_columns(prompts: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
     """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
     `messages`, `images`, `videos` and all that any of these rows has beside them (None for rows without)."""
     rows = [{**prompt.columns, "answer": prompt.answer} for prompt in prompts for _ in range(group)]
@@ -139,7 +140,7 @@ def held_out(
     engine: Engine,
     rewards: Rewards,
     tokenizer: Any,
-    prompts: Sequence[data.PromptSample],
+    prompts: Sequence[PromptSample],
     sampling: Sampling,
     rl: RlSection,
     world: World,

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo import data, fp8, models, parallel
+from octavo import fp8, models, parallel
 from octavo.base import accelerator
 from octavo.config import Config
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.from_config import eval_set
+from octavo.data.tasks.sealed import check as check_sealed
 from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, configuration, look
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import evaluate
@@ -178,7 +181,7 @@ def _asked(found: Target, cfg: Config | None) -> Config:
         )
     model = chosen.model.model_copy(update={"path": str(found.base)})
     held_out = chosen.data.model_copy(update={"train": []})
-    data.check_sealed(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
+    check_sealed(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
     return chosen
 
 
@@ -191,7 +194,7 @@ def _judge(
     more: More = _nothing_more,
 ) -> dict[str, Any]:
     processor = processor_of(cfg, found.base)
-    evalset = data.eval_set(data_settings(cfg), processor)
+    evalset = eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
@@ -203,7 +206,7 @@ def _judge(
     return {**result, **more(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}
 
 
-def _with_progress(evalset: data.EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
+def _with_progress(evalset: EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:
     """Held-out batches that report their progress."""
     for done, batch in enumerate(evalset, 1):
         yield batch

@@ -18,11 +18,13 @@ from typing import Any
 import numpy
 import torch
 
-from octavo import checkpoint, data, fp8, models, parallel
+from octavo import checkpoint, fp8, models, parallel
 from octavo.base import environment, hub
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.rows_from_config import prepare
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
 from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, keep_towers_running
@@ -104,7 +106,7 @@ class _Data:
     settings: Config
     processor: Any
     loader: Any  # what `Phase.loader` gives
-    evalset: data.EvalSet | None
+    evalset: EvalSet | None
 
 
 def _data(cfg: Config, world: parallel.World, start: run_dir.Start, phase: Phase, say: Say) -> _Data:
@@ -115,7 +117,7 @@ def _data(cfg: Config, world: parallel.World, start: run_dir.Start, phase: Phase
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     settings = data_settings(cfg)
-    data.prepare(settings, processor, say)
+    prepare(settings, processor, say)
     report = {"report_path": run_dir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:

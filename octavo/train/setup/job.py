@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from octavo import checkpoint, data, fp8, parallel
+from octavo import checkpoint, fp8, parallel
 from octavo.config import Config
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.loader import Loader
+from octavo.data.loaders.pack_loader import PackLoader
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base as base
 from octavo.train.setup.phase import Phase
@@ -26,8 +29,8 @@ class Job:
     world: parallel.World
     directory: Path
     processor: Any
-    loader: data.Loader | data.PackLoader
-    evalset: data.EvalSet | None
+    loader: Loader | PackLoader
+    evalset: EvalSet | None
     plan: fp8.Plan
     notes: tuple[str, ...]
     stepper: Stepper

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo import data
 from octavo.config import Config
+from octavo.data.loaders.eval_set import EvalSet
+from octavo.data.loaders.from_config import eval_set, train_loader
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import Answer, evaluate
 from octavo.train.step.step import Stepper
@@ -46,11 +47,11 @@ class Phase:
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> Any:
         """The batches of each step: :class:`octavo.data.Loader`, or what is used as one."""
-        return data.train_loader(cfg, processor, **share)
+        return train_loader(cfg, processor, **share)
 
-    def evalset(self, cfg: Config, processor: Any, **share: Any) -> data.EvalSet | None:
+    def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
         """The held-out data; None where the configuration names none."""
-        return data.eval_set(cfg, processor, **share)
+        return eval_set(cfg, processor, **share)
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
@@ -62,7 +63,7 @@ class Phase:
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
 
-    def evaluate(self, stepper: Stepper, evalset: data.EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
+    def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """What the weights as they stand make of the held-out data: numbers by name, `loss`, `questions`, `tokens` and
         where there are questions `exact_match` (:func:`octavo.train.evaluate`) among them. `shown` gets a few answers
         of this rank. A collective."""

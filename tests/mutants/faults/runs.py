@@ -72,7 +72,7 @@ area(
         "data/test_mixture.py",
     ),
     (
-        "label-mask-end", "data/encoding/batched_processor.py",
+        "label-mask-end", "data/encoding/processor_calls.py",
         "int(inside[-1]) + 1)", "int(inside[-1]))",
         "the last token of an answer has no loss",
         "data/test_encode.py",
@@ -97,7 +97,7 @@ area(
         "data/test_splitting.py",
     ),
     (
-        "answers-begin-with-the-mark", "data/encoding/template.py",
+        "answers-begin-with-the-mark", "data/encoding/loss_mask.py",
         "for length in range(len(opening), 0, -1):", "for length in range(0):",
         "what a prompt opens is learned",
         "data/test_thinking.py",
@@ -162,7 +162,7 @@ area(
         "data/test_prompts.py",
     ),
     (
-        "given-answers-are-learned", "data/encoding/template.py",
+        "given-answers-are-learned", "data/encoding/loss_mask.py",
         "answers[given:]", "answers",
         "answers of the shared prompt of a pair have labels",
         "data/test_pairs.py",

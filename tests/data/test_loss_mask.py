@@ -5,7 +5,7 @@ import random
 import jinja2
 import pytest
 
-from octavo.data.encoding.template import Answers, TemplateProblem, answer_spans, rendered
+from octavo.data.encoding.loss_mask import Answers, TemplateProblem, answer_spans, rendered
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from octavo.data import BadSample, Document, DocumentEncoder, Encoder
-from octavo.data.encoding import batched_processor as module
-from octavo.data.encoding.batched_processor import Calls, Wanted, together
+from octavo.data.encoding import processor_calls as module
+from octavo.data.encoding.processor_calls import Calls, Wanted, together
 from octavo.data.errors import DataError
 from tests.data.test_encode import FAMILIES, rows
 
