@@ -7,23 +7,15 @@
 and gathered in ways of their own, by the same Source and Loader.
 """
 
-from octavo.data.batching.collate import Boundaries, Meta, collate, collate_pack
+from octavo.data.batching.collate import collate, collate_pack
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.sample import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.loaders.eval_set import EvalSet
-from octavo.data.loaders.from_config import (
-    eval_set,
-    packs_of,
-    pair_loader,
-    pair_set,
-    prompt_loader,
-    prompt_set,
-    train_loader,
-)
+from octavo.data.loaders.from_config import eval_set, pair_loader, pair_set, prompt_loader, train_loader
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.pack_loader import PackLoader
-from octavo.data.loaders.rows_from_config import compared, learned, prepare, prompt_columns, rows_of_an_epoch, shots
+from octavo.data.loaders.rows_from_config import compared, learned, prepare, rows_of_an_epoch, shots
 from octavo.data.order import Mixture
 from octavo.data.rows.audio_refs import AudioRef
 from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn, parse
@@ -31,14 +23,12 @@ from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.documents import Document, DocumentEncoder
 from octavo.data.tasks.pairs import LabelledEncoder, Pair, PairEncoder
 from octavo.data.tasks.prompts import PromptEncoder, PromptSample
-from octavo.data.tasks.sealed import check as check_sealed
 from octavo.data.tasks.sources import Source, read
 
 __all__ = [
-    "IGNORE", "AudioRef", "BadSample", "Boundaries", "Conversation", "DataError", "Document", "DocumentEncoder",
-    "Encoder", "EvalSet", "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Meta", "Mixture", "PackLoader",
-    "Pair", "PairEncoder", "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn",
-    "check_sealed", "collate", "collate_pack", "compared", "eval_set", "learned", "packs_of", "pair_loader",
-    "pair_set", "parse", "prepare", "prompt_columns", "prompt_loader", "prompt_set", "read",
+    "IGNORE", "AudioRef", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder", "EvalSet",
+    "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Mixture", "PackLoader", "Pair", "PairEncoder",
+    "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "collate_pack",
+    "compared", "eval_set", "learned", "pair_loader", "pair_set", "parse", "prepare", "prompt_loader", "read",
     "rows_of_an_epoch", "shots", "train_loader",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ and `conversion.json`, each shard's header word for word, and for each tensor wh
 which is compared on the way back.
 
 Tensors pass one by one (each worker holds one), shards in parallel. What is finished is kept when a conversion is
-killed, and checked when it goes on; the result appears whole or not at all (`convert/work.py`).
+killed, and checked when it goes on; the result appears whole or not at all (`convert/resumable_work.py`).
 """
 
 from __future__ import annotations

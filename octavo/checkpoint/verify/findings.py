@@ -58,7 +58,7 @@ class Compared:
 
     error   |value - reference| / |reference|, over the whole tensor; None where the reference is all zero and it is not
     sqnr    signal to noise in dB, 20 log10(1 / error); infinite where both are equal
-    bound   the error that a correct cast cannot exceed (`verify/against.py`)
+    bound   the error that a correct cast cannot exceed (`verify/compare_source.py`)
     status  ok, suspicious or bad
     codes   "identical" or "differ" where both sides are FP8 codes of one kind, else ""
     cause   what explains a bad error exactly, e.g. "the scale grid is transposed"; "" where nothing tried does
