@@ -35,9 +35,9 @@ area(
         "fp8/test_cast.py", "fp8/test_delayed.py",
     ),
     (
-        "rowwise-wgrad-axis", "fp8/recipe.py",
-        '"rowwise": (_ROW, _ROW, _ROW, _COLUMN, _COLUMN, _COLUMN)',
-        '"rowwise": (_ROW, _ROW, _ROW, _COLUMN, _ROW, _COLUMN)',
+        "rowwise-wgrad-axis", "base/recipe_specs.py",
+        '"rowwise", (ROW, ROW, ROW, COLUMN, COLUMN, COLUMN)',
+        '"rowwise", (ROW, ROW, ROW, COLUMN, ROW, COLUMN)',
         "rowwise casts dy for wgrad along the wrong axis",
         "fp8/test_recipe.py", "fp8/test_linear.py",
     ),
