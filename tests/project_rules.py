@@ -241,9 +241,7 @@ def imports_down(tree: Tree) -> list[str]:
 def subpackages_import_down(tree: Tree) -> list[str]:
     """Rule 1, inside the packages of :data:`LEVELS`: a subpackage imports only from lower levels, and nothing through
     the package itself."""
-    return [
-        line for package in LEVELS.keys() - {"octavo"} for line in imports_up(tree, package, LEVELS[package])
-    ]
+    return [line for package in LEVELS.keys() - {"octavo"} for line in imports_up(tree, package, LEVELS[package])]
 
 
 def imports_up(tree: Tree, package: str, levels: list[set[str]]) -> list[str]:

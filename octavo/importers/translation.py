@@ -10,8 +10,7 @@ from pathlib import Path
 from octavo.base.safe_read import printable
 from octavo.config import Problem
 from octavo.config.yaml.problems import Place
-from octavo.importers import detect, output_file
-from octavo.importers import lost_keys as lost
+from octavo.importers import detect, lost_keys, output_file
 from octavo.importers.common.draft import Draft
 from octavo.importers.common.key_outcomes import HEADINGS, Kind, Row
 from octavo.importers.source import files
@@ -42,7 +41,7 @@ class Translation:
     @property
     def lost_keys(self) -> tuple[str, ...]:
         """Keys that decide numbers and have no translation."""
-        return tuple(row.given.key for row in self.rows if lost.is_lost(row))
+        return tuple(row.given.key for row in self.rows if lost_keys.is_lost(row))
 
     @property
     def counts(self) -> dict[Kind, int]:

@@ -13,7 +13,7 @@ from transformers import Qwen2AudioProcessor
 from octavo import models
 from octavo.data import AudioRef, BadSample, DataError, LongSample, parse
 from octavo.data.batching.collate import collate
-from octavo.data.encoding import audio as waves
+from octavo.data.encoding import audio as audio_files
 from octavo.data.encoding.encode import Encoder
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import parse_document
@@ -171,9 +171,9 @@ def test_numbers_are_those_of_the_stock_processor(processor):
 
 
 def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
-    limits = waves.Limits(RATE, 961, RATE)
+    limits = audio_files.Limits(RATE, 961, RATE)
     names = ("half.wav", "half.flac", "both.wav", "piped.wav")
-    wav, flac, both, piped = (waves.load(folder / name, limits) for name in names)
+    wav, flac, both, piped = (audio_files.load(folder / name, limits) for name in names)
     assert np.array_equal(wav, piped)
     assert np.allclose(wav, flac, atol=1e-4) and wav.dtype == np.float32 and wav.shape == (8000,)
     assert np.allclose(2 * both, wav, atol=1e-3)
@@ -182,17 +182,17 @@ def test_flac_and_wav_are_one_sound_and_channels_are_averaged(folder):
 def test_other_rates_become_the_models(folder, processor):
     """Tones keep their pitch, what the model's rate cannot hold is gone and no false tone comes; as stock loads it."""
     pytest.importorskip("soxr", reason="the extra `audio`")
-    limits, inner, true = waves.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
+    limits, inner, true = audio_files.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
     for name, factor in (("cd.wav", 0.5), ("studio.flac", 1)):
-        samples = waves.load(folder / name, limits)
+        samples = audio_files.load(folder / name, limits)
         assert samples.shape == (8000,) and samples.dtype == np.float32
         assert np.abs(samples - factor * true)[inner].max() < 2e-4
-    assert waves.load(folder / "slow.wav", limits).shape == (8000,)
+    assert audio_files.load(folder / "slow.wav", limits).shape == (8000,)
     assert Encoder(processor, 128).encode(row(folder, "cd.wav")).sounds == 1
     audio = pytest.importorskip("transformers.audio_utils")
     if "backend" in inspect.signature(audio.load_audio).parameters:
         stock = audio.load_audio(str(folder / "cd.wav"), RATE, backend="soundfile")
-        assert np.array_equal(waves.load(folder / "cd.wav", limits), stock)
+        assert np.array_equal(audio_files.load(folder / "cd.wav", limits), stock)
 
 
 def test_sounds_may_stand_in_the_rows(folder, processor):
@@ -254,7 +254,7 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
 def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
     with pytest.raises(DataError, match="the model hears 16000, and soxr resamples, .*octavo.audio") as other:
-        waves.load(folder / "slow.wav", waves.Limits(RATE, 961, RATE))
+        audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:
         Encoder(processor, 128).encode(row(folder, "half.wav"))

@@ -21,7 +21,7 @@ from octavo.config import Dataset
 from octavo.data import BadSample, DataError, LongSample, parse, read
 from octavo.data.batching.collate import collate, collate_pack
 from octavo.data.builtin.digits import Digits
-from octavo.data.encoding import video as films
+from octavo.data.encoding import video as video_files
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.processor_calls import together
 from octavo.data.encoding.video import FileLimits
@@ -82,8 +82,8 @@ class Every:
 
 
 def greys(path, *numbers: int, **limits) -> list[int]:
-    found = films.look(path, Every(*numbers), FileLimits(**limits))
-    shot = films.load(found, FileLimits(**limits))
+    found = video_files.look(path, Every(*numbers), FileLimits(**limits))
+    shot = video_files.load(found, FileLimits(**limits))
     return [round(float(frame.mean())) for frame in shot.frames]
 
 
@@ -167,19 +167,19 @@ def test_what_no_row_may_say(folder, names, more, said):
 
 @pytest.mark.parametrize("name", ["a.mp4", "b.webm"])
 def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monkeypatch):
-    film = films.look(folder / name, Every())
+    film = video_files.look(folder / name, Every())
     assert (film.total, film.fps) == (24, RATE)  # webm has no number of frames in its header
     assert len(film.keys) == 4 or name != "a.mp4"
     assert np.abs(np.array(greys(folder / name)) - GREYS[:24]).max() <= (1 if name == "a.mp4" else 2)
     decoded = []
-    original = films._decoded
+    original = video_files._decoded
 
     def counted(*args):
         for frame in original(*args):
             decoded.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(films, "_decoded", counted)
+    monkeypatch.setattr(video_files, "_decoded", counted)
     assert np.abs(np.array(greys(folder / name, 1, 21)) - [GREYS[1], GREYS[21]]).max() <= 2
     assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
 
@@ -187,7 +187,7 @@ def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monke
 def test_a_variable_rate_keeps_its_time(tmp_path):
     times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
     path = film(tmp_path / "v.mp4", len(times), times=times)
-    found = films.look(path, Every())
+    found = video_files.look(path, Every())
     assert found.total == 8 and found.fps == pytest.approx(7 / 2.7)
     wanted = [max(n for n, at in enumerate(times) if at <= 1000 * (i + 0.25) / found.fps) for i in range(8)]
     assert greys(path) == pytest.approx([GREYS[n] for n in wanted], abs=1)
@@ -196,21 +196,21 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
 
 def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
     path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
-    found = films.look(path, Every(), FileLimits(seconds=2.0))
+    found = video_files.look(path, Every(), FileLimits(seconds=2.0))
     assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
 
 
 def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
     """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
     path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
-    assert len(films.look(path, Every()).keys) > 1
+    assert len(video_files.look(path, Every()).keys) > 1
     assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "endless.mp4")
     with pytest.raises(Mismatch, match="is no file"):
-        films.look(tmp_path / "endless.mp4", Every())
+        video_files.look(tmp_path / "endless.mp4", Every())
 
 
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
@@ -221,19 +221,19 @@ def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
 def test_odd_names_of_frames(tmp_path):
     for name in ("1.png", "\N{SUPERSCRIPT TWO}5.png", "10.png", "x.png"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
-    names = [path.name for path in films._frames_of(Frames(tmp_path, 2.0), FileLimits())]
+    names = [path.name for path in video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
     (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
     with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
-        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
     with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
-        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
     with pytest.raises(Mismatch, match="two frames of one name; remove one"):
-        films._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
 
 
 def test_the_cover_of_a_song_is_no_video(tmp_path):
@@ -248,13 +248,13 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
         container.mux(song.encode(sound))
         container.mux(song.encode())
     with pytest.raises(Mismatch, match="holds sound alone"):
-        films.look(tmp_path / "song.mp4", Every())
+        video_files.look(tmp_path / "song.mp4", Every())
 
 
 @pytest.mark.filterwarnings("error")
 def test_frames_of_a_folder_are_resized_without_a_warning(folder):
     takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
-    assert films.load(films.look(Frames(folder / "frames", 8.0), takes)).frames.shape == (2, 32, 32, 3)
+    assert video_files.load(video_files.look(Frames(folder / "frames", 8.0), takes)).frames.shape == (2, 32, 32, 3)
 
 
 def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
@@ -292,8 +292,8 @@ def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray
 def test_a_video_is_upright(tmp_path, matrix, shown):
     """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
     image = shown(_turned(tmp_path / "t.mp4", matrix))
-    found = films.look(tmp_path / "t.mp4", Every())
-    [frame] = films.load(found).frames
+    found = video_files.look(tmp_path / "t.mp4", Every())
+    [frame] = video_files.load(found).frames
     assert found.size == image.shape[:2] and np.abs(frame.astype(int) - image).max() <= 2
 
 
@@ -301,7 +301,7 @@ def test_a_video_is_upright(tmp_path, matrix, shown):
 def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
     _turned(tmp_path / "t.mp4", matrix)
     with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
-        films.look(tmp_path / "t.mp4", Every())
+        video_files.look(tmp_path / "t.mp4", Every())
 
 
 def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
@@ -319,7 +319,7 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
     for name, said in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
                        ("turned", "32 x 16 pixels, and 3.png 16 x 32")):  # fmt: skip
         with pytest.raises(Mismatch, match=rf"{name} has frames of two sizes: the first has {said}; write all in one"):
-            films.load(films.look(Frames(tmp_path / name, 8.0), Every()))
+            video_files.load(video_files.look(Frames(tmp_path / name, 8.0), Every()))
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "fps": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"videos": ["wide"]}))
     source = read(Dataset(path=str(tmp_path / "rows.jsonl")))
@@ -327,7 +327,7 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
         Encoder(processors["qwen3_vl"], 512).encode(source[0])
     grown = Clip(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
     with pytest.raises(Mismatch, match=r"grown\.mkv .* the first has 16 x 16 pixels, and frame 3 32 x 16"):
-        films.load(films.look(grown, Every()))
+        video_files.load(video_files.look(grown, Every()))
 
 
 def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
@@ -355,7 +355,7 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
     frames = np.random.RandomState(0).randint(0, 256, (3, 40, 24, 3), np.uint8)
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
     wanted = F.interpolate(whole, (16, 32), mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
-    assert np.array_equal(np.stack([films._resized(frame, (16, 32)) for frame in frames]), wanted)
+    assert np.array_equal(np.stack([video_files._resized(frame, (16, 32)) for frame in frames]), wanted)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
         data[at : at + 8] = np.array([claimed], ">f8").tobytes()
         (tmp_path / "lie.webm").write_bytes(data)
         with pytest.raises(Mismatch, match=said):
-            films.look(tmp_path / "lie.webm", Every())
+            video_files.look(tmp_path / "lie.webm", Every())
 
 
 def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
@@ -552,7 +552,7 @@ def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
     with pytest.raises(Mismatch, match="whose f99.png lies elsewhere"):
-        films.look(Frames(tmp_path / "f", 4.0), Every())
+        video_files.look(Frames(tmp_path / "f", 4.0), Every())
 
 
 def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
@@ -564,7 +564,7 @@ def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
     assert files[0] == files[1] and len([name for name in files[0] if name.suffix == ".mp4"]) == 5
     held = read(Dataset(path=str(made[0].test)))[0]
     assert held.turns[0].text == digit_clips.QUESTION and len(held.turns[1].text.split()) == 2
-    assert films.look(held.videos[0], Every()).total == 6
+    assert video_files.look(held.videos[0], Every()).total == 6
     assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
     with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
         digit_clips.write(tmp_path / "a", 3, 2, digits=4, hold=3)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell import script as shell
+from octavo.importers.shell import script as shell_script
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
@@ -244,7 +244,7 @@ def of_bash(text: str) -> list[str] | None:
 def difference(text: str) -> str | None:
     """What import has in silence and bash has not."""
     try:
-        read = shell.read(text, {}, "a.sh")
+        read = shell_script.read(text, {}, "a.sh")
     except TranslateError as error:  # functions that call each other
         return None if "within each other" in str(error) else f"refused: {error}"
     words = next(
@@ -284,7 +284,7 @@ def _damaged(rng: random.Random, told: Counter[str]) -> str | None:
         )
         text = text[: rng.randrange(len(text) + 1)] + piece * rng.choice((3, 60, 20_000)) + text
     try:
-        shell.read(text, {}, "a.sh")
+        shell_script.read(text, {}, "a.sh")
         told["read"] += 1
     except TranslateError as error:
         told["refused"] += 1

@@ -9,19 +9,19 @@ import pytest
 
 from octavo.config import load_config_text
 from octavo.importers import TranslateError, Translation, translate
-from octavo.importers.shell import script as shell
+from octavo.importers.shell import script as shell_script
 
 RUN = "torchrun train.py --lr $LR --size $BS\n"
 
 
 def of(text: str, **known: str) -> dict[str, str]:
     """The flags of the last command, each with its value."""
-    words = [word.text for word in shell.read(text, known, "a.sh").commands[-1].words]
+    words = [word.text for word in shell_script.read(text, known, "a.sh").commands[-1].words]
     return {words[at]: words[at + 1] for at in range(len(words) - 1) if words[at].startswith("--")}
 
 
 def listed(text: str) -> list[tuple[int, str]]:
-    return [(line, what) for line, what, _ in shell.read(text, {}, "a.sh").unread]
+    return [(line, what) for line, what, _ in shell_script.read(text, {}, "a.sh").unread]
 
 
 def import_of(folder: Path, content: str, framework: str | None = None) -> Translation:
@@ -44,7 +44,7 @@ def import_of(folder: Path, content: str, framework: str | None = None) -> Trans
     ],
 )  # fmt: skip
 def test_words_are_split_after_they_are_expanded(written: str, words: list[str]) -> None:
-    assert [word.text for word in shell.read(written + "\n", {}, "a.sh").commands[-1].words] == words
+    assert [word.text for word in shell_script.read(written + "\n", {}, "a.sh").commands[-1].words] == words
 
 
 DOCUMENTS = (
@@ -64,7 +64,7 @@ DOCUMENTS = (
 def test_a_here_document_is_no_part_of_the_script(document: str) -> None:
     text = f"LR=1\n{document}\nBS=2\n{RUN}"
     assert of(text) == {"--lr": "1", "--size": "2"}
-    assert shell.read(text, {}, "a.sh").commands[-1].words[0].line == text.count("\n")
+    assert shell_script.read(text, {}, "a.sh").commands[-1].words[0].line == text.count("\n")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_a_shell_certainly_carries_out_is_taken_and_nothing_else(line: str,
 @pytest.mark.parametrize("change", ["LR+=1", "((LR++))", "LR+=(1)", "LR=$((LR + 1))", "LR=${#LR}", "LR=${LR:-1}"])
 def test_what_adds_to_a_variable_that_may_be_set_is_unsure(change: str) -> None:
     """It was unset for sure, and a line that was not followed may have set it."""
-    script = shell.read(f'unset LR\nif [ "$BIG" = 1 ]; then LR=4; fi\n{change}\nrun --lr "$LR"\n', {}, "a.sh")
+    script = shell_script.read(f'unset LR\nif [ "$BIG" = 1 ]; then LR=4; fi\n{change}\nrun --lr "$LR"\n', {}, "a.sh")
     assert script.commands[-1].words[-1].unsure == (2,)
 
 
@@ -102,7 +102,7 @@ def test_what_adds_to_a_variable_that_may_be_set_is_unsure(change: str) -> None:
     ],
 )  # fmt: skip
 def test_what_only_a_run_decides_is_listed_and_not_taken(line: str, tmp_path: Path) -> None:
-    read = shell.read(f"LR=1\n{line}\n{RUN}", {}, "a.sh")
+    read = shell_script.read(f"LR=1\n{line}\n{RUN}", {}, "a.sh")
     assert (read.commands[-1].words[3].text, read.commands[-1].words[3].unsure) == ("1", (2,))
     assert 2 in [number for number, _, _ in read.unread]
     swift = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps 4 --learning_rate $LR\n"
@@ -143,7 +143,7 @@ def test_files_are_sourced_from_within_the_root_alone(tmp_path: Path) -> None:
 
 
 def test_a_shell_reads_up_to_what_it_cannot_read(tmp_path: Path) -> None:
-    read = shell.read("LR=1\nBS=2\nif true; then\nLR=9\n", {}, "a.sh")
+    read = shell_script.read("LR=1\nBS=2\nif true; then\nLR=9\n", {}, "a.sh")
     assert [(line, why) for line, _, why in read.unread][0][1].startswith("a shell stops reading here: fi was expected")
     with pytest.raises(TranslateError, match=r"no command that trains .* Line 2: a shell stops reading here"):
         import_of(tmp_path, f"LR=1; BS=2\ndone\n{RUN}")
@@ -166,13 +166,13 @@ def test_a_shell_reads_up_to_what_it_cannot_read(tmp_path: Path) -> None:
 def test_length_steps_and_depth_are_bounded(text: str, refusal: str) -> None:
     if refusal:
         with pytest.raises(TranslateError, match=f"^a.sh:[0-9]+: .*{refusal}"):
-            shell.read(text, {}, "a.sh")
+            shell_script.read(text, {}, "a.sh")
     else:
-        shell.read(text, {}, "a.sh")
+        shell_script.read(text, {}, "a.sh")
 
 
 def test_the_environment_is_that_of_the_command(tmp_path: Path) -> None:
-    read = shell.read("export A=1 B=2\nC=3\nA=4\nunset B\n( export D=5 )\nE=6 python prepare.py\nF=7 torchrun train.py\nexport A=9\n",
+    read = shell_script.read("export A=1 B=2\nC=3\nA=4\nunset B\n( export D=5 )\nE=6 python prepare.py\nF=7 torchrun train.py\nexport A=9\n",
                       {}, "a.sh")  # fmt: skip
     assert {name: word.text for name, word in read.environment(read.commands[-1]).items()} == {"A": "4", "F": "7"}
 
@@ -283,7 +283,7 @@ def test_what_a_script_was_called_with_is_no_value_of_the_flag_before_it(tmp_pat
 )  # fmt: skip
 def test_words_are_those_of_bash(written: str, words: list[str]) -> None:
     files = {"by_set.sh": "set -- z\n", "by_shift.sh": "shift\n"}
-    script = shell.read(written + "\n", {}, "a.sh", files.get)
+    script = shell_script.read(written + "\n", {}, "a.sh", files.get)
     assert [word.text for word in script.commands[-1].words] == words
     assert not any(word.open for word in script.commands[-1].words)
 
@@ -304,6 +304,6 @@ def test_words_are_those_of_bash(written: str, words: list[str]) -> None:
     ],
 )
 def test_what_is_not_followed_is_open_or_listed(written: str, how: str) -> None:
-    script = shell.read(written + "\n", {}, "a.sh")
+    script = shell_script.read(written + "\n", {}, "a.sh")
     words = script.commands[-1].words
     assert {"open": any(w.open for w in words), "unsure": any(w.unsure for w in words)}.get(how, script.unread)

@@ -9,8 +9,7 @@ import pytest
 
 from octavo import generation, models, rl
 from octavo.config import Config
-from octavo.rl.phases import preference_phase as preferences
-from octavo.rl.phases import rl_step as rollouts
+from octavo.rl.phases import preference_phase, rl_step
 from octavo.rl.rollout import rollout
 from octavo.rl.rollout.rollout import slots_for
 from octavo.train import TrainError
@@ -75,7 +74,7 @@ def agree(found: dict[str, int], want: Footprint) -> None:
 def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = reinforcing(*ONE, *over, "train.micro_batch=4")
     seen, peaks = [], []
-    cut, generate = rollouts.micro_batches, generation.Engine.generate
+    cut, generate = rl_step.micro_batches, generation.Engine.generate
 
     def watched(engine, *args):
         assert all(p.grad is None for p in engine.caller.model.parameters())
@@ -84,7 +83,7 @@ def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, 
         peaks.append(peak.most)
         return out
 
-    monkeypatch.setattr(rollouts, "micro_batches", lambda *args: [seen.append(b) or b for b in cut(*args)])
+    monkeypatch.setattr(rl_step, "micro_batches", lambda *args: [seen.append(b) or b for b in cut(*args)])
     monkeypatch.setattr(generation.Engine, "generate", watched)
     rl.run(cfg)
     found, want = memory_of(cfg), predicted(cfg, seen)
@@ -100,13 +99,13 @@ def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, 
 @pytest.mark.parametrize("over", [(), (*LORA, "preference={loss: ipo}")], ids=["full", "lora"])
 def test_a_step_of_preferences_counts_what_was_predicted(preferring: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = preferring(*ONE, *over)
-    seen, loss_at = [], preferences.PreferenceStepper.loss_at
+    seen, loss_at = [], preference_phase.PreferenceStepper.loss_at
 
     def watched(stepper, batch, *args):
         seen.append(batch)
         return loss_at(stepper, batch, *args)
 
-    monkeypatch.setattr(preferences.PreferenceStepper, "loss_at", watched)
+    monkeypatch.setattr(preference_phase.PreferenceStepper, "loss_at", watched)
     rl.run(cfg)
     assert seen[0]["input_ids"].shape[0] == 2 * cfg.train.micro_batch
     agree(memory_of(cfg), predicted(cfg, seen))

@@ -16,7 +16,7 @@ from octavo.data.builtin import digit_clips, digits
 from octavo.data.tasks.pairs import collate_pairs, parse_pair
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
-from octavo.rl.phases import reference_cache as kept
+from octavo.rl.phases import reference_cache
 from octavo.train.estimate.memory import Footprints
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.resolve_config import resolve_video
@@ -146,7 +146,9 @@ def test_a_kept_reference_belongs_to_the_pixels_of_a_clip(here):
     of = ({**row, "video": f"{n:05d}.mp4"} for n in (0, 1))
     pair, other = (encoder.encode(parse_pair(one, "", file="x", row=0, images=where)) for one in of)
     assert (pair.chosen.input_ids == other.chosen.input_ids).all()
-    marks = [[mark for *_, mark in kept._answers(collate_pairs([one, one], 0))] for one in (pair, pair, other)]
+    marks = [
+        [mark for *_, mark in reference_cache._answers(collate_pairs([one, one], 0))] for one in (pair, pair, other)
+    ]
     assert marks[0] == marks[1] and len(marks[0]) == 4 and not {*marks[0]} & {*marks[2]}
 
 

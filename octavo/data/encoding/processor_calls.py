@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from octavo.data.encoding import video as films
+from octavo.data.encoding import video as video_files
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
 from octavo.data.encoding.sample import check_lengths, further
@@ -40,7 +40,7 @@ class Wanted(NamedTuple):
     text: str
     images: tuple[ImageFile, ...] = ()
     sounds: tuple[SoundFile, ...] = ()
-    videos: tuple[films.Film, ...] = ()
+    videos: tuple[video_files.Film, ...] = ()
 
 
 Encoding = Generator[Wanted, Outputs, T]
@@ -80,10 +80,10 @@ class Calls:
     videos. `file_limits`: of files of video."""
 
     def __init__(
-        self, processor: Any, max_image_megapixels: float, file_limits: films.FileLimits | None = None
+        self, processor: Any, max_image_megapixels: float, file_limits: video_files.FileLimits | None = None
     ) -> None:
         self.videos: Any = getattr(processor, "videos", None)
-        self.file_limits = file_limits or films.FileLimits(megapixels=max_image_megapixels)
+        self.file_limits = file_limits or video_files.FileLimits(megapixels=max_image_megapixels)
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.max_image_megapixels = max_image_megapixels
         self.sees = getattr(processor, "image_processor", None) is not None
@@ -108,7 +108,7 @@ class Calls:
                 self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
                 heard = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
-                row = _Row(number, text, images, heard, [films.load(video, self.file_limits) for video in videos])
+                row = _Row(number, text, images, heard, [video_files.load(video, self.file_limits) for video in videos])
             except (ImageProblem, Mismatch, DataError) as problem:
                 found[number] = problem
                 continue
@@ -224,7 +224,7 @@ class _Row(NamedTuple):
     text: str
     images: list[Any]
     sounds: list[np.ndarray] = []
-    videos: list[films.Shot] = []
+    videos: list[video_files.Shot] = []
 
     @property
     def pixels(self) -> int:

@@ -11,7 +11,7 @@ from octavo.base.safe_read import printable
 from octavo.config.yaml.document import Document, read_text
 from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dotted
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell import script as shell
+from octavo.importers.shell import script as shell_script
 from octavo.importers.source import training_command, yaml_references
 from octavo.importers.source.keys import Foreign, Given
 from octavo.importers.source.root_folder import Folder
@@ -119,9 +119,9 @@ def _one(
 
 
 def _script(
-    text: str, name: str, known: Mapping[str, str], look: shell.Look
+    text: str, name: str, known: Mapping[str, str], look: shell_script.Look
 ) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    script = shell.read(text, known, name, look)
+    script = shell_script.read(text, known, name, look)
     command = training_command.command_of(script, name)
     words = command.words
     skipped = [(Place(name, line or None), what, why) for line, what, why in script.unread]
@@ -148,7 +148,7 @@ def _script(
     return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}
 
 
-def _line_of(words: Sequence[shell.Word]) -> str:
+def _line_of(words: Sequence[shell_script.Word]) -> str:
     """A command as the report lists it."""
     return brief(" ".join(word.text for word in words[:40]), 200)
 

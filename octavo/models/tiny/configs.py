@@ -20,9 +20,9 @@ from transformers import (
 
 from octavo.models.custom.mpt import MPTConfig
 from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
-from octavo.models.tiny import audio as hearing
+from octavo.models.tiny import audio as audio_families
 from octavo.models.tiny import special_tokens
-from octavo.models.tiny import vision as seeing
+from octavo.models.tiny import vision as vision_families
 from octavo.models.tiny.parts import (
     PAIRS,
     PATCH,
@@ -187,7 +187,7 @@ def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     )
 
 
-CHECKPOINTS = Checkpoints(_CHECKPOINTS | hearing.CHECKPOINTS | seeing.CHECKPOINTS)
+CHECKPOINTS = Checkpoints(_CHECKPOINTS | audio_families.CHECKPOINTS | vision_families.CHECKPOINTS)
 """All of them."""
 
 

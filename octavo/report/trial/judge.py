@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.report.evidence import rl_claims, trial_claims
-from octavo.report.evidence import trust_table as rows
+from octavo.report.evidence import rl_claims, trial_claims, trust_table
 from octavo.report.evidence.claims import Judged
 from octavo.report.evidence.power import Estimate
 from octavo.report.evidence.run_reader import LayerHealth, ReportError, RunRecord, common
@@ -113,13 +112,13 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
             by_format.setdefault(fmt, {}).update(_operands([layer], "sqnr", [role]))
     wgrad = _operands(health, "underflow", ("x_wgrad", "dy_wgrad")) or _operands(health, "underflow", ("x", "dy"))
     # Of frozen layers nobody takes a weight gradient: that is as planned, and no figure is missing.
-    of_wgrad: Callable[[Check], Check] = rows.no_wgrad if _all_frozen(record.plan) else lambda check: check
+    of_wgrad: Callable[[Check], Check] = trust_table.no_wgrad if _all_frozen(record.plan) else lambda check: check
     return [
-        rows.check_underflow(run.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
-        of_wgrad(rows.check_underflow(run.label, wgrad, wgrad=True)),
-        *(rows.check_sqnr(run.label, fmt, values) for fmt, values in by_format.items()),
-        of_wgrad(rows.check_cosine(run.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
-        rows.check_nan_codes(run.label, {h.layer: h.nan_codes for h in health}),
+        trust_table.check_underflow(run.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
+        of_wgrad(trust_table.check_underflow(run.label, wgrad, wgrad=True)),
+        *(trust_table.check_sqnr(run.label, fmt, values) for fmt, values in by_format.items()),
+        of_wgrad(trust_table.check_cosine(run.label, {h.layer: h.cosine for h in health if h.cosine is not None})),
+        trust_table.check_nan_codes(run.label, {h.layer: h.nan_codes for h in health}),
     ]
 
 
@@ -155,7 +154,7 @@ def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     found = []
     for other in others:
         mine, theirs = common(other, reference)
-        found.append(rows.seed_noise(other.losses[mine], reference.losses[theirs]))
+        found.append(trust_table.seed_noise(other.losses[mine], reference.losses[theirs]))
     return max(found, default=math.nan)
 
 
@@ -179,20 +178,20 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
             continue
         sides = Sides((run, record), (ref_run, ref), runs)
         checks += rl_claims.claims_of(sides, trial) if beyond else claims_of(sides, trial, noise)
-        checks.append(rows.check_gemms(run.label, record.proof))
+        checks.append(trust_table.check_gemms(run.label, record.proof))
         checks += _health_checks(run, record)
-        checks.append(rows.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
+        checks.append(trust_table.check_states(run.label, run.cfg.optimizer.states, record.zeroed))
         checks += _same_data((run, record), ref)
         checks.append(_same_machine(run, record.environment, ref.environment))
     if trial.factors:
         checks += factorial_cells.checks_of(runs, trial)
     for run, record in whole:
         checks += _complete(run, record)
-    status = rows.worst([c.status for c in checks])
+    status = trust_table.worst([c.status for c in checks])
     told = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
     ordered = sorted(told, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
-    by_run = {run.label: rows.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
+    by_run = {run.label: trust_table.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
     line = _line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
     same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
 
@@ -225,7 +224,7 @@ def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
     run, record = fp8
     if run.cfg.rl is None:
         mine_at, ref_at = common(record, ref)
-        return [rows.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
+        return [trust_table.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
     from octavo.rl.phases.settings import Settings  # torch comes with it, and a trial waits for runs without
 
     return [] if Settings.of(run.cfg).refill else [rl_claims.same_prompts(run.label, record, ref)]
@@ -249,8 +248,8 @@ def _complete(run: Run, record: RunRecord) -> list[Check]:
         shown = f"after step {last_step(record)} of {planned}"
         return [Check("training", "Training failed", run.label, None, shown, "reaches its end", FAIL, record.failure)]
     return [
-        rows.check_skipped(run.label, record.skipped, int(record.steps[-1]), planned, record.overflowed),
-        rows.check_recorded(run.label, record.steps, run.cfg.run.log_every, planned),
+        trust_table.check_skipped(run.label, record.skipped, int(record.steps[-1]), planned, record.overflowed),
+        trust_table.check_recorded(run.label, record.steps, run.cfg.run.log_every, planned),
     ]
 
 

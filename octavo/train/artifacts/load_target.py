@@ -36,8 +36,7 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 from octavo.train.run_dir import datafiles, run_dir
-from octavo.train.setup import frozen_base as bases
-from octavo.train.setup import planning
+from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
 from octavo.train.setup.resume import scaling_of
 from octavo.train.step.precision_schedule import Course
@@ -173,9 +172,9 @@ class Target:
             plan, family, _ = planning.plan_for(cfg, saved=self.path / run_dir.PLAN if recipe is None else None)
             if recipe is None:  # the plan of that step
                 plan = Course.of(cfg, planning.scheduled(cfg, plan), before).at(before["step"])
-            codes = None if self.kinds or bases.keeps_codes(cfg) else HIGH
+            codes = None if self.kinds or frozen_base.keeps_codes(cfg) else HIGH
             model = self._load(wanted, device, self.kinds or codes, say)
-            bases.freeze(model, family, cfg)
+            frozen_base.freeze(model, family, cfg)
             fp8.apply(model, plan)
             notes = [_about(model, plan)]
         else:
@@ -189,8 +188,8 @@ class Target:
             adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
             # The base must be the one that the adapters were trained beside.
             if as_trained and dtype is None and before.get("base"):
-                now = bases.Base.of(model, bases.digests(model, world), world).whole
-                bases.same(before["base"], now, path, str(self.base))
+                now = frozen_base.Base.of(model, frozen_base.digests(model, world), world).whole
+                frozen_base.same(before["base"], now, path, str(self.base))
         restored = checkpoint.load(path, model=model, optimizer=None, world=world, spare=critic.owns)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:

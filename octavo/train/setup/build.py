@@ -29,8 +29,7 @@ from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
 from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, keep_towers_running
 from octavo.train.run_dir import run_dir
-from octavo.train.setup import frozen_base as base
-from octavo.train.setup import model_folder, planning, token_counts
+from octavo.train.setup import frozen_base, model_folder, planning, token_counts
 from octavo.train.setup.checks import check_family, check_possible, refuse_cuda_graphs
 from octavo.train.setup.job import Job
 from octavo.train.setup.model_setup import assemble_model, keep_less, losses_of
@@ -188,7 +187,7 @@ class _Model:
     """The model in a stepper of SFT, and its frozen weights as they were read."""
 
     stepper: Stepper
-    base: base.Base
+    base: frozen_base.Base
 
 
 def _model(
@@ -226,7 +225,7 @@ def _model(
     if unread is not None:
         world.at("loading the weights")
         lows, _ = parallel.fill(model, unread, world)
-    frozen = base.Base.of(model, base.digests(model, world) if cfg.lora is not None else {}, world)
+    frozen = frozen_base.Base.of(model, frozen_base.digests(model, world) if cfg.lora is not None else {}, world)
     if cfg.train.compile:
         compile.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
     optimizer = adamw(model, cfg)

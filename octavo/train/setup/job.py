@@ -15,7 +15,7 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.pack_loader import PackLoader
 from octavo.train.run_dir import run_dir
-from octavo.train.setup import frozen_base as base
+from octavo.train.setup import frozen_base
 from octavo.train.setup.phase import Phase
 from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Stepper
@@ -38,7 +38,7 @@ class Job:
     files: Mapping[str, Any]
     phase: Phase
     course: Course
-    base: base.Base | None = None
+    base: frozen_base.Base | None = None
     attention: Any = None  # the kernel or those of components (`attention.kept_of`), unless torch chooses
     first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
     background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
