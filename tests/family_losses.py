@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.config import Dataset
 from octavo.data import Encoder, collate, read
 from octavo.models.tiny import tiny

@@ -54,7 +54,7 @@ LEVELS: dict[str, list[set[str]]] = {
         {"folder"},
         {"*"},
     ],
-    "octavo.checkpoint": [{"trainer"}, {"live", "convert"}, {"run_state", "export", "verify"}, {"model"}, {"*"}],
+    "octavo.checkpoint": [{"trainer"}, {"hf_folder", "convert"}, {"run_state", "export", "verify"}, {"*"}],
     "octavo.train": [
         {"loop"},
         {"callbacks"},

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.base import suffixes
-from octavo.base.family_records import RECORDS
+from octavo.base.model_families import RECORDS
 from octavo.base.recipe_specs import NAMES
 from tests.project_levels import FILES, FP8_FILES, INIT_LINES, LEVELS, UNCOUNTED, UNMEASURED
 
@@ -50,7 +50,7 @@ NAMES_DEVICES = {
     "octavo.fp8.kernels": "kernels are written for one vendor's devices",
     "octavo.fp8.measuring.timing": "the clock of kernels: it holds a stream busy while they are queued",
     "octavo.train.step.cuda_graphs": "CUDA graphs",
-    "octavo.generation.replayed": "CUDA graphs",
+    "octavo.generation.decode_cuda_graph": "CUDA graphs",
     "octavo.bench.suite_step": "CUDA graphs, beside which its candidates are timed",
     "octavo.fp8.planning.file_form": "a key of plan files: the toolkit that torch was built with",
     "octavo.doctor.other_vendors": "it tells of each vendor's machines",
@@ -63,7 +63,7 @@ LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "families": (
         frozenset(RECORDS),
         (
-            "octavo.base.family_records",
+            "octavo.base.model_families",
             "octavo.importers.frameworks.llama_factory",  # names of theirs
             "octavo.importers.frameworks.mindspeed_data",
         ),

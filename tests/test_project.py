@@ -91,7 +91,10 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         (subpackages_import_down, {"octavo.fp8.stray": ""}),
         (subpackages_import_down, {"octavo.data.formats.tar": "def f():\n    from octavo.data.storage import cache"}),
         (subpackages_import_down, {"octavo.train.run_dir.run_dir": "from octavo.train.step.step import Stepper"}),
-        (subpackages_import_down, {"octavo.rl.rewards.entry": "from octavo.rl.objectives import policy"}),
+        (
+            subpackages_import_down,
+            {"octavo.rl.rewards.entry": "from octavo.rl.objectives import policy_losses as policy"},
+        ),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),

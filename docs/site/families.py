@@ -8,7 +8,7 @@ from pathlib import Path
 import transformers
 
 from octavo import fp8, models
-from octavo.base.family_records import RECORDS
+from octavo.base.model_families import RECORDS
 from octavo.models.custom.register import is_own
 from octavo.models.folder.folder import quiet
 from octavo.models.forward.packed import why_not_packed

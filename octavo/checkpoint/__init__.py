@@ -1,7 +1,7 @@
 """What lies on disk: the state of a run, saved whole or not at all, and model folders, examined."""
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.live.hf_folder import save_hf
+from octavo.checkpoint.hf_folder import save_hf
 from octavo.checkpoint.run_state import rng
 from octavo.checkpoint.run_state.background import Background
 from octavo.checkpoint.run_state.dcp_safe import SafeReader

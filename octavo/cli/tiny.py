@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.cli import arguments
 
 

@@ -1,4 +1,5 @@
-"""``Config``: all sections of a run (:mod:`octavo.config.sections.train`) with the rules over them kept (``rules``)."""
+"""``Config``: all sections of a run (:mod:`octavo.config.sections.all_sections`) with the rules over them kept
+(``rules``)."""
 
 from __future__ import annotations
 

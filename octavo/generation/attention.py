@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo import fp8
-from octavo.generation.pages import Cache
+from octavo.generation.kv_cache import Cache
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from octavo import models
 from octavo.data.encoding.sample import joined, joined_inputs
 from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
+from octavo.generation.decode_cuda_graph import Replayed
+from octavo.generation.decode_torch import Gathered
 from octavo.generation.errors import GenerationError
-from octavo.generation.gathered import Gathered
-from octavo.generation.pages import Cache, Pool, pages_of
-from octavo.generation.replayed import Replayed
+from octavo.generation.kv_cache import Cache, Pool, pages_of
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.sampling import Stops, uniforms
 from octavo.generation.slots import Group, Slots

@@ -19,8 +19,8 @@ from octavo.fp8 import kernels
 from octavo.generation.batch import Batch
 from octavo.generation.caller import Caller, Context
 from octavo.generation.errors import GenerationError
+from octavo.generation.kv_cache import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.memory import Shape, most_that_fit
-from octavo.generation.pages import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.sampling import Stops
 

@@ -22,7 +22,7 @@ import torch
 from octavo import models
 from octavo.fp8 import kernels
 from octavo.generation.batch import PREFILL
-from octavo.generation.pages import PAGE, pages_of, run_of
+from octavo.generation.kv_cache import PAGE, pages_of, run_of
 from octavo.generation.request import Sampling
 from octavo.generation.sampling import bytes_to_choose
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.generation.pages import run_of
+from octavo.generation.kv_cache import run_of
 from octavo.generation.request import Prompt, Sampling
 from octavo.generation.sampling import choose
 

@@ -13,8 +13,8 @@ from octavo.models.processors.processors import TextProcessor, load_for_chat, lo
 from octavo.models.processors.video import VIDEO_SETTINGS, videos_described
 from octavo.models.processors.vocabulary import largest_id, missing_letters
 from octavo.models.structure.audio_shapes import hearing_of
+from octavo.models.structure.describe import VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.structure.dropout import switch_off_dropout, switched_off
-from octavo.models.structure.families import VALUE_HEAD, WITHOUT_HEAD, Family, describe, stays
 from octavo.models.structure.freeze import freeze, freeze_all
 from octavo.models.structure.shapes import random_model, shape_model
 from octavo.models.structure.skeleton import empty, read_config
@@ -23,9 +23,9 @@ from octavo.models.structure.vision_shapes import Vision, vision_of
 from octavo.models.tiny.configs import tiny_config
 from octavo.models.weights.assembly import frozen_names
 from octavo.models.weights.deferred import Deferred, defer
-from octavo.models.weights.init import Drawn, draw, fresh
 from octavo.models.weights.iterate import stream
 from octavo.models.weights.loading import check_kinds, load, load_split, parameter_count, split
+from octavo.models.weights.random_init import Drawn, draw, fresh
 
 __all__ = [
     "OF_VIDEOS", "VALUE_HEAD", "VIDEO_SETTINGS", "WITHOUT_HEAD", "Attend", "CacheShape", "Deferred", "Drawn", "Family",

@@ -4,8 +4,8 @@
 What is particular here:
 
 - Gradients are *summed* over ranks, not averaged. Octavo's losses are divided by the count of the whole global batch
-  before backward (`train.losses`), so the sum over ranks, of all copies, is already the gradient that one process
-  would have.
+  before backward (`train.forward.losses`), so the sum over ranks, of all copies, is already the gradient that one
+  process would have.
 - Whatever is no block (embeddings, final norm, projector, lm_head) stays in the root's group. So tied embeddings
   and lm_head are always in one group, which FSDP2 demands of a shared parameter.
 - Frozen and trainable parameters may share a block; only trainable ones take part in the gradient's reduction.
@@ -67,7 +67,7 @@ def shard(
         raise WorldError(
             f"{world.size} ranks were asked to share {type(model).__name__}, but its description names no repeating "
             "block to shard. Run it in one process, or add its blocks to layer_globs in "
-            "octavo/models/structure/families.py"
+            "octavo/models/structure/describe.py"
         )
     _check_unshared(model, blocks)
     # Inputs of blocks are left alone: positions that a model computes in fp32 on purpose are among them.

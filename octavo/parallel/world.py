@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
-from octavo.parallel import flight
+from octavo.parallel import nccl_flight_recorder
 from octavo.parallel.errors import WorldError
+from octavo.parallel.hang_watch import Marks, Pulse, missing_words
 from octavo.parallel.layout import Layout
-from octavo.parallel.meeting import agree, in_words, meet
-from octavo.parallel.pulse import Marks, Pulse, missing_words
+from octavo.parallel.rendezvous import agree, in_words, meet
 
 TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
 SOON = 20.0  # seconds until a rank that waits for others at the start says so
@@ -89,7 +89,7 @@ class World:
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
-        trace = flight.save(self.rank) if accelerator.traces_collectives(self.device) else None
+        trace = nccl_flight_recorder.save(self.rank) if accelerator.traces_collectives(self.device) else None
         kept = "" if trace is None else f"Its last collectives are in {trace}; torchfrtrace reads those of all ranks. "
         return WorldError(
             f"rank {self.rank} of {self.size} waited in vain at {self.marks.place} (run.timeout: {self.timeout:g} s): "
@@ -195,8 +195,9 @@ def setup(
     an accelerator takes what torch registers for it: CUDA NCCL.
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
-    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.flight`). `facts`: what all ranks must
-    start with alike, key -> value, asked where there are several. `asked`: the axes, as :meth:`Layout.of` takes them.
+    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.nccl_flight_recorder`). `facts`: what
+    all ranks must start with alike, key -> value, asked where there are several. `asked`: the axes, as
+    :meth:`Layout.of` takes them.
 
     A rank that has waited `SOON` seconds for others says so on stderr, and goes on waiting.
 
@@ -215,7 +216,7 @@ def setup(
         return World(device=device)
     backend = _wire(device)
     if accelerator.traces_collectives(device) and traces is not None:
-        flight.record(traces)
+        nccl_flight_recorder.record(traces)
     own = None if facts is None else facts()
     try:
         with _patience(rank, size, timeout):

@@ -23,7 +23,7 @@ from octavo.base import atomic_write
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
-from octavo.checkpoint.live.hf_folder import LARGEST, planned
+from octavo.checkpoint.hf_folder import LARGEST, planned
 from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights

@@ -103,7 +103,9 @@ def trainer(monkeypatch):
             return SimpleNamespace(status="finished")
 
         monkeypatch.setattr("octavo.rl.run", run)
-        monkeypatch.setattr("octavo.train.run_dir.datafiles.fingerprints", lambda cfg, *say: {"data": {}, "model": {}})
+        monkeypatch.setattr(
+            "octavo.train.run_dir.input_fingerprints.fingerprints", lambda cfg, *say: {"data": {}, "model": {}}
+        )
         return trained
 
     return install

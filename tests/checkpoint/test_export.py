@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoTokenizer, CompressedTensorsConfig, con
 
 from octavo import fp8, models
 from octavo.checkpoint import CheckpointError, verify
+from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.names import fused_group
 from octavo.checkpoint.export.values import values_of
-from octavo.checkpoint.model.export_checksums import MARKER
 from octavo.models.folder.quantization import by_pattern, by_target, exact
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch

@@ -11,8 +11,8 @@ import pytest
 
 from octavo import checkpoint, models
 from octavo.checkpoint import CheckpointError, verify
+from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
-from octavo.checkpoint.model.export_checksums import MARKER
 from octavo.models.errors import ModelError
 from octavo.parallel import World
 from tests.checkpoint import folders

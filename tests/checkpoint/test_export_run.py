@@ -11,10 +11,10 @@ from safetensors import safe_open
 
 from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.values import Trained, regrid, values_of
-from octavo.checkpoint.model.export_checksums import MARKER
 from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from octavo import models
 from octavo.base import atomic_write
 from octavo.checkpoint import CheckpointError
+from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export import files as export_files
 from octavo.checkpoint.export.files import Shards, size_of
 from octavo.checkpoint.export.values import values_of
-from octavo.checkpoint.model.export_checksums import MARKER
 from tests.checkpoint.export_models import write
 
 

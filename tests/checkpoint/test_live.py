@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from octavo import checkpoint, fp8, models
 from octavo.checkpoint.export.files import Shards
-from octavo.checkpoint.live.hf_folder import planned
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.hf_folder import planned
+from octavo.checkpoint.stock_model import Stock
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks

@@ -13,7 +13,7 @@ import torch
 
 from octavo import models
 from octavo.checkpoint import verify
-from octavo.checkpoint.model.export_checksums import MARKER
+from octavo.checkpoint.checksums import MARKER
 from octavo.models import ModelError
 from octavo.models.folder.quantization import is_cache_scale
 from octavo.train.artifacts import export_model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo import fp8
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.bench import SUITES
 from octavo.cli import arguments
 from octavo.cli.main import COMMANDS, main

@@ -88,9 +88,9 @@ def test_a_file_is_checked_once(tmp_path, monkeypatch):
     check = columnar.check_file
     monkeypatch.setattr(columnar, "check_file", lambda *given: calls.append(1) or check(*given))
     open_rows(file.parent), open_rows(file.parent)
-    from octavo.data import content
+    from octavo.data import file_digests
 
-    content._OWN.clear(), content._READ.clear()
+    file_digests._OWN.clear(), file_digests._READ.clear()
     open_rows(file.parent)
     assert len(calls) == 1
     file.write_bytes(file.read_bytes())

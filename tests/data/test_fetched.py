@@ -26,7 +26,7 @@ from octavo.data.batching.prefetch import fetch_ahead
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
 from octavo.data.storage.open_rows import open_rows
-from octavo.train.run_dir import datafiles
+from octavo.train.run_dir import input_fingerprints
 from tests.data.test_tar import packed, talk
 
 SHARDS, ROWS = 6, 10  # and rows in each
@@ -361,4 +361,4 @@ def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path
 
 def test_commands_do_not_look_for_a_url_here(there):
     cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
-    assert missing(cfg, None) == [] and datafiles.fingerprints(cfg)["data"][there]["size"] > 0
+    assert missing(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo import models as library
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
 from octavo.data.encoding.processor_calls import Calls, Wanted, parted
 from octavo.data.encoding.sample import Input, check_lengths, cut_inputs, joined

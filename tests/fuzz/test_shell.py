@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell import script as shell_script
+from octavo.importers.shell import interpreter as shell_script
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 

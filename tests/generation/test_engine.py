@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from octavo import fp8, generation, models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
 from tests.generation.conftest import prompts_of, questions
 
@@ -178,7 +178,8 @@ def test_a_prompt_runs_once_for_its_group_and_an_image_is_encoded_once(small):
 
 
 def test_pages_are_shared_copied_where_they_are_written_and_given_back(small, monkeypatch):
-    from octavo.generation import batch, pages
+    from octavo.generation import batch
+    from octavo.generation import kv_cache as pages
 
     held, copied = [], []
     step, copy = batch.Batch._step, pages.Cache.copy
@@ -292,7 +293,7 @@ def test_scores_of_the_cache_are_in_fp32_under_autocast(small, monkeypatch):
 
 
 def test_a_cache_in_huge_pages_gives_what_a_small_one_gives(small, monkeypatch):
-    from octavo.generation import pages
+    from octavo.generation import kv_cache as pages
 
     model, tokenizer, prompts = small
     plain = Engine(model, tokenizer, slots=8, kv="fp8").generate(prompts, SAMPLED)

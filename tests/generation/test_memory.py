@@ -14,7 +14,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from octavo import models
-from octavo.generation import Engine, Prompt, Sampling, Shape, batch, most_that_fit, pages, predict, sequences_that_fit
+from octavo.generation import (
+    Engine,
+    Prompt,
+    Sampling,
+    Shape,
+    batch,
+    kv_cache,
+    most_that_fit,
+    predict,
+    sequences_that_fit,
+)
 from tests.generation.conftest import prompts_of
 
 
@@ -135,9 +145,9 @@ def test_what_kernels_of_the_cache_make_is_predicted(kv, prompt, monkeypatch):
     config, sequences, new = models.tiny_config("qwen3"), 8, 20
     config.vocab_size = 2  # logits are nothing beside it
     shape, model = Shape(sequences, prompt, new), models.cache_shape(config)
-    monkeypatch.setattr(pages.kernels, "why_not_paged", lambda device: None)
+    monkeypatch.setattr(kv_cache.kernels, "why_not_paged", lambda device: None)
     monkeypatch.setattr(paged, "launch", lambda *args, **options: None)
-    cache = pages.Cache(model, shape.pages, shape.page, kv, torch.bfloat16, torch.device("cpu"))
+    cache = kv_cache.Cache(model, shape.pages, shape.page, kv, torch.bfloat16, torch.device("cpu"))
     q = torch.zeros(sequences, model.queries, model.dim, dtype=torch.bfloat16)
     table = torch.zeros(sequences, -(-(prompt + new) // shape.page), dtype=torch.int32)
     with Peak() as peak:

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from octavo import fp8, models
 from octavo.fp8.kernels.triton_kernels import paged
 from octavo.generation import Context, Engine, Prompt, Sampling, batch
-from octavo.generation.replayed import Replayed
+from octavo.generation.decode_cuda_graph import Replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

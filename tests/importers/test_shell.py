@@ -9,7 +9,7 @@ import pytest
 
 from octavo.config import load_config_text
 from octavo.importers import TranslateError, Translation, translate
-from octavo.importers.shell import script as shell_script
+from octavo.importers.shell import interpreter as shell_script
 
 RUN = "torchrun train.py --lr $LR --size $BS\n"
 

@@ -11,7 +11,7 @@ from transformers import MptConfig, MptForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.checkpoint import save_hf
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError

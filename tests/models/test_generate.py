@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.checkpoint import verify
 from tests.models.conftest import conversation, labels, some_image
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import fp8, models
-from octavo.base.family_records import tiny_families, trained_families
+from octavo.base.model_families import tiny_families, trained_families
 from octavo.models.structure.skeleton import read_config, skeleton
 from octavo.models.weights import streaming
 from octavo.models.weights.assembly import assemble, prepare

@@ -16,7 +16,7 @@ from octavo import fp8, models
 from octavo.checkpoint import convert
 from octavo.checkpoint.export import export
 from octavo.checkpoint.verify import verify
-from octavo.models.custom.nvila.three import MEDIA
+from octavo.models.custom.nvila.three_folders import MEDIA
 from octavo.models.folder.folder import PARTS
 from octavo.parallel import World
 from tests.models.conftest import batch, some_image

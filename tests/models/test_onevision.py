@@ -25,7 +25,7 @@ from octavo.models import ModelError
 from octavo.models.custom import onevision, register
 from octavo.models.custom.onevision import segments
 from octavo.models.custom.onevision.tower import rotate
-from octavo.models.weights.init import draw
+from octavo.models.weights.random_init import draw
 from tests.models.conftest import batch
 from tests.models.published import as_published
 

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfig
 
 from octavo import fp8, models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.data.encoding.sample import joined as stacked
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.base.family_records import tiny_families, trained_families
+from octavo.base.model_families import tiny_families, trained_families
 from tests.models.conftest import batch, conversation, some_image
 
 FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks

@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 
 from octavo import models
 from octavo.base import atomic_write
-from octavo.base.family_records import tiny_families
-from octavo.checkpoint import save_hf
-from octavo.checkpoint.live import hf_folder
+from octavo.base.model_families import tiny_families
+from octavo.checkpoint import hf_folder, save_hf
 from octavo.models.structure.skeleton import auto_class
 from octavo.parallel import World
 from tests.models.conftest import auto_config, batch

@@ -14,7 +14,7 @@ import torch
 
 from octavo import models
 from octavo.checkpoint import verify
-from octavo.checkpoint.live.hf_folder import save_hf
+from octavo.checkpoint.hf_folder import save_hf
 from octavo.generation import Engine, Sampling
 from octavo.generation.prompts import prompt_of
 from octavo.models.processors import stop_tokens

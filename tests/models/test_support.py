@@ -10,7 +10,7 @@ from transformers import Gemma3Config, Lfm2VlConfig, PaliGemmaConfig, Qwen3Confi
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 
 from octavo import models
-from octavo.base.family_records import RECORDS, trained_families
+from octavo.base.model_families import RECORDS, trained_families
 from octavo.models.processors import stock
 from octavo.train.errors import TrainError
 from octavo.train.setup.checks import check_family

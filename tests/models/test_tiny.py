@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer, GenerationConfig
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.cli import tiny as command
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny import tiny

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
 from tests.models.conftest import batch
 

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from octavo import models
-from octavo.base.family_records import RECORDS
+from octavo.base.model_families import RECORDS
 from octavo.models import ModelError
 from octavo.models.processors.video import Videos, metadata
 from octavo.models.tiny import tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import models
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from tests.models.conftest import some_image
 
 OWN = {"llavaonevision1_5": 2}  # class tokens, one an image, which are no patches

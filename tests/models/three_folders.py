@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.models.custom.nvila.three import MEDIA
+from octavo.models.custom.nvila.three_folders import MEDIA
 
 ELSEWHERE = "/not/here"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.rl.objectives.policy import Batch
+from octavo.rl.objectives.policy_losses import Batch
 
 
 def masks(b: int, t: int, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.rl.objectives.advantages import ADVANTAGES, EPS, informative, leave_one_out
 from octavo.rl.objectives.penalties import kl, overlong
-from octavo.rl.objectives.policy import Batch, Clip, Counts, grpo, policy_loss
+from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, grpo, policy_loss
 from tests.rl.batches import close, leaf
 
 EVERY = pytest.mark.parametrize("name", list(ADVANTAGES))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo import adapters, models, rl, train
 from octavo.config import Config
-from octavo.rl.objectives.policy import Batch
+from octavo.rl.objectives.policy_losses import Batch
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import micro_batches
 from octavo.train.forward import critic, losses

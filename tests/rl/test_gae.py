@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.rl.objectives import gae
 from octavo.rl.objectives.metrics import add_up
 from octavo.rl.objectives.penalties import kl
-from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS
 from octavo.train.forward.critic import ValueHead
 from tests.rl.batches import batch, close, leaf, masks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.rl.objectives import advantages, importance, penalties
-from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import Experience, Rollout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import encryption
-from octavo.rl.rewards import RewardError, Rewards, process
+from octavo.rl.rewards import RewardError, Rewards, worker_client
 
 FUNCTIONS = '''
 import json, os, socket, sys, threading
@@ -231,7 +231,7 @@ def test_a_users_code_is_never_run_next_to_a_key_in_the_environment(folder: Path
 def test_a_worker_is_started_without_any_variable_of_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("OCTAVO_KEY_FILE", "OCTAVO_KEY_ID", "OCTAVO_KEYS", "octavo_key_file"):
         monkeypatch.setenv(name, "/nowhere")
-    worker = process.Worker(folder / "mine.py", FUNCTIONS, ["drops"])
+    worker = worker_client.Worker(folder / "mine.py", FUNCTIONS, ["drops"])
     worker.start()
     try:
         raw = Path(f"/proc/{worker._process.pid}/environ").read_bytes()

@@ -241,7 +241,7 @@ def test_entries_that_cannot_be_used(folder, entry, message):
 
 
 def test_a_file_that_hangs_is_named(folder, monkeypatch):
-    monkeypatch.setattr("octavo.rl.rewards.process.STARTING", 0.5)
+    monkeypatch.setattr("octavo.rl.rewards.worker_client.STARTING", 0.5)
     (folder / "slow.py").write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(
         RewardError, match=r"slow\.py cannot be used: the file gave no answer within 0\.5 s, and was ended"

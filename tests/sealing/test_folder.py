@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.base.seal_note import read_note
 from octavo.cli.main import main
 from octavo.fp8.arithmetic import quantize

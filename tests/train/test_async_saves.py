@@ -14,8 +14,8 @@ import torch
 from octavo import checkpoint, train
 from octavo.checkpoint.run_state import background
 from octavo.checkpoint.run_state.files import read_state
-from octavo.checkpoint.run_state.manifest import here
 from octavo.checkpoint.run_state.staging import Staging
+from octavo.checkpoint.run_state.tensor_names import here
 from octavo.config import override
 from octavo.train.estimate.memory import states
 from octavo.train.run_dir.run_dir import read_rows

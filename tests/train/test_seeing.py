@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from octavo import fp8, models, train
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from octavo.models.tiny import tiny
 from tests.models.conftest import batch
 

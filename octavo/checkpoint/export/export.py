@@ -33,13 +33,13 @@ from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint import compat
+from octavo.checkpoint.checksums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.layout import FORMATS, Layout
 from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
-from octavo.checkpoint.model.export_checksums import MARKER, OWN, note_digest, read_note, sha256
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.models.folder.chat import check_template

@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.model.stock_model import EXPERTS, Stock
+from octavo.checkpoint.stock_model import EXPERTS, Stock
 from octavo.models.folder.quantization import FUSED
 
 BLOCK = 128

@@ -27,7 +27,7 @@ from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
 from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, read_item
-from octavo.checkpoint.run_state.manifest import named, refuse_dead, same_names, tensors
+from octavo.checkpoint.run_state.tensor_names import named, refuse_dead, same_names, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 
 WITHOUT_STATES = "holds weights alone (run.save_states: false)"

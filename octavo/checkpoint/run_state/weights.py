@@ -20,8 +20,8 @@ from octavo import fp8
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
 from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly
-from octavo.checkpoint.run_state.manifest import refuse_dead, same_names, tensors
 from octavo.checkpoint.run_state.state import verified
+from octavo.checkpoint.run_state.tensor_names import refuse_dead, same_names, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
 from octavo.fp8.optim import like, set_weight

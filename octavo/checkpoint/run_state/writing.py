@@ -35,7 +35,7 @@ from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
 from octavo.checkpoint.run_state.dcp_safe import SafeWriter
 from octavo.checkpoint.run_state.expert_rows import EachOnce
-from octavo.checkpoint.run_state.manifest import all_tensors, here, named, tensors
+from octavo.checkpoint.run_state.tensor_names import all_tensors, here, named, tensors
 
 TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.models import ModelError, empty

@@ -14,9 +14,9 @@ from typing import Any
 
 from octavo import models
 from octavo.base import encryption, safe_read
-from octavo.base.family_records import trains_on
-from octavo.checkpoint.model.export_checksums import MARKER, is_changed, read_note, sha256
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.base.model_families import trains_on
+from octavo.checkpoint.checksums import MARKER, is_changed, read_note, sha256
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat

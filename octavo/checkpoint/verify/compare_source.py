@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.findings import Compared, Findings
 from octavo.checkpoint.verify.headers import PIECE, Held
 from octavo.checkpoint.verify.scales import Pair

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.models.custom.mpt import MPTConfig, not_in_stock

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.base.family_records import trains_on
-from octavo.checkpoint.model.stock_model import Linear, Stock
+from octavo.base.model_families import trains_on
+from octavo.checkpoint.stock_model import Linear, Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of

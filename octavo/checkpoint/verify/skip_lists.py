@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from octavo.checkpoint.model.stock_model import Linear, Stock
+from octavo.checkpoint.stock_model import Linear, Stock
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.models.folder.quantization import Quantization, by_parts, by_pattern, by_target, exact

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of

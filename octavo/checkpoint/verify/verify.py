@@ -7,8 +7,8 @@
     verified.compared           with `against`: the error of every tensor, worst first
 
 Headers first (`headers`), then names and shapes against the stock model (`names`), the layout of scales (`scales`),
-skip lists (`skips`), the values (`values`), the reference (`against`), and what follows for each loader (`loaders`).
-PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpickled, no model is loaded.
+skip lists (`skip_lists`), the values (`values`), the reference (`compare_source`), and what follows for each loader
+(`loaders`). PEFT adapters go their own way (`adapter`). Nothing is changed, nothing is unpickled, no model is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.model.stock_model import Stock
+from octavo.checkpoint.stock_model import Stock
 from octavo.checkpoint.verify.adapter import adapter_verdicts, check_adapter, check_factors, described, is_adapter
 from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_companions, check_files, check_sums, read_all

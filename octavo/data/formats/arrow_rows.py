@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from octavo.base.atomic_write import write_bytes
 from octavo.base.safe_read import Unreadable, parse_json
-from octavo.data import content
+from octavo.data import file_digests
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats import columnar, json_columns
 
@@ -80,7 +80,7 @@ class Mapped:
         fetched = isinstance(self.path, str)  # into CACHE/fetched/SET, where the time of use is kept with the file
         home = file.parents[1] if fetched else self._notes_in(file)
         try:
-            content.once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise

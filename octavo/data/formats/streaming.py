@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from octavo.base.encryption import Reader, begins
-from octavo.data.content import stat_of
 from octavo.data.errors import BadSample, DataError
+from octavo.data.file_digests import stat_of
 from octavo.data.formats.arrow_rows import Text, keys_of, parsed, row_of
 from octavo.data.formats.columnar import too_large
 from octavo.data.formats.parquet import Parquet, parquet_file, read_group

@@ -1,12 +1,12 @@
 """What is made of data files once: a folder of files that processes map into memory and share.
 
-A file of the cache is named after what it was made of (path, and a digest of all bytes: `content.py`), appears whole or
-not at all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so ranks,
-workers, runs and several machines with one mount may all use the folder. Whoever comes while another process converts
-the same file waits for it, where the file system has locks that reach so far; where it has none (NFS without its lock
-service, Lustre mounted without flock) two make the file, the first to finish gives it its name by a hard link, which no
-file system lets a second one take, and the other's is dropped: what somebody has mapped into memory is never exchanged
-beneath it. Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
+A file of the cache is named after what it was made of (path, and a digest of all bytes: `file_digests.py`), appears
+whole or not at all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so
+ranks, workers, runs and several machines with one mount may all use the folder. Whoever comes while another process
+converts the same file waits for it, where the file system has locks that reach so far; where it has none (NFS without
+its lock service, Lustre mounted without flock) two make the file, the first to finish gives it its name by a hard link,
+which no file system lets a second one take, and the other's is dropped: what somebody has mapped into memory is never
+exchanged beneath it. Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
 
 What is made of an encrypted file lies in memory in place of the folder, made anew by each process.
 """
@@ -27,7 +27,7 @@ from octavo.base import atomic_write, suffixes
 from octavo.base.encryption import VaultError, check_folder, is_encrypted
 from octavo.base.encryption.anonymous_file import anonymous
 from octavo.base.hub import is_name
-from octavo.data import content
+from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
 
@@ -76,7 +76,7 @@ def kept(
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
                 if form in ("Arrow", "index"):  # written here, so it need not be read once more for its form
-                    content.note_valid(target, folder)
+                    file_digests.note_valid(target, folder)
     except OSError as cause:
         why = atomic_write.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
@@ -111,7 +111,7 @@ def place(
     held = str(source)
     if not _named_elsewhere(source):
         files = files_of(Path(source))
-        of_each = zip(files, content.digests(files, folder, say), strict=True)
+        of_each = zip(files, file_digests.digests(files, folder, say), strict=True)
         held = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
     name = hashlib.sha256(f"{FORM}:{held}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
@@ -197,7 +197,7 @@ def _identity(source: Path | str) -> str:
     """What changes whenever a source does, without reading it."""
     if _named_elsewhere(source):
         return str(source)
-    return ";".join(f"{file.resolve()}:{content.stat_of(file.stat())}" for file in files_of(Path(source)))
+    return ";".join(f"{file.resolve()}:{file_digests.stat_of(file.stat())}" for file in files_of(Path(source)))
 
 
 def _named_elsewhere(source: Path | str) -> bool:

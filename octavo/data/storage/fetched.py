@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from octavo.base import atomic_write
 from octavo.base.safe_read import read_json
-from octavo.data import content
+from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.formats.arrow_rows import Mapped, Rows
 from octavo.data.formats.registry import format_of
@@ -109,7 +109,7 @@ class Store:
             made.unlink(missing_ok=True)
         if not stays:  # written here, so it need not be read once more for its form
             with contextlib.suppress(FileNotFoundError):  # another process needed its room
-                content.note_valid(target, self.folder.parent)
+                file_digests.note_valid(target, self.folder.parent)
 
     @contextlib.contextmanager
     def _room(self, shard: Remote, size: int, *own: Path) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.base import suffixes
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import first_line
-from octavo.data import content
+from octavo.data import file_digests
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats import columnar
 from octavo.data.formats.arrow_rows import Rows, row_of
@@ -93,7 +93,7 @@ def validate(file: Path, folder: Path | None) -> None:
         return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
 
     try:
-        content.once(
+        file_digests.once(
             file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
         )
     except OSError as cause:

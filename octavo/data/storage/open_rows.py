@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, size_of
-from octavo.data import content
-from octavo.data.content import Stat, stat_of
+from octavo.data import file_digests
 from octavo.data.errors import DataError
+from octavo.data.file_digests import Stat, stat_of
 from octavo.data.formats import registry
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.registry import Format
@@ -146,7 +146,7 @@ def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say:
     """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
     Raises as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
-    content.digests(plain, cache.default_folder() if folder is None else folder, say)
+    file_digests.digests(plain, cache.default_folder() if folder is None else folder, say)
     missing = [file for file in plain if not cache.place(folder, file, form="index").is_file()]
     if not missing:
         return

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.base.family_records import video_families
 from octavo.base.hub import is_name
+from octavo.base.model_families import video_families
 from octavo.importers.common.draft import Draft, choice, globs
 from octavo.importers.errors import TranslateError
 from octavo.importers.source.root_folder import section, whole

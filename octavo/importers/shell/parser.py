@@ -1,4 +1,4 @@
-"""The grammar of the shell as far as launch scripts use it: from a text to the tree of `shell_syntax`."""
+"""The grammar of the shell as far as launch scripts use it: from a text to the tree of `syntax`."""
 
 from __future__ import annotations
 

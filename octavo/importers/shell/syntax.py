@@ -1,4 +1,4 @@
-"""The tree of a launch script: what `shell_parser` builds and `shell` evaluates. Lines are counted from 1; 0 is a line
+"""The tree of a launch script: what `parser` builds and `shell` evaluates. Lines are counted from 1; 0 is a line
 of another file (one that is sourced)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words of a launch script: quotes, variables, substitutions. `shell_parser` reads the commands that they make up.
+"""Words of a launch script: quotes, variables, substitutions. `parser` reads the commands that they make up.
 
 A parser by recursive descent over the text, in one pass: nothing is scanned again but bounded look-ahead, so time is
 linear in the length, and the depth is bounded.

@@ -11,7 +11,7 @@ from octavo.base.safe_read import printable
 from octavo.config.yaml.document import Document, read_text
 from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dotted
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell import script as shell_script
+from octavo.importers.shell import interpreter as shell_script
 from octavo.importers.source import training_command, yaml_references
 from octavo.importers.source.keys import Foreign, Given
 from octavo.importers.source.root_folder import Folder

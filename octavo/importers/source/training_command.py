@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from octavo.config.yaml.document import scalar
 from octavo.config.yaml.problems import Place
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell.script import Command, Script, Word
+from octavo.importers.shell.interpreter import Command, Script, Word
 from octavo.importers.source.keys import Given
 
 _LAUNCHER = re.compile(

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.base.family_records import attends_both_ways
+from octavo.base.model_families import attends_both_ways
 from octavo.models.attention import attention
 from octavo.models.attention.segments import INSTEAD, PackedForward, Segments, Share, under_way
 from octavo.models.errors import ModelError
 from octavo.models.forward.paged import axes, positions
 from octavo.models.processors.frames import OF_VIDEOS
-from octavo.models.structure.families import Family
+from octavo.models.structure.describe import Family
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
 _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest sample of a call

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from octavo.base.family_records import attends_both_ways
+from octavo.base.model_families import attends_both_ways
 from octavo.models.errors import ModelError
 from octavo.models.processors.frames import set_times
-from octavo.models.structure.families import Family
+from octavo.models.structure.describe import Family
 
 NAME = "octavo_paged"
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]

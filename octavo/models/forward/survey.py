@@ -22,7 +22,7 @@ from octavo.models.custom.register import is_own
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import quiet, stock
 from octavo.models.forward.packed import why_not_packed
-from octavo.models.structure.families import Family, describe
+from octavo.models.structure.describe import Family, describe
 from octavo.models.structure.skeleton import empty
 from octavo.models.structure.structure import Undescribed
 from octavo.models.structure.support import why_not_trained

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from octavo.models.errors import ModelError
 from octavo.models.structure.audio_shapes import hearing_of
-from octavo.models.structure.families import Family
+from octavo.models.structure.describe import Family
 from octavo.models.structure.vision_shapes import vision_of
 
 

@@ -1,6 +1,6 @@
 """The image processor of a model folder: whether its files say what config.json says, and limits of size.
 
-How images of a family are cut is in its record (:mod:`octavo.base.family_records`); the processors themselves are in
+How images of a family are cut is in its record (:mod:`octavo.base.model_families`); the processors themselves are in
 :mod:`octavo.models.processors.stock`.
 """
 

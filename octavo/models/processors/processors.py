@@ -15,8 +15,8 @@ from typing import Any
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from octavo.base import safe_read
-from octavo.base.family_records import RECORDS, trained_families, trains_on, video_families
-from octavo.models.custom.nvila.three import add_media, template_of
+from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
+from octavo.models.custom.nvila.three_folders import add_media, template_of
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written
 from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, stock

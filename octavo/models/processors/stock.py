@@ -411,4 +411,4 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
         NvilaProcessor,
     )
 }
-"""By the names that records of families have (:mod:`octavo.base.family_records`)."""
+"""By the names that records of families have (:mod:`octavo.base.model_families`)."""

@@ -23,7 +23,7 @@ from transformers import BatchFeature
 from transformers.video_utils import VideoMetadata
 
 from octavo.base import safe_read
-from octavo.base.family_records import RECORDS, FamilyRecord
+from octavo.base.model_families import RECORDS, FamilyRecord
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, read_json
 

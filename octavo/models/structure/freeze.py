@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.fp8.policy import covers, nearest
 from octavo.models.errors import ModelError
-from octavo.models.structure.families import COMPONENTS, Family
+from octavo.models.structure.describe import COMPONENTS, Family
 
 
 def freeze(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[str]:

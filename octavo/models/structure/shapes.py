@@ -32,7 +32,7 @@ from octavo.models.custom.nvila import NvilaConfig
 from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import quiet
-from octavo.models.structure.families import Family, describe
+from octavo.models.structure.describe import Family, describe
 from octavo.models.structure.skeleton import auto_class, empty
 
 

@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.custom import mpt
-from octavo.models.custom.nvila.three import read_three, refuse_incomplete
+from octavo.models.custom.nvila.three_folders import read_three, refuse_incomplete
 from octavo.models.custom.register import IN_PLACE, needs_no_code
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, parts_of, read_json, stock

@@ -1,6 +1,6 @@
 """Why a family is described and planned only, and does not train here.
 
-Which ones train is in :mod:`octavo.base.family_records`; why another does not is in the inputs of its forward, or,
+Which ones train is in :mod:`octavo.base.model_families`; why another does not is in the inputs of its forward, or,
 where these do not say it, in its record.
 """
 
@@ -10,7 +10,7 @@ import inspect
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
-from octavo.base.family_records import RECORDS
+from octavo.base.model_families import RECORDS
 from octavo.models.structure.skeleton import is_audio_config, is_vision_config
 
 _MADE = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from octavo.base.family_records import RECORDS
+from octavo.base.model_families import RECORDS
 from octavo.models.errors import ModelError
 from octavo.models.structure import anyres
 

@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from octavo.base import atomic_write, target_folder
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import quiet
 from octavo.models.structure.skeleton import auto_class

@@ -25,7 +25,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at
 from octavo.models.folder.hub_checks import readable
 from octavo.models.folder.quantization import Quantization, read_quantization
-from octavo.models.structure.families import WITHOUT_HEAD, describe
+from octavo.models.structure.describe import WITHOUT_HEAD, describe
 from octavo.models.weights.fp8_codes import Paired, pair
 from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import Origin, Sources, is_transposed, sources

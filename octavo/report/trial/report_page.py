@@ -1,7 +1,7 @@
 """Writes the report of a trial: ``report.html`` (one file, opens offline), ``report.json`` and the PNG plots.
 
 The page holds nothing that was typed: every figure comes from the run directories through ``judge``. Its look is in
-``page.html.jinja`` and ``page.css``.
+``trial.html.jinja`` and ``page.css``.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
         raise ReportError("a page needs at least one FP8 run")
     reference = next(r for a, r in records if a.kind == "reference")
     return page_parts.render(
-        "page.html.jinja",
+        "trial.html.jinja",
         verdict=verdict,
         line=verdict.line.partition(": ")[2],
         created=created,

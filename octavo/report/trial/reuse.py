@@ -48,15 +48,15 @@ def same_files(cfg: Config, directory: Path) -> None:
     """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
     something else when it goes on: its runs would be of different data."""
     from octavo.train import TrainError
-    from octavo.train.run_dir import datafiles
+    from octavo.train.run_dir import input_fingerprints
 
-    now, file = datafiles.fingerprints(cfg), directory / "files.json"
+    now, file = input_fingerprints.fingerprints(cfg), directory / "files.json"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(file, json.dumps(now, indent=1) + "\n")
         return
     try:
-        datafiles.same(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
+        input_fingerprints.same(safe_read.read_json(file, ReportError), now, directory, cfg.model.path)
     except TrainError as error:
         raise ReportError(f"{error}. --fresh trains the runs of this trial again") from error
 

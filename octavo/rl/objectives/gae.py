@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.rl.objectives.metrics import Figures
-from octavo.rl.objectives.policy import Counts, by_token
+from octavo.rl.objectives.policy_losses import Counts, by_token
 
 
 def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:

@@ -11,7 +11,7 @@ trainer's policy when each token, or each completion of n tokens, is weighed by
 A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
 weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
 An objective of whole completions takes the mean of its tokens' weights.
-``octavo/rl/objectives/policy.py`` multiplies terms by weights.
+``octavo/rl/objectives/policy_losses.py`` multiplies terms by weights.
 """
 
 from __future__ import annotations

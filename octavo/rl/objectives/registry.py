@@ -9,12 +9,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from octavo.rl.objectives import policy
+from octavo.rl.objectives import policy_losses
 from octavo.rl.objectives.kto import kto
 from octavo.rl.objectives.metrics import Figures
 from octavo.rl.objectives.pairwise import DPO_LOSSES, PairCounts, Pairs, dpo, orpo, simpo
 from octavo.rl.objectives.penalties import Kl
-from octavo.rl.objectives.policy import Batch, Clip, Counts, Terms
+from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, Terms
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,18 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     a.name: a
     for a in (
-        Algorithm("grpo", "arXiv 2402.03300", policy.grpo, Clip(0.2, 0.2), "sequence"),
-        Algorithm("dr_grpo", "arXiv 2503.20783", policy.dr_grpo, Clip(0.2, 0.2), "room", "group_unscaled"),
-        Algorithm("dapo", "arXiv 2503.14476", policy.dapo, Clip(0.2, 0.28), "token", equal_groups=False, overlong=0.2),
-        Algorithm("bnpo", "TRL, loss_type bnpo", policy.bnpo, Clip(0.2, 0.2), "microbatch"),
-        Algorithm("gspo", "arXiv 2507.18071", policy.gspo, Clip(3e-4, 4e-4), "sequence"),
-        Algorithm("cispo", "arXiv 2506.13585", policy.cispo, Clip(None, 4.0), "token"),
+        Algorithm("grpo", "arXiv 2402.03300", policy_losses.grpo, Clip(0.2, 0.2), "sequence"),
+        Algorithm("dr_grpo", "arXiv 2503.20783", policy_losses.dr_grpo, Clip(0.2, 0.2), "room", "group_unscaled"),
+        Algorithm(
+            "dapo", "arXiv 2503.14476", policy_losses.dapo, Clip(0.2, 0.28), "token", equal_groups=False, overlong=0.2
+        ),
+        Algorithm("bnpo", "TRL, loss_type bnpo", policy_losses.bnpo, Clip(0.2, 0.2), "microbatch"),
+        Algorithm("gspo", "arXiv 2507.18071", policy_losses.gspo, Clip(3e-4, 4e-4), "sequence"),
+        Algorithm("cispo", "arXiv 2506.13585", policy_losses.cispo, Clip(None, 4.0), "token"),
         Algorithm(
             "rloo",
             "arXiv 2402.14740",
-            policy.rloo,
+            policy_losses.rloo,
             Clip(0.2, 0.2),
             "sequence",
             "leave_one_out",
@@ -76,7 +78,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm(
             "ppo",
             "arXiv 1707.06347",
-            policy.ppo,
+            policy_losses.ppo,
             Clip(0.2, 0.2),
             "token",
             "gae",

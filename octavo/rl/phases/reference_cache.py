@@ -40,7 +40,7 @@ from octavo.rl.objectives.pairwise import answer_logps
 from octavo.rl.phases.reference import Base, Copy, Reference
 from octavo.train import TrainError
 from octavo.train.forward import losses
-from octavo.train.run_dir import datafiles, run_dir
+from octavo.train.run_dir import input_fingerprints, run_dir
 from octavo.train.step.step import Stepper
 
 FILE = "reference.safetensors"
@@ -232,7 +232,7 @@ def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """What decides the numbers, as digests: `run` of what a run keeps to its end, `first` of plan and first weights."""
     cfg, world = stepper.cfg, stepper.world
-    run = world.from_main(lambda: _digest([run_dir.settings(cfg), datafiles.fingerprints(cfg)]))
+    run = world.from_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(fp8.weight_sums(stepper.model))))
     rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}

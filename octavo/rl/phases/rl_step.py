@@ -28,7 +28,7 @@ from octavo.rl.objectives.advantages import ADVANTAGES, informative
 from octavo.rl.objectives.importance import UNLIMITED, difference_of, gap, weights
 from octavo.rl.objectives.metrics import Figures, add_up, kind, whole
 from octavo.rl.objectives.penalties import kl, overlong, without_truncated
-from octavo.rl.objectives.policy import Batch, Counts, policy_loss
+from octavo.rl.objectives.policy_losses import Batch, Counts, policy_loss
 from octavo.rl.phases.completions_log import CompletionsLog, completion_lines
 from octavo.rl.phases.critic import Critic
 from octavo.rl.phases.mismatch_limit import Limit

@@ -9,7 +9,7 @@ from octavo.config.sections.rl import RlSection
 from octavo.generation import Sampling
 from octavo.rl.objectives.importance import Correction
 from octavo.rl.objectives.penalties import Kl
-from octavo.rl.objectives.policy import Clip
+from octavo.rl.objectives.policy_losses import Clip
 from octavo.rl.objectives.registry import ALGORITHMS, Algorithm, Values
 
 

@@ -13,7 +13,7 @@ from octavo.config import Config
 from octavo.generation import Engine
 from octavo.parallel import World
 from octavo.rl.objectives.metrics import Figures
-from octavo.rl.objectives.policy import Counts
+from octavo.rl.objectives.policy_losses import Counts
 from octavo.rl.phases.reference import Reference
 from octavo.rl.phases.settings import Settings
 from octavo.rl.rewards import Rewards

@@ -13,7 +13,7 @@ import torch
 
 from octavo import data, fp8
 from octavo.base import accelerator
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from octavo.data.encoding.sample import IGNORE, Sample, of_processor
 from octavo.data.errors import ImageProblem
 from octavo.data.rows.conversations import PLACEHOLDER

@@ -17,7 +17,7 @@ import numpy as np
 from octavo.base import encryption
 from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
-from octavo.rl.rewards.process import Fault, Worker
+from octavo.rl.rewards.worker_client import Fault, Worker
 
 LARGEST = 1e12  # of a reward: its weighted square is a number in fp32 too
 TOLD = 3  # reasons that an error lists; the others are counted

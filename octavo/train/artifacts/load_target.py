@@ -35,7 +35,7 @@ from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
-from octavo.train.run_dir import datafiles, run_dir
+from octavo.train.run_dir import input_fingerprints, run_dir
 from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
 from octavo.train.setup.resume import scaling_of
@@ -165,7 +165,9 @@ class Target:
         path = checkpoint_of(self.path, step, world, say)
         before = read_state(path)["counters"]
         if not self.moved:  # another tokenizer or processor would ask the model other questions
-            datafiles.same_folder(before.get("model"), datafiles.of_folder(self.base), path, str(self.base))
+            input_fingerprints.same_folder(
+                before.get("model"), input_fingerprints.of_folder(self.base), path, str(self.base)
+            )
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)
         if as_trained:

@@ -26,7 +26,7 @@ from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
 from octavo.data.storage.cache import files_of
 from octavo.models.folder.folder import parts_of
-from octavo.train.run_dir import datafiles
+from octavo.train.run_dir import input_fingerprints
 
 #: Keys in which ranks may differ: places on a host, what only rank 0 writes, and what moves no number. Of a place its
 #: content is compared instead where that decides numbers (:data:`PLACES`).
@@ -105,7 +105,7 @@ def _inside(key: str, folder: Path) -> list[Path]:
     if key == "model.path" or key.startswith("rl.rewards."):
         homes = (folder, *(folder / part for part in parts_of(folder)))
         weights = [file for home in homes for glob in _WEIGHTS for file in home.glob(glob)]
-        return sorted({*(folder / name for name in datafiles.files_of_model(folder)), *weights})
+        return sorted({*(folder / name for name in input_fingerprints.files_of_model(folder)), *weights})
     if key == "lora.adapter":
         return sorted(file for file in folder.glob("adapter_*") if file.is_file())
     if key.startswith("run."):

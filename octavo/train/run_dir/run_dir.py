@@ -34,7 +34,7 @@ from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
 from octavo.parallel import World
 from octavo.train.errors import TrainError
-from octavo.train.run_dir import datafiles, encryption_rules, start_from
+from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
 from octavo.train.run_dir.run_lock import LOCK, RunLock
 
 CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
@@ -110,7 +110,7 @@ class Progress:
         known = compat.progress(counters)
         return cls(**{f.name: known[f.name] for f in fields(cls) if f.name in known})
 
-    def counters(self, cfg: Config, files: datafiles.Prints) -> dict[str, Any]:
+    def counters(self, cfg: Config, files: input_fingerprints.Prints) -> dict[str, Any]:
         """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
         return {**asdict(self), "settings": settings(cfg), **files}
 
@@ -126,7 +126,7 @@ class Start:
     checkpoint: Path | None = None
     rows: int = 0
     step: int = 0
-    files: datafiles.Prints = field(default_factory=dict)
+    files: input_fingerprints.Prints = field(default_factory=dict)
     result: Mapping[str, Any] | None = None
     forked: bool = False
     first: Mapping[str, Any] | None = None
@@ -320,7 +320,12 @@ def _prepare(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
-    step, rows, place, files = 0, 0, (0, 0, 0), {**datafiles.fingerprints(cfg, say), "phase": dict(prints or {})}
+    step, rows, place, files = (
+        0,
+        0,
+        (0, 0, 0),
+        {**input_fingerprints.fingerprints(cfg, say), "phase": dict(prints or {})},
+    )
     begun = None if first is None else start_from.note(first)
     if chosen is not None:
         _check_checkpoint(chosen)
@@ -330,7 +335,7 @@ def _prepare(
         safe_read.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
         saved = _complete(counters["settings"])
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
-        datafiles.same(counters, files, chosen, cfg.model.path)
+        input_fingerprints.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
         known = compat.progress(counters)
         place = known["window"], known["pack"], known["packs"]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from octavo import fp8, models
-from octavo.base.family_records import trained_families
+from octavo.base.model_families import trained_families
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
 from octavo.fp8.memory.recompute import recompute
 from octavo.models.forward.unused_towers import dummy_image_inputs

@@ -36,13 +36,13 @@ area(
         SCALES,
     ),
     (
-        "nvila-line-break-of-no-tile", "models/custom/nvila/three.py",
+        "nvila-line-break-of-no-tile", "models/custom/nvila/three_folders.py",
         '{"dynamic": 1, "dynamic_s2": 0, "resize": 0}', '{"dynamic": 0, "dynamic_s2": 0, "resize": 0}',
         "the line break that a prompt writes behind each tile is missing",
         FOLDERS,
     ),
     (
-        "nvila-smallest-scale-passed-over", "models/custom/nvila/three.py",
+        "nvila-smallest-scale-passed-over", "models/custom/nvila/three_folders.py",
         "top.get(key), (-1, len(scales) - 1))", "top.get(key), (0, -1, None, len(scales) - 1))",
         "a folder whose features are resized to the smallest scale is computed at the largest",
         FOLDERS,

@@ -218,7 +218,7 @@ area(
         "rl/test_rewards.py",
     ),
     (
-        "reward-time-limit", "rl/rewards/process.py",
+        "reward-time-limit", "rl/rewards/worker_client.py",
         "self._socket.settimeout(left)", "self._socket.settimeout(None)",
         "a reward may hang for ever",
         "rl/test_rewards.py",
@@ -487,10 +487,10 @@ area(
         "checkpoint/test_background.py",
     ),
     (
-        "forerunners-are-met", "parallel/meeting.py",
+        "forerunners-are-met", "parallel/rendezvous.py",
         "if words.get(rank) != word:", "if rank not in words:",
         "a rank that is started again waits for an answer that its forerunner got",
-        "parallel/test_meeting.py",
+        "parallel/test_rendezvous.py",
     ),
     (
         "dead-host-holds-its-lock", "train/run_dir/run_lock.py",
@@ -511,7 +511,7 @@ area(
         "train/test_resume.py -k 'not kill_9'",
     ),
     (
-        "changed-data-of-equal-size", "train/run_dir/datafiles.py",
+        "changed-data-of-equal-size", "train/run_dir/input_fingerprints.py",
         "compat.prints_differ(now[path], value)]", 'now[path]["size"] != value["size"]]',
         "data of equal size and other contents is taken",
         "train/test_resume.py -k changed_data",
@@ -552,7 +552,7 @@ area(
     ),
     (
         "hf-one-writes-all",
-        "checkpoint/live/hf_folder.py",
+        "checkpoint/hf_folder.py",
         "rank = load.index(min(load))",
         "rank = 0",
         "one rank converts and writes every tensor",
@@ -560,7 +560,7 @@ area(
     ),
     (
         "hf-others-go-on",
-        "checkpoint/live/hf_folder.py",
+        "checkpoint/hf_folder.py",
         "    if said:",
         "    if False:",
         "a folder of which one rank could not write its part takes its place",

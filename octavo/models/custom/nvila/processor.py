@@ -16,7 +16,7 @@ from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
 
 from octavo.models.custom.nvila.configuration import NvilaLiteConfig
 from octavo.models.custom.nvila.images import NvilaImages
-from octavo.models.custom.nvila.three import IMAGE, MEDIA
+from octavo.models.custom.nvila.three_folders import IMAGE, MEDIA
 from octavo.models.errors import ModelError
 from octavo.models.folder.processor_base import Telling
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from octavo.parallel import WorldError, flight
-from octavo.parallel import meeting as meetings
-from octavo.parallel.meeting import agree, in_words, meet
+from octavo.parallel import WorldError, nccl_flight_recorder
+from octavo.parallel import rendezvous as meetings
+from octavo.parallel.rendezvous import agree, in_words, meet
 
 
 def _all_meet(store: dist.Store, size: int) -> list[str]:
@@ -134,16 +134,16 @@ def test_many_differences_are_counted_and_many_ranks_are_cut() -> None:
 
 
 def test_the_flight_recorder_is_told_by_both_sets_of_names_and_writes_a_file(tmp_path: Path, monkeypatch) -> None:
-    for name in (*flight._SIZE, *flight._PLACE, "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in (*nccl_flight_recorder._SIZE, *nccl_flight_recorder._PLACE, "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.setenv(name, "")  # so that what is set below is taken back
         monkeypatch.delenv(name)
-    assert flight.save(1) is None
+    assert nccl_flight_recorder.save(1) is None
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    flight.record(tmp_path)
+    nccl_flight_recorder.record(tmp_path)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    file = flight.save(1)
+    file = nccl_flight_recorder.save(1)
     assert file == tmp_path / "nccl_trace_rank_1" and file.stat().st_size
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "gone" / "x"))
-    assert flight.save(1) is None
+    assert nccl_flight_recorder.save(1) is None

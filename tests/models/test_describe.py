@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTrainedConfig, T5Config
 
 from octavo import fp8, models
-from octavo.base.family_records import tiny_families, trained_families
+from octavo.base.model_families import tiny_families, trained_families
 from octavo.fp8.policy.topology import component_namer, topology
 from octavo.models.structure import skeleton, structure
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo import models
-from octavo.base.family_records import tiny_families
+from octavo.base.model_families import tiny_families
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
 

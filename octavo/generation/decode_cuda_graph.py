@@ -35,7 +35,7 @@ from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph, Graph, weights_stay, without_waits
 from octavo.generation.attention import PagedDecode
 from octavo.generation.caller import Caller
-from octavo.generation.pages import Cache
+from octavo.generation.kv_cache import Cache
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
 

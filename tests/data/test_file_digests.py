@@ -13,17 +13,17 @@ import pyarrow.parquet as parquet
 import pytest
 
 from octavo.config import load_config_text
-from octavo.data import DataError, content
+from octavo.data import DataError, file_digests
 from octavo.data.storage import cache, remote
 from octavo.data.storage.open_rows import open_rows
 from octavo.train import TrainError
-from octavo.train.run_dir import datafiles
+from octavo.train.run_dir import input_fingerprints
 
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch, tmp_path):
     """Files of these tests have just been written; they count as old ones."""
-    monkeypatch.setattr(content, "RECENT", -(10**18))
+    monkeypatch.setattr(file_digests, "RECENT", -(10**18))
     monkeypatch.setattr(cache, "SMALL", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
 
@@ -31,8 +31,8 @@ def _settled(monkeypatch, tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The files whose bytes are read for a digest."""
-    read, names = content._read, []
-    monkeypatch.setattr(content, "_read", lambda file: names.append(file.name) or read(file))
+    read, names = file_digests._read, []
+    monkeypatch.setattr(file_digests, "_read", lambda file: names.append(file.name) or read(file))
     return names
 
 
@@ -98,7 +98,7 @@ def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     for _ in range(3):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
-    content._OWN.clear(), content._READ.clear()  # another process
+    file_digests._OWN.clear(), file_digests._READ.clear()  # another process
     open_rows(file)
     assert reads == ["a.jsonl"]
     (tmp_path / "link").hardlink_to(file)
@@ -110,7 +110,7 @@ def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_
 
 def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch):
     """It may change once more at the same time of the clock."""
-    monkeypatch.setattr(content, "RECENT", 10**18)
+    monkeypatch.setattr(file_digests, "RECENT", 10**18)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     open_rows(file), open_rows(file)
     (notes,) = (tmp_path / "cache/contents").glob("*")
@@ -119,32 +119,32 @@ def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch)
 
 def test_broken_notes_cost_a_look_and_nothing_else(tmp_path, reads):
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    home = content._home(file, tmp_path / "cache")[0]
+    home = file_digests._home(file, tmp_path / "cache")[0]
     open_rows(file)
     good = home.read_text()
     for broken in ("", "{", "[]\n", good[: len(good) // 2], good.replace('"stat": [', '"stat": ["a", '), "\xff\n" * 9):
         home.write_text(broken)
-        content._OWN.clear(), content._READ.clear(), reads.clear()
+        file_digests._OWN.clear(), file_digests._READ.clear(), reads.clear()
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
-        content._OWN.clear(), content._READ.clear()
+        file_digests._OWN.clear(), file_digests._READ.clear()
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"], "what is appended to a torn line counts"
 
 
 def test_a_cache_that_cannot_be_written_to_reads_once_a_process(tmp_path, reads):
     (tmp_path / "cache").write_text("")
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    assert content.digests([file], tmp_path / "cache") == content.digests([file], tmp_path / "cache")
+    assert file_digests.digests([file], tmp_path / "cache") == file_digests.digests([file], tmp_path / "cache")
     assert reads == ["a.jsonl"]
 
 
 def test_a_file_that_is_gone_or_changes_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
-        content.digests([tmp_path / "none"], tmp_path)
+        file_digests.digests([tmp_path / "none"], tmp_path)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    stat, calls = content.stat_of, []
-    monkeypatch.setattr(content, "stat_of", lambda found: (*stat(found)[:3], calls.append(1) or len(calls)))
+    stat, calls = file_digests.stat_of, []
+    monkeypatch.setattr(file_digests, "stat_of", lambda found: (*stat(found)[:3], calls.append(1) or len(calls)))
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
-        content.content_of(file)
+        file_digests.content_of(file)
 
 
 def config(path: Path, tmp_path: Path):
@@ -154,34 +154,34 @@ def config(path: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ("file", "folder", "url"))
 def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(content, "HEAD", 64)
+    monkeypatch.setattr(file_digests, "HEAD", 64)
     (tmp_path / "set").mkdir()
     file = write(tmp_path / "set/a.jsonl", [{"n": n} for n in range(100)])
     remote.listed.cache_clear()
     path = {"file": file, "folder": file.parent, "url": f"file://{file}"}[kind]
     cfg = config(path, tmp_path)
-    saved = json.loads(json.dumps(datafiles.fingerprints(cfg)))
-    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+    saved = json.loads(json.dumps(input_fingerprints.fingerprints(cfg)))
+    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     new = tmp_path / "new.jsonl"
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
     renamed(file, new)
     remote.listed.cache_clear()
     with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
-        datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+        input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB
         del prints["whole"]
-    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_a_run_goes_on_with_a_copy_of_its_data(tmp_path):
     """Another inode, ctime and mtime, the same bytes."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     cfg = config(file, tmp_path)
-    saved = datafiles.fingerprints(cfg)
+    saved = input_fingerprints.fingerprints(cfg)
     shutil.copy(file, tmp_path / "copy")
     os.replace(tmp_path / "copy", file)
-    datafiles.same(saved, datafiles.fingerprints(cfg), tmp_path / "c", "m")
+    input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
@@ -198,10 +198,10 @@ def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
 
 
 def test_several_files_are_read_at_a_time_and_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(content, "HEAD", 1)
+    monkeypatch.setattr(file_digests, "HEAD", 1)
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
     said: list[str] = []
-    one = content.digests(files, tmp_path / "cache", said.append)
+    one = file_digests.digests(files, tmp_path / "cache", said.append)
     assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
-    assert content.digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
+    assert file_digests.digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
     assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size

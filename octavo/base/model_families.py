@@ -1,6 +1,6 @@
 """What Octavo must know of a family of models beyond its structure: one record a family, without torch.
 
-A description (:mod:`octavo.models.structure.families`) is found in the model itself and suffices to plan and to measure
+A description (:mod:`octavo.models.structure.describe`) is found in the model itself and suffices to plan and to measure
 it. To train a family, the data side must make what its forward takes: its image processor wrapped, its inputs joined to
 batches, its masks and positions known to the collation. A family that transformers ships is added in three files:
 

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
-from octavo.data.content import Content, content_of, digests
+from octavo.data.file_digests import Content, content_of, digests
 from octavo.data.storage.cache import Say, default_folder, files_of, quiet
 from octavo.data.storage.remote import local_files, print_of
 from octavo.models.folder.folder import COMPANIONS, parts_of
@@ -32,7 +32,7 @@ numbers."""
 def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
     as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, of its
-    files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.content`).
+    files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.file_digests`).
 
     What is not there is left out: who reads it refuses it with better words. Images are not looked at. Files at a URL
     are known by their sizes and by what their server says of them.

@@ -21,7 +21,7 @@ from octavo import fp8
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_companions, stock
 from octavo.models.folder.quantization import read_quantization
-from octavo.models.structure.families import describe
+from octavo.models.structure.describe import describe
 from octavo.models.structure.skeleton import empty, read_config
 from octavo.models.weights.assembly import dtypes_of, settle
 from octavo.models.weights.deferred import Place, Window, homes_of, move_buffers, place_empty

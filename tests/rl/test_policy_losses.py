@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.rl.objectives import advantages, gae
 from octavo.rl.objectives.metrics import add_up, whole
-from octavo.rl.objectives.policy import Batch, Clip, Counts, policy_loss
+from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS, Algorithm
 from tests.rl.batches import batch, close, leaf, masks
 from tests.rl.test_metrics import Alone

@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo import models
 from octavo.generation.attention import Decode, InvariantDecode, Shared
 from octavo.generation.caller import Caller
-from octavo.generation.pages import Cache, pages_of
+from octavo.generation.kv_cache import Cache, pages_of
 from octavo.generation.request import Sampling
 from octavo.generation.slots import Slots
 

@@ -27,8 +27,8 @@ from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards, nbytes
-from octavo.checkpoint.model.stock_model import Stock
 from octavo.checkpoint.run_state.collective_errors import Ranks
+from octavo.checkpoint.stock_model import Stock
 from octavo.fp8.weights import full, master_of
 from octavo.models.folder.folder import (
     INDEX,

@@ -16,8 +16,8 @@ from octavo import adapters, fp8, models
 from octavo.config import LoraSection
 from octavo.fp8.arithmetic import formats
 from octavo.fp8.kernels.triton_kernels.launch import launches
-from octavo.generation import Context, Engine, Sampling, batch, pages, sampling
-from octavo.generation.replayed import Replayed, why_eager
+from octavo.generation import Context, Engine, Sampling, batch, kv_cache, sampling
+from octavo.generation.decode_cuda_graph import Replayed, why_eager
 from tests.generation.conftest import prompts_of
 from tests.generation.tape import Tape, recording
 
@@ -60,7 +60,7 @@ def as_on_a_gpu(monkeypatch):
                 return super()._capture(rows) if tape else None
 
         monkeypatch.setattr(batch, "Replayed", Here)
-        monkeypatch.setattr(pages.kernels, "why_not_paged", lambda device: None)
+        monkeypatch.setattr(kv_cache.kernels, "why_not_paged", lambda device: None)
         return found
 
     return start

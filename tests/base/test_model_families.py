@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from octavo import models
-from octavo.base.family_records import RECORDS, FamilyRecord, tiny_families, trained_families, trains_on, video_families
+from octavo.base.model_families import RECORDS, FamilyRecord, tiny_families, trained_families, trains_on, video_families
 from octavo.cli import tiny as command
 from octavo.models.forward import survey
 from octavo.models.processors import stock
@@ -23,7 +23,7 @@ from tests.models.conftest import batch
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 3
-TABLE = "family_records.py"
+TABLE = "model_families.py"
 # Their words are those of other frameworks' files, of which some are a `model_type` by chance or by descent.
 IMPORTERS = ("importers",)
 # Octavo's own code of a family, which gives it its `model_type`.

@@ -1,1 +1,0 @@
-"""A model folder written from a model in training."""

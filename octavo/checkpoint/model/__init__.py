@@ -1,1 +1,0 @@
-"""A stock model to be saved as transformers would, and the checksums of an export."""
