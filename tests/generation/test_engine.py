@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from octavo import fp8, generation, models
 from octavo.base.model_families import tiny_families
 from octavo.generation import Engine, GenerationError, Prompt, Sampling
+from octavo.models.processors import stop_tokens
 from tests.generation.conftest import prompts_of, questions
 
 FEW = ("qwen3_vl_moe", "qwen2_5_vl", "internvl", "llama", "mistral3", "llava_onevision", "smolvlm", "glm4v")
@@ -153,8 +154,8 @@ def test_another_seed_or_step_gives_other_completions(small, other):
 
 def test_what_ends_a_completion_is_asked_once_an_engine(small, monkeypatch):
     model, tokenizer, prompts = small
-    asked, stop_ids = [], models.stop_ids
-    monkeypatch.setattr(models, "stop_ids", lambda *given: asked.append(given) or stop_ids(*given))
+    asked, stop_ids = [], stop_tokens.stop_ids
+    monkeypatch.setattr(stop_tokens, "stop_ids", lambda *given: asked.append(given) or stop_ids(*given))
     engine = Engine(model, tokenizer, slots=1)
     for stop in ((), (), ("a",)):
         engine.generate(prompts[:1], Sampling(1, temperature=0, stop=stop))

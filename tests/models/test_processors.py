@@ -13,6 +13,7 @@ import torch
 
 from octavo import models
 from octavo.base.model_families import tiny_families, trained_families
+from octavo.models import processors
 from tests.models.conftest import batch, conversation, some_image
 
 FEATURES = {"llava_onevision": 36, "smolvlm": 20, "nvila": 17, "nvila_lite": 6}  # a whole image, tiles, line breaks
@@ -226,9 +227,9 @@ def test_without_torchvision_pillow(checkpoint):
 
 def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):
     """PyPI's beside a CPU torch raises as it is imported."""
-    for name in ("stock_processors", "audio_processors"):
-        monkeypatch.delitem(sys.modules, f"octavo.models.{name}", raising=False)
-        monkeypatch.delattr(models, name, raising=False)
+    for name in ("stock", "audio"):
+        monkeypatch.delitem(sys.modules, f"{processors.__name__}.{name}", raising=False)
+        monkeypatch.delattr(processors, name, raising=False)
 
     def broken() -> bool:
         raise RuntimeError("nms")
