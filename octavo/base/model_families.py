@@ -61,7 +61,7 @@ class FamilyRecord:
     """One family.
 
     model_type   of config.json
-    processor    the class that makes its inputs, a name of `stock_processors.PROCESSORS`; "" for text and sound
+    processor    the class that makes its inputs, a name of `stock.PROCESSORS`; "" for text and sound
     image_cut    how images come to its tower (`octavo.models.structure.vision_shapes`) and which limits of size they
                  can have: "patches"          of whole images; the area is bounded "paired_patches"   of an image that
                  is two equal frames; the area of both is bounded "whole"            whole images, padded to the

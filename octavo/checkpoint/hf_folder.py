@@ -157,7 +157,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _aside(target: Path, world: Ranks) -> Iterator[Path]:
-    """One new directory for all ranks, which becomes `target`, or vanishes: see `atomic.folder`."""
+    """One new directory for all ranks, which becomes `target`, or vanishes: see `atomic_write.folder`."""
     with ExitStack() as stack:
         made: Path | None = None
         with _agreed(world):

@@ -2,7 +2,7 @@
 
 A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and all else as
 JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. One of
-weights alone has of the optimizer nothing but what is part of a weight (`optimizer.OF_WEIGHTS`).
+weights alone has of the optimizer nothing but what is part of a weight (`optimizer_state.OF_WEIGHTS`).
 
 A save is two halves. `take` is the moment: what the state consists of, found finite, as live tensors. `write` is the
 disk. `save` does one after the other; :mod:`octavo.checkpoint.run_state.background` copies in between, and writes

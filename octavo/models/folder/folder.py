@@ -297,7 +297,7 @@ def check_companions(folder: Path, copied: bool = False) -> None:
     """That all that stands beside the weights can be read: JSON objects, UTF-8 text, regular files.
 
     copied: whether they are about to be copied, so that no link may lead out of the folder: what it leads to was not
-    meant to be given away. The blobs of a hub's cache are inside (`reading.outside`).
+    meant to be given away. The blobs of a hub's cache are inside (`safe_read.outside`).
 
     Raises ModelError, naming the file.
     """

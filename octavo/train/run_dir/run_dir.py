@@ -120,7 +120,8 @@ class Start:
     """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
     far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
     another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
-    ones (`starting.note`; None: those of model.path). ``place``: of its next pack (window, number in it, checksum)."""
+    ones (`start_from.note`; None: those of model.path). ``place``: of its next pack (window, number in it,
+    checksum)."""
 
     directory: Path
     checkpoint: Path | None = None

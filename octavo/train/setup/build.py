@@ -55,7 +55,7 @@ def build(
     say: Say = lambda text: None,
     tell: Tell = lambda planned: (),
 ) -> Job:
-    """The ordered list. `start` says where the run begins (`rundir.enter`), `phase` what it learns from; `say` gets
+    """The ordered list. `start` says where the run begins (`run_dir.enter`), `phase` what it learns from; `say` gets
     lines for people, `tell` makes those about the plan.
 
     Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.

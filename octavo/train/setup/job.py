@@ -39,8 +39,8 @@ class Job:
     phase: Phase
     course: Course
     base: frozen_base.Base | None = None
-    attention: Any = None  # the kernel or those of components (`attention.kept_of`), unless torch chooses
-    first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`starting.note`)
+    attention: Any = None  # the kernel or those of components (`attention_kernel.kept_of`), unless torch chooses
+    first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`start_from.note`)
     background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
 
     @property

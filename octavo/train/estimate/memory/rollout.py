@@ -106,8 +106,8 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
 
 
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
-    """What counts the bytes of a frozen copy of the model: weights as a run keeps them (`base.into_codes`), and FP8
-    codes of what stays in high precision."""
+    """What counts the bytes of a frozen copy of the model: weights as a run keeps them (`frozen_base.into_codes`), and
+    FP8 codes of what stays in high precision."""
     model = models.empty(config).requires_grad_(False)
     frozen_base.into_codes(model, plan)
     found = states.held(model, family)
