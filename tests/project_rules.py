@@ -464,16 +464,34 @@ def _lists(file: File, words: frozenset[str]) -> Iterator[tuple[int, set[str]]]:
     inside: set[int] = set()
     for node in file.nodes:  # parents come before what is inside them
         if id(node) not in inside and isinstance(
-            node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BoolOp | ast.MatchOr
+            node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BoolOp | ast.MatchOr | ast.BinOp
         ):
             listed = words.intersection(_texts_in(node))
             if len(listed) > 1:
                 inside |= {id(n) for n in ast.walk(node)}
                 yield node.lineno, listed
+    for line, listed in _branches(file, words):
+        yield line, listed
     for line, text, node_id in file.texts:  # without docstrings
         listed = set(_words_of(text))
         if len(listed) > 1 and listed <= words and node_id not in inside:
             yield line, listed
+
+
+def _branches(file: File, words: frozenset[str]) -> Iterator[tuple[int, set[str]]]:
+    """(line, words) where one value is compared with several of the words by if, elif and case, in one function."""
+    for function in (node for node in file.nodes if isinstance(node, ast.FunctionDef)):
+        compared: dict[str, set[str]] = {}
+        for node in ast.walk(function):
+            match node:
+                case ast.If(test=ast.Compare(left=value, ops=[ast.Eq()], comparators=[ast.Constant(value=str(word))])):
+                    compared.setdefault(ast.dump(value), set()).add(word)
+                case ast.Match(subject=value):
+                    arms = [c.pattern for c in node.cases if isinstance(c.pattern, ast.MatchValue)]
+                    compared.setdefault(ast.dump(value), set()).update(t for arm in arms for t in _texts_in(arm))
+        for texts in compared.values():
+            if len(texts & words) > 1:
+                yield function.lineno, texts & words
 
 
 def _texts_in(node: ast.AST) -> Iterator[str]:
@@ -483,8 +501,11 @@ def _texts_in(node: ast.AST) -> Iterator[str]:
             yield text
         case ast.Tuple() | ast.List() | ast.Set() | ast.Dict() | ast.Starred() | ast.MatchOr() | ast.MatchValue():
             pass
-        case ast.BoolOp() | ast.Compare() | ast.UnaryOp():
+        case ast.BoolOp() | ast.Compare() | ast.UnaryOp() | ast.BinOp(op=ast.Add() | ast.BitOr()):
             pass
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            yield from _texts_in(inner)
+            return
         case _:
             return
     for child in ast.iter_child_nodes(node):

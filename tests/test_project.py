@@ -202,6 +202,10 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
                 "match name:\n    case 'rowwise' | 'mxfp8':\n        pass",
                 "x = 'rowwise mxfp8'.split()",
                 "x = 'rowwise,mxfp8'",
+                "x = ('rowwise',) + ('mxfp8',)",
+                "x: Literal['rowwise'] | Literal['mxfp8']",
+                "def f(r):\n    if r == 'rowwise':\n        return 1\n    elif r == 'mxfp8':\n        return 2",
+                "def f(r):\n    match r:\n        case 'rowwise':\n            x\n        case 'mxfp8':\n            y",
                 "x = model_type in ('qwen3_vl', 'internvl')",
                 "x = path.suffix in {'.parquet', '.jsonl'}",
             )

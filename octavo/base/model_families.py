@@ -62,13 +62,15 @@ class FamilyRecord:
 
     model_type   of config.json
     processor    the class that makes its inputs, a name of `stock.PROCESSORS`; "" for text and sound
-    image_cut    how images come to its tower (`octavo.models.structure.vision_shapes`) and which limits of size they
-                 can have: "patches"          of whole images; the area is bounded "paired_patches"   of an image that
-                 is two equal frames; the area of both is bounded "whole"            whole images, padded to the
-                 largest; the longest edge is bounded "shuffled_tiles"   tiles of one size (pixel shuffle); their number
-                 is bounded "stacked_tiles"    tiles of one size, each like an image of its own; the longest edge is
-                 bounded "anyres_tiles"     tiles of the best of several grids; not bounded "one_tile"         the whole
-                 image as one tile; not bounded "scaled_tiles"     tiles of several scales; their number is bounded
+    image_cut    how images come to its tower (`octavo.models.structure.vision_shapes`) and which limits they can have:
+                 patches            of whole images; the area is bounded
+                 paired_patches     of an image that is two equal frames; the area of both is bounded
+                 whole              whole images, padded to the largest; the longest edge is bounded
+                 shuffled_tiles     tiles of one size (pixel shuffle); their number is bounded
+                 stacked_tiles      tiles of one size, each like an image of its own; the longest edge is bounded
+                 anyres_tiles       tiles of the best of several grids; not bounded
+                 one_tile           the whole image as one tile; not bounded
+                 scaled_tiles       tiles of several scales; their number is bounded
     media        what it takes besides text
     why_not      why it does not train here, as the end of a sentence, where the inputs of its forward do not say it
     images_attend_both_ways   tokens of an image see those behind them: no packs, and no generation by the engine

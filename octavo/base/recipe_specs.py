@@ -123,7 +123,7 @@ CANDIDATES = tuple(name for name in RANKED if name in CURRENT)
 BY_ROW = tuple(name for name in CURRENT if not SPECS[name].spans_rows)
 """Those in which an outlier spoils its token at most, the fastest first."""
 
-LADDER = tuple(name for name in CURRENT if SPECS[name].everywhere)
+LADDER = tuple(name for name in reversed(CANDIDATES) if SPECS[name].everywhere)
 """From coarse to fine: where a GEMM goes that needs smaller blocks."""
 
 FROZEN_BLOCKS: Mapping[str, Block] = MappingProxyType({"row": ROW, "block": (128, 128), "tensor": TENSOR})

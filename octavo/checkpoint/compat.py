@@ -4,12 +4,13 @@ All of this goes at 1.0. It imports nothing else of this package, so that every 
 
 Some forms are read where they are used, because those packages lie below this one, or must not load torch:
 
-    octavo.fp8.planning.file       `sisters` in plan files: layers that ran as one GEMM
-    octavo.fp8.measuring.cases     fields of measurements for such layers
-    octavo.fp8.policy.policy       `fuse: auto`; octavo.config.sections.fp8 reads it as off
-    octavo.fp8.optim.state_dict    moments in `coat` whose powers are no multiples of 1/16
-    octavo.base.encryption.file_format              encrypted files of version 1, whose names are bound to nothing
-    octavo.report                  records without a time, a device or predicted memory (history, page, judge)
+    octavo.fp8.planning.file          `sisters` in plan files: layers that ran as one GEMM
+    octavo.fp8.measuring.cases        fields of measurements for such layers
+    octavo.fp8.policy.policy          `fuse: auto`; octavo.config.sections.fp8 reads it as off
+    octavo.fp8.optim.state_dict       moments in `coat` whose powers are no multiples of 1/16
+    octavo.base.encryption            encrypted files of version 1, whose names are bound to nothing
+    octavo.data.file_digests          the digest of the first 64 MiB, where there is none of all
+    octavo.report                     records without a time, a device or predicted memory (history, page, judge)
 
 Keys of a configuration that came later have their defaults when a checkpoint's settings are compared
 (`octavo.train.run_dir.run_dir`); that is no matter of one version.

@@ -328,8 +328,8 @@ def _attention(cfg: Any, model: Any) -> Any:
 
 
 def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
-    """What the files of the model's folder mean for a run (`train.model_folder`); nothing of a published shape, or
-    without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
+    """What the files of the model's folder mean for a run (`octavo.train.setup.model_folder`); nothing of a published
+    shape, or without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
     from octavo import models
     from octavo.models.folder.folder import at
     from octavo.train.setup import model_folder

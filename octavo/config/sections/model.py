@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import kind_of_word
+from octavo.base.recipe_specs import kind_of_word, listed
 from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
 from octavo.config.sections.text_types import FilePath, Text
 
@@ -113,7 +113,7 @@ class ModelSection(Section):
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,
-        description="Quantize the frozen base of LoRA while it is read: rowwise (or true), blockwise or tensorwise; "
+        description=f"Quantize the frozen base of LoRA while it is read: {listed(FROZEN, 'or')} (true: {FROZEN[0]}); "
         "false: not. One word means the language model's linear layers; components can be named each. Embeddings, "
         "lm_head and routers stay as they are. fp8.recipe, where nobody names it, is the one that multiplies by such "
         "codes. A checkpoint that is in FP8 already is used as it is, without this.",

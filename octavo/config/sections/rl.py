@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.config.sections.names import FROM_LIST, Frozen, Section
+from octavo.base.recipe_specs import listed
+from octavo.config.sections.names import FROM_LIST, FROZEN, Frozen, Section
 from octavo.config.sections.text_types import FilePath, Letters, Text
 
 #: phases that learn from what the model is compared with or rewarded for, not from given answers alone
@@ -51,7 +52,7 @@ class RewardSection(Section):
     )
     load_in_fp8: Frozen = Field(
         default=None,
-        description="Of a reward model: keep its linear layers as FP8 codes, rowwise (or true), blockwise, tensorwise.",
+        description=f"Of a reward model: keep linear layers as FP8 codes, {listed(FROZEN, 'or')} (true: {FROZEN[0]}).",
     )
     batch: int | None = Field(
         default=None, ge=1, le=2**16, description="Of a reward model: completions that it judges at a time."

@@ -266,7 +266,7 @@ def parted(
     outputs: Outputs, images: Sequence[int], place: int | None, names: Mapping[str, str] | None = None
 ) -> list[Outputs]:
     """What a processor made of several rows, row by row; row k has `images[k]` images. `names`: its further tensors, as
-    `inputs.further` has them.
+    `octavo.data.encoding.sample.further` has them.
 
     An image has one row of `pixel_values` where there are as many as images, else as many as its grid says; where no
     grid does, each row of pixels has as many tokens `place` as any other. Raises `DataError` where a tensor does not

@@ -1,7 +1,8 @@
 """The formats of files of rows: what files of each are called, and how they are read.
 
 A format is one entry of :data:`FORMATS`: lists of folders and URLs, the cache, what is fetched and what is streamed
-follow from it. :func:`of_texts` makes the entry of one whose rows are texts of JSON.
+follow from it. How names end is in `octavo.base.suffixes`, which the hub's names need without any library.
+:func:`of_texts` makes the entry of one whose rows are texts of JSON.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ def _write_texts(
     write_texts(target, texts(path), lambda done: progress(done / size))
 
 
+_JSON = of_texts((*suffixes.JSON_LINES, *suffixes.JSON), json_files.texts_of, json_files.stream)
 FORMATS: tuple[Format, ...] = (
     Format(suffixes.PARQUET, parquet.write_rows, ColumnRows, Groups, parquet.count_rows),
-    of_texts((*suffixes.JSON_LINES, *suffixes.JSON), json_files.texts_of, json_files.stream),
+    _JSON,
     of_texts(suffixes.CSV, csv_files.texts_of, csv_files.stream, cells=True),
     Format(suffixes.TAR, tar.write_index, tar.TarRows, None, stays=True),
 )
-_UNKNOWN = 1  # JSON, whatever a file is called: its first characters say of which form
 
 
 def format_of(name: Path | str) -> Format:
-    """The format of a file by its name; JSON where that says nothing."""
+    """The format of a file by its name; JSON where that says nothing: its first characters say of which form."""
     lower = str(name).lower()
-    return next((entry for entry in FORMATS if lower.endswith(entry.suffixes)), FORMATS[_UNKNOWN])
+    return next((entry for entry in FORMATS if lower.endswith(entry.suffixes)), _JSON)
 
 
 def endings(stays: bool | None = None) -> tuple[str, ...]:

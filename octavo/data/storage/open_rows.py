@@ -1,7 +1,7 @@
 """Rows of a data file or a folder of files, by number.
 
-All become Arrow tables (`table.py`), but for tars, of which an index is made; what is made of larger files is in the
-cache, mapped into memory (`cache.py`). How files of each format are read is its entry in `registry.py`.
+All become Arrow tables (`arrow_rows.py`), but for tars, of which an index is made; what is made of larger files is in
+the cache, mapped into memory (`cache.py`). How files of each format are read is its entry in `registry.py`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cac
 
     Raises `DataError` where the file is missing, no regular file, empty, or holds no rows; of a JSON list also where it
     is not UTF-8 or its form is broken; of other formats as their entries in :mod:`octavo.data.formats.registry` do; and
-    as
-    `cache.kept` does.
+    as `cache.kept` does.
     """
     path = Path(path)
     rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)

@@ -222,7 +222,8 @@ def policy_loss(
             raise ValueError(f"a KL penalty of {beta} in the loss needs the reference's log-probabilities; found none")
         if estimator == "k1" and not kl_weighted:
             raise ValueError(
-                "k1 in the loss has a gradient of mean 0 (rl.penalties says why): take k2, k3 or the ratio"
+                "k1 in the loss has a gradient of mean 0 (octavo.rl.objectives.penalties says why): take k2, k3 or the "
+                "ratio"
             )
         distance = kl(b.logps, b.ref_logps, b.mask, estimator)
         distance = distance * terms.ratio if kl_weighted else distance

@@ -13,7 +13,9 @@ from torch import nn
 
 from octavo import fp8, models, parallel
 from octavo.base import accelerator
+from octavo.base.recipe_specs import listed
 from octavo.config import Config
+from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set
 from octavo.data.tasks.sealed import check as check_sealed
@@ -122,7 +124,7 @@ def compare_bases(
     if not kinds or kinds == HIGH:
         raise TrainError(
             f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
-            "--load-in-fp8 rowwise, blockwise or tensorwise"
+            f"--load-in-fp8 {listed(FROZEN, 'or')}"
         )
     from octavo import adapters
 

@@ -105,7 +105,8 @@ class Forward:
         return self.dealt.sees(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
 
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same logits, and the load-balancing loss of the routers over this batch (a scalar): `train.routing`.
+        """The same logits, and the load-balancing loss of the routers over this batch (a scalar):
+        `train.forward.routing`.
 
         Raises TrainError if the model gives none.
         """

@@ -7,7 +7,7 @@ the k choices of all tokens and their probabilities are spread evenly. A step mi
     cross-entropy + router_aux_loss_coef * sum over micro-batches and ranks of (its tokens / the step's tokens) * loss
 
 so the factors add up to 1 however the global batch is cut, and every token weighs the same. ("The" loss of a whole
-global batch would need all its routing before the first backward.) Where ranks share a row, `train.balance`.
+global batch would need all its routing before the first backward.) Where ranks share a row, `train.forward.balance`.
 
 Loads are counted from the indices that a module of experts is called with, on the device, and read once a step.
 """
