@@ -1,6 +1,7 @@
 """Assembly: from a configuration to everything a run needs, as one ordered list.
 
-The order matters. The plan is made and shown before a weight is read; freezing comes before the plan is applied (a
+The order matters. Files of data are converted first, which says early what is wrong with them. The plan is made and
+shown before rows are counted or a weight is read; freezing comes before the plan is applied (a
 frozen layer has no wgrad), FP8 before adapters (which stand around FP8 layers), both before sharding (FSDP2 swaps
 parameters inside the converted layers), sharding before weights are read where there are several ranks (each reads its
 shards) and before the optimizer (it must hold the shards), and resuming last, when everything that is filled exists.
@@ -66,24 +67,27 @@ def build(
     check_family(cfg)
     context = context_for(cfg, world)
     seed_everything(cfg.run.seed + world.rank)
-    inputs = _data(cfg, world, start, phase, say)
-    planned = _plan(cfg, world, start, inputs, say, tell)
-    trained = _model(cfg, world, context, inputs, planned, say)
-    stepper = phase.stepper(trained.stepper, inputs.processor, start.directory, start.step, say)
+    processor = _processor(cfg, world, start)
+    settings = data_settings(cfg)
+    prepare(settings, processor, say)
+    planned = _plan(cfg, world, start, settings, processor, say, tell)
+    data = _data(settings, processor, world, start, phase)
+    trained = _model(cfg, world, context, data, planned, say)
+    stepper = phase.stepper(trained.stepper, processor, start.directory, start.step, say)
     if cfg.train.cuda_graphs:
         stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, trained.base)
-    phase.begin(stepper, inputs.processor, start.directory, progress.step, say)
+    phase.begin(stepper, processor, start.directory, progress.step, say)
     if start.checkpoint is not None:  # a resume that is refused leaves what the run was recorded on
-        _record_machine(start.directory, cfg, world, inputs.processor)
+        _record_machine(start.directory, cfg, world, processor)
     background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg=cfg,
         world=world,
         directory=start.directory,
-        processor=inputs.processor,
-        loader=inputs.loader,
-        evalset=inputs.evalset,
+        processor=processor,
+        loader=data.loader,
+        evalset=data.evalset,
         plan=planned.plan,
         notes=planned.notes,
         stepper=stepper,
@@ -98,33 +102,34 @@ def build(
     )
 
 
-@dataclass(frozen=True)
-class _Data:
-    """What a run reads. ``settings``: the configuration as octavo.data reads it."""
-
-    settings: Config
-    processor: Any
-    loader: Any  # what `Phase.loader` gives
-    evalset: EvalSet | None
-
-
-def _data(cfg: Config, world: parallel.World, start: run_dir.Start, phase: Phase, say: Say) -> _Data:
-    """The processor, the loader from the row where the run goes on, and held-out data."""
+def _processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
+    """The processor of the model folder, whose other files are checked where the run will copy them into hf/."""
     processor = processor_of(cfg)
     if start.checkpoint is None:
         _record_machine(start.directory, cfg, world, processor)  # at once: it helps where the rest fails
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
-    settings = data_settings(cfg)
-    prepare(settings, processor, say)
+    return processor
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The rows that a run reads."""
+
+    loader: Any  # what `Phase.loader` gives
+    evalset: EvalSet | None
+
+
+def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
+    """The loader from the row where the run goes on, and held-out data. `cfg`: as octavo.data reads it."""
     report = {"report_path": run_dir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
         share["place"] = start.place
-    loader = phase.loader(settings, processor, start_row=start.rows, **share)
+    loader = phase.loader(cfg, processor, start_row=start.rows, **share)
     # Ranks that share the rows of training have held-out rows of their own, each whole.
-    evalset = phase.evalset(settings, processor, rank=world.rank, world=world.size, **report)
-    return _Data(settings, processor, loader, evalset)
+    evalset = phase.evalset(cfg, processor, rank=world.rank, world=world.size, **report)
+    return _Data(loader, evalset)
 
 
 @dataclass(frozen=True)
@@ -141,11 +146,20 @@ class _Plan:
     notes: tuple[str, ...]
 
 
-def _plan(cfg: Config, world: parallel.World, start: run_dir.Start, inputs: _Data, say: Say, tell: Tell) -> _Plan:
-    """The plan of the run, new or the one that it is continued by, written to plan.json and told to people."""
+def _plan(
+    cfg: Config,
+    world: parallel.World,
+    start: run_dir.Start,
+    settings: Config,
+    processor: Any,
+    say: Say,
+    tell: Tell,
+) -> _Plan:
+    """The plan of the run, new or the one that it is continued by, written to plan.json and told to people.
+    `settings`: the configuration as octavo.data reads it, by which tokens are counted."""
 
     def count(family: models.Family, model: Any) -> Tokens:
-        return token_counts.count(inputs.settings, inputs.processor, family, model.config)
+        return token_counts.count(settings, processor, family, model.config)
 
     saved = saved_plan(world, start) if start.checkpoint is not None else None
     counters = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
@@ -153,9 +167,9 @@ def _plan(cfg: Config, world: parallel.World, start: run_dir.Start, inputs: _Dat
     schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, say)
     course = Course.of(cfg, schedule, {} if start.forked else counters)
     plan = course.at(max(1, start.step))  # what its newest weights were learnt by
-    _note_pixels(counters, inputs.processor, say)
+    _note_pixels(counters, processor, say)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
-    notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, inputs.processor))
+    notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # No rank goes on before the file is written: a reference model is quantized by it on every rank.
     world.from_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in tell(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
@@ -194,7 +208,7 @@ def _model(
     cfg: Config,
     world: parallel.World,
     context: parallel.Context | None,
-    inputs: _Data,
+    data: _Data,
     planned: _Plan,
     say: Say,
 ) -> _Model:
@@ -205,7 +219,7 @@ def _model(
     model, lows, unread = assemble_model(
         planned.cfg, world.device, plan, family, say, world.size, planned.schedule.plans
     )
-    if inputs.evalset is not None and (ignored := models.ignored_settings(model)):
+    if data.evalset is not None and (ignored := models.ignored_settings(model)):
         say(f"note: {ignored}")
     attention_kernel.use(model, planned.kernels)
     keep_less(model, family, plan, cfg, say)
