@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.config import Config, ConfigError, load_config, load_config_text, override, to_yaml
-from octavo.config.rules.lora import recipe_of
 from octavo.config.sections.names import COMPONENTS
 from octavo.config.yaml.document import scalar
 
@@ -61,8 +60,8 @@ def test_a_recipe_means_the_whole_model_and_components_without_one_mean_those_al
     """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
     written out it says the same."""
     cfg = text(f"fp8: {asked}\n")
-    parts = [recipe_of(cfg.fp8, name) for name in COMPONENTS if "audio" not in name]
-    assert recipe_of(cfg.fp8, "audio_encoder") == recipe_of(cfg.fp8, "audio_projector") == cfg.fp8.recipe
+    parts = [cfg.fp8.recipe_of(name) for name in COMPONENTS if "audio" not in name]
+    assert cfg.fp8.recipe_of("audio_encoder") == cfg.fp8.recipe_of("audio_projector") == cfg.fp8.recipe
     assert (cfg.fp8.recipe, *parts) == expected
     assert load_config_text(to_yaml(cfg)) == cfg
     assert override(cfg, ["fp8.recipe=delayed"]).fp8.recipe == "delayed"

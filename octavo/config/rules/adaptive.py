@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from octavo.config.rules.findings import Finding, finding
-from octavo.config.rules.lora import runs_fp8
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.names import COMPONENTS, is_delayed
 from octavo.config.sections.rl import BEYOND_SFT
@@ -76,7 +75,7 @@ def _adapt(config: Sections) -> Iterator[Finding]:
         yield finding(f"{ADAPT}.every", found, f"use at most {steps}", "train.steps")
     if adapt.recipes is not None and len(set(adapt.recipes)) < len(adapt.recipes):
         yield finding(f"{ADAPT}.recipes", "a recipe is named more than once", "name each once")
-    if fp8.plan is None and not runs_fp8(fp8):
+    if fp8.plan is None and not fp8.in_use:
         yield finding(ADAPT, "has no effect where nothing runs in FP8", "remove it, or set fp8.recipe", "fp8.recipe")
     parts = (fp8, *(part for name in COMPONENTS if (part := getattr(fp8, name)) is not None), *fp8.rules)
     if adapt.time is not None and not any(part.recipe == "auto" for part in parts):

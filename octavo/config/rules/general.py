@@ -9,10 +9,9 @@ from octavo.base.hub import is_name
 from octavo.base.recipe_specs import SPECS
 from octavo.config.rules import adaptive, lora, packing, phases
 from octavo.config.rules.findings import Finding, finding, glob_problem
-from octavo.config.rules.lora import PARTS, recipe_of, runs_fp8
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.data import DataSection, Dataset
-from octavo.config.sections.fp8 import Component, Fp8Section, Head, Rule
+from octavo.config.sections.fp8 import PARTS, Component, Fp8Section, Head, Rule
 from octavo.config.sections.names import COMPONENTS, lacks
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.sections.text_types import is_url
@@ -32,10 +31,19 @@ _OF_DATA_FILES = ("revision", "split", "subset", "images", "stream", "fetch_gb",
 
 
 def check(config: Sections) -> list[Finding]:
-    """Every rule that ``config`` breaks."""
-    of_sections = (_model, _fp8, _data, _sealed, _train, _memory, _parallel, _run, _corruption_checks)
-    of_features = (lora.rules, phases.rules, packing.rules, adaptive.rules)
-    return [finding for part in (*of_sections, *of_features) for finding in part(config)]
+    """Every rule that ``config`` breaks. Those of a feature are asked where one of its keys is set."""
+    of_sections = (_model, _attention, _fp8, _data, _phase, _sealed, _train, _memory, _parallel, _run,
+                   _corruption_checks)  # fmt: skip
+    phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
+    changes = [config.fp8.adapt, *(bound for rule in config.fp8.rules for bound in (rule.first, rule.last))]
+    of_features = (
+        (lora.rules, config.lora is not None or frozen_codes),
+        (phases.rules, phase in BEYOND_SFT or config.rl is not None or config.preference is not None),
+        (packing.rules, config.data.packing),
+        (adaptive.rules, any(key is not None for key in changes)),
+    )
+    parts = (*of_sections, *(rules for rules, is_set in of_features if is_set))
+    return [finding for part in parts for finding in part(config)]
 
 
 def _model(config: Sections) -> Iterator[Finding]:
@@ -70,6 +78,21 @@ def _init(config: Sections) -> Iterator[Finding]:
     for key, is_there, found in beside:
         if is_there:
             yield finding("model.init", found, f"use `init: checkpoint`, or change {key}", key)
+
+
+def _attention(config: Sections) -> Iterator[Finding]:
+    """Kernels that are for packs alone, or for 16 bits."""
+    attention, kernel = config.model.attention, config.model.attention.foundation
+    if "varlen" in attention.kernels.values() and config.train.precision == "fp32":
+        found = "varlen computes in 16 bits, and train.precision is fp32"
+        yield finding("model.attention", found, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
+    if attention.image_encoder == "flex":
+        found, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
+        yield finding("model.attention.image_encoder", found, fix)
+    if kernel in ("varlen", "flex") and not config.data.packing:
+        found = f"{kernel} is for rows of several samples, and rows of a batch are padded"
+        instead = "`{image_encoder: varlen}`" if kernel == "varlen" else "sdpa"
+        yield finding("model.attention", found, f"use {instead}, or set data.packing: true", "data.packing")
 
 
 def _fp8(config: Sections) -> Iterator[Finding]:
@@ -161,9 +184,36 @@ def _data(config: Sections) -> Iterator[Finding]:
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         found = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
         yield finding("data.min_pixels", found, "lower it or raise data.max_pixels", "data.max_pixels")
+    if data.window != DataSection.model_fields["window"].default and not data.packing:
+        fix = "remove it, or set packing: true"
+        yield finding("data.window", "has no effect without packing", fix, "data.packing")
     if config.run.eval_every and not data.eval:
         fix = "add a data set to data.eval, or use `eval_every: 0`"
         yield finding("run.eval_every", "there is nothing to evaluate on: data.eval is empty", fix, "data.eval")
+
+
+def _phase(config: Sections) -> Iterator[Finding]:
+    """Rows, and what is made of them, that `train.phase` has no use for."""
+    data, phase = config.data, config.train.phase
+    if data.mask_reasoning and (data.train_on_prompt or phase == "pretrain"):
+        by = "train.phase" if phase == "pretrain" else "data.train_on_prompt"
+        yield finding("data.mask_reasoning", "loss falls on all text, reasoning too", "remove one of them", by)
+    if data.split_turns and phase != "sft":
+        yield finding("data.split_turns", f"phase {phase} splits no conversation", "remove it", "train.phase")
+    elif data.split_turns and data.train_on_prompt:
+        found = "what was said before a question would be learned again in each of its rows"
+        yield finding("data.split_turns", found, "remove one of them", "data.train_on_prompt")
+    if not data.join and phase != "pretrain":
+        yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
+    for where in ("train", "eval"):
+        for index, dataset in enumerate(getattr(data, where)):
+            key = f"data.{where}.{index}.format"
+            if dataset.format == "prompt" and phase != "rl":
+                found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
+                yield finding(key, found, "use rows that hold answers", "train.phase")
+            if dataset.format == "text" and phase != "pretrain":
+                found = f"plain text is for phase pretrain; phase {phase} learns from answers"
+                yield finding(key, found, "use `phase: pretrain`, or rows that hold answers", "train.phase")
 
 
 def _sealed(config: Sections) -> Iterator[Finding]:
@@ -291,7 +341,7 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
         return
     ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
-    on = [name for name in COMPONENTS if ruled or recipe_of(fp8, name) != "off"]
+    on = [name for name in COMPONENTS if ruled or fp8.recipe_of(name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
             found = "has no effect where the recipe is off"
@@ -377,5 +427,5 @@ def _corruption_checks(config: Sections) -> Iterator[Finding]:
         yield finding(key, f"no step of {train.steps} is a check", f"use at most {train.steps}", "train.steps")
     fp8 = config.fp8
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
-    if fp8.plan is None and not head and not runs_fp8(fp8):
+    if fp8.plan is None and not head and not fp8.in_use:
         yield finding(key, "checks FP8 GEMMs, and nothing runs in FP8", "remove it, or set fp8.recipe", "fp8.recipe")

@@ -7,30 +7,17 @@ from collections.abc import Iterator
 from octavo.base.recipe_specs import FITTING
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
-from octavo.config.sections.fp8 import Component, Fp8Section
+from octavo.config.sections.fp8 import PARTS
 from octavo.config.sections.names import COMPONENTS
 from octavo.config.yaml.problems import named, nearest
 
-PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
-
 
 def rules(config: Sections) -> Iterator[Finding]:
+    """Every rule of `lora` and of `model.load_in_fp8` that a configuration breaks."""
     yield from _loaded(config)
     if config.lora is not None:
         yield from _targets(config)
         yield from _lora(config)
-
-
-def recipe_of(fp8: Fp8Section, name: str) -> str:
-    """The recipe of a component: its own, else that of the whole model."""
-    part: Component | None = getattr(fp8, name)
-    return (part and part.recipe) or fp8.recipe
-
-
-def runs_fp8(fp8: Fp8Section) -> bool:
-    """Whether any layer between the embedding and the head may run in FP8."""
-    ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
-    return ruled or any(recipe_of(fp8, name) != "off" for name in COMPONENTS)
 
 
 def _loaded(config: Sections) -> Iterator[Finding]:
@@ -44,7 +31,7 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             yield finding(where, found, fix, "lora", "model.freeze")
         if fp8.plan is not None:  # it names the recipes; the plan itself is held against the codes
             continue
-        recipe, fitting = recipe_of(fp8, name), FITTING[kind]
+        recipe, fitting = fp8.recipe_of(name), FITTING[kind]
         own = getattr(fp8, name)
         if recipe not in (*fitting, "off"):
             other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
@@ -62,7 +49,7 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             named = f"fp8.{name}.param" if own and own.param is not None else "fp8.param"
             found = f"param keeps trained weights beside their codes, and {name} is codes alone (load_in_fp8)"
             yield finding(named, found, f"use fp8.{name}.param: false", where, f"fp8.{name}")
-    on = [name for name in COMPONENTS if recipe_of(fp8, name) != "off"]
+    on = [name for name in COMPONENTS if fp8.recipe_of(name) != "off"]
     if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
         found = "has no effect on weights that are codes (model.load_in_fp8)"
         yield finding("fp8.weight_codes", found, "remove it", "model.load_in_fp8", *PARTS)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
-from octavo.config.sections.data import DataSection
 from octavo.config.sections.rl import BEYOND_SFT
 
 _PHASES = {
@@ -22,24 +21,8 @@ _KERNELS = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """Every rule of `data.packing` that a configuration breaks."""
+    """Every rule that a configuration with `data.packing` breaks."""
     data, train, kernel = config.data, config.train, config.model.attention.foundation
-    if "varlen" in config.model.attention.kernels.values() and train.precision == "fp32":
-        found = "varlen computes in 16 bits, and train.precision is fp32"
-        yield finding("model.attention", found, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
-    if config.model.attention.image_encoder == "flex":
-        found, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
-        yield finding("model.attention.image_encoder", found, fix)
-    if not data.packing:
-        if kernel in ("varlen", "flex"):
-            found = f"{kernel} is for rows of several samples, and rows of a batch are padded"
-            instead = "`{image_encoder: varlen}`" if kernel == "varlen" else "sdpa"
-            fix = f"use {instead}, or set data.packing: true"
-            yield finding("model.attention", found, fix, "data.packing")
-        if data.window != DataSection.model_fields["window"].default:
-            yield finding("data.window", "has no effect without packing", "remove it, or set packing: true",
-                          "data.packing")  # fmt: skip
-        return
     if train.phase in BEYOND_SFT:
         fix = "remove it; rl.slots and train.micro_batch say how many rows are computed at once"
         fix = fix if train.phase == "rl" else "remove it, and raise train.micro_batch"

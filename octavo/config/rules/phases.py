@@ -26,6 +26,7 @@ _ONLY_OF = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
+    """Every rule of phases beyond SFT, and of their sections, that a configuration breaks."""
     phase = config.train.phase
     if phase == "rl" and config.rl is None:
         yield finding(
@@ -37,25 +38,6 @@ def rules(config: Sections) -> Iterator[Finding]:
             yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
     if phase in BEYOND_SFT:
         yield from _beside(config)
-    if config.data.mask_reasoning and (config.data.train_on_prompt or phase == "pretrain"):
-        by = "train.phase" if phase == "pretrain" else "data.train_on_prompt"
-        yield finding("data.mask_reasoning", "loss falls on all text, reasoning too", "remove one of them", by)
-    if config.data.split_turns and phase != "sft":
-        yield finding("data.split_turns", f"phase {phase} splits no conversation", "remove it", "train.phase")
-    elif config.data.split_turns and config.data.train_on_prompt:
-        found = "what was said before a question would be learned again in each of its rows"
-        yield finding("data.split_turns", found, "remove one of them", "data.train_on_prompt")
-    if not config.data.join and phase != "pretrain":
-        yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
-    for where in ("train", "eval"):
-        for index, dataset in enumerate(getattr(config.data, where)):
-            key = f"data.{where}.{index}.format"
-            if dataset.format == "prompt" and phase != "rl":
-                found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
-                yield finding(key, found, "use rows that hold answers", "train.phase")
-            if dataset.format == "text" and phase != "pretrain":
-                found = f"plain text is for phase pretrain; phase {phase} learns from answers"
-                yield finding(key, found, "use `phase: pretrain`, or rows that hold answers", "train.phase")
     if config.rl is not None:
         yield from _rl(config)
     if config.preference is not None:

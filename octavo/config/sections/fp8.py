@@ -8,9 +8,20 @@ from pydantic import Field, field_serializer
 
 from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL, listed, with_format
 from octavo.config.sections.fp8_adapt import Adapt
-from octavo.config.sections.names import FROM_LIST, RECIPES, Candidate, Format, Gemm, HeadName, Recipe, Section
+from octavo.config.sections.names import (
+    COMPONENTS,
+    FROM_LIST,
+    RECIPES,
+    Candidate,
+    Format,
+    Gemm,
+    HeadName,
+    Recipe,
+    Section,
+)
 from octavo.config.sections.text_types import FilePath, Text
 
+PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
 _TWICE = listed(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
 _DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORMATS)
 
@@ -137,6 +148,17 @@ class Fp8Section(Section):
         description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
         "it; it decides in place of recipe, components and rules.",
     )
+
+    def recipe_of(self, name: str) -> str:
+        """The recipe of a component: its own, else that of the whole model."""
+        part: Component | None = getattr(self, name)
+        return (part and part.recipe) or self.recipe
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any layer between the embedding and the head may run in FP8."""
+        ruled = any(rule.recipe not in (None, "off") for rule in self.rules)
+        return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 
     @field_serializer("fuse")
     def _auto_is_off(self, value: str) -> str:
