@@ -1,7 +1,6 @@
 """Hugging Face models described, never modified: families and components, loading, processors, small checkpoints."""
 
 from octavo.models.attention.attention import attend, kernels_here, use_attention, use_kernel, without_masks
-from octavo.models.custom.mpt import why_too_long
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.forward.packed import Packed, why_not_packed
@@ -17,7 +16,7 @@ from octavo.models.structure.describe import VALUE_HEAD, WITHOUT_HEAD, Family, d
 from octavo.models.structure.dropout import switch_off_dropout, switched_off
 from octavo.models.structure.freeze import freeze, freeze_all
 from octavo.models.structure.shapes import random_model, shape_model
-from octavo.models.structure.skeleton import empty, read_config
+from octavo.models.structure.skeleton import empty, read_config, why_too_long
 from octavo.models.structure.support import why_not_trained
 from octavo.models.structure.vision_shapes import Vision, vision_of
 from octavo.models.tiny.configs import tiny_config

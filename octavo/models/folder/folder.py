@@ -10,9 +10,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from octavo.base import encryption, safe_read
+from octavo.base.encryption.anonymous_file import plain_path
 from octavo.models.errors import ModelError
 from octavo.models.folder import headers
 
@@ -78,6 +80,11 @@ _GENERATION = {
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 
+def is_weights(file: Path) -> bool:
+    """Whether a file is one of weights, by its name."""
+    return file.name.endswith(".safetensors")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
@@ -109,6 +116,33 @@ def stock(subject: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelError(f"{subject}: {safe_read.printable(summary(error))}") from error
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[Path]:
+    """A model folder for libraries that open its files by their names (configuration, tokenizer, processor, templates):
+    the folder itself, or where such files are encrypted one of links, for as long as the block runs. Those of encrypted
+    files lead to their plain text in memory. Weights are not in it: Octavo reads them itself, a piece at a time.
+
+    Raises ModelError where a file is damaged, or its key is not given.
+    """
+    try:
+        encryption.check_folder(folder)
+    except encryption.VaultError as cause:
+        raise ModelError(f"{cause}.") from cause
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not is_weights(file)]
+    files = [file for file in files if file.name != encryption.LIST]
+    if not any(map(encryption.is_encrypted, files)):
+        yield folder
+        return
+    with ExitStack() as stack:
+        made = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
+        try:
+            for file in files:
+                (made / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
+        except encryption.VaultError as cause:
+            raise ModelError(f"{cause}.") from cause
+        yield made
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:

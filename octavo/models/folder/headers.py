@@ -79,11 +79,6 @@ class Header:
         return sum(entry.size for entry in self.entries)
 
 
-def is_weights(file: Path) -> bool:
-    """Whether a file is one of weights, by its name."""
-    return file.name.endswith(".safetensors")
-
-
 def is_pickle(file: Path) -> bool:
     """Whether a file is a pickle or torch's zip of one, by its first bytes."""
     with safe_read.open_file(file) as opened:

@@ -21,8 +21,7 @@ from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioPro
 
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
-from octavo.models.folder.folder import check_sizes, stock
-from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.folder import check_sizes, readable, stock
 from octavo.models.structure.audio_shapes import LEAST, hearing_of
 from octavo.models.structure.skeleton import stock_config
 

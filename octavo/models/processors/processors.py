@@ -19,8 +19,7 @@ from octavo.base.model_families import RECORDS, trained_families, trains_on, vid
 from octavo.models.custom.nvila.three_folders import add_media, template_of
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written
-from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, stock
-from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, readable, stock
 from octavo.models.folder.normalizers import check_growth
 from octavo.models.processors.video import videos_of
 from octavo.models.processors.vocabulary import check_vocabulary

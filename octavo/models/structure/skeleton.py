@@ -25,11 +25,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.custom import mpt
-from octavo.models.custom.nvila.three_folders import read_three, refuse_incomplete
+from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, read_three, refuse_incomplete
 from octavo.models.custom.register import IN_PLACE, needs_no_code
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_sizes, parts_of, read_json, stock
-from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.folder import check_sizes, parts_of, read_json, readable, stock
 from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
 
 #: how architectures that give a conversation numbers end
@@ -61,7 +60,8 @@ def stock_config(folder: Path) -> PreTrainedConfig:
         with stock(f"{folder}/config.json cannot be used"):
             return read_three(folder)
     raw = read_json(folder / "config.json")
-    refuse_incomplete(folder, raw.get("model_type"))
+    if raw.get("model_type") in IN_THREE_FOLDERS:
+        refuse_incomplete(folder, raw["model_type"])
     if "auto_map" in raw and not needs_no_code(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
@@ -107,6 +107,12 @@ def is_audio_config(config: PreTrainedConfig) -> bool:
     """Whether transformers has a model of this configuration, of several parts, that takes sound and gives text."""
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return known and getattr(config, "audio_config", None) is not None
+
+
+def why_too_long(config: PreTrainedConfig, length: int) -> str | None:
+    """Why rows of so many tokens are more than a model takes, as the end of a sentence with its fix; None where they
+    are not, and for all models but MPT, whose positions are computed or checked elsewhere."""
+    return mpt.why_too_long(config, length) if isinstance(config, mpt.MPTConfig) else None
 
 
 def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:

@@ -22,8 +22,7 @@ from octavo import fp8
 from octavo.base import accelerator
 from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import at
-from octavo.models.folder.hub_checks import readable
+from octavo.models.folder.folder import at, readable
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.structure.describe import WITHOUT_HEAD, describe
 from octavo.models.weights.fp8_codes import Paired, pair

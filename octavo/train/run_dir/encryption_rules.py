@@ -17,7 +17,7 @@ from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
 from octavo.data.errors import BadSample
 from octavo.data.storage.cache import files_of
-from octavo.models.folder.headers import is_weights
+from octavo.models.folder.folder import is_weights
 from octavo.train.errors import TrainError
 
 

@@ -125,10 +125,10 @@ def not_in_stock(config: MPTConfig) -> list[str]:
     return [name for name, ignored in found.items() if ignored]
 
 
-def why_too_long(config: Any, length: int) -> str | None:
-    """Why rows of so many tokens are more than a model takes, as the end of a sentence with its fix; None where they
-    are not, and for all models but MPT, whose positions are computed or checked elsewhere."""
-    if not isinstance(config, MPTConfig) or length <= config.max_seq_len:
+def why_too_long(config: MPTConfig, length: int) -> str | None:
+    """Why rows of so many tokens are more than the model takes, as the end of a sentence with its fix; None where they
+    are not."""
+    if length <= config.max_seq_len:
         return None
     if config.alibi:
         return (

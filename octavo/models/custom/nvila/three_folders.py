@@ -23,7 +23,7 @@ from octavo.models.folder.folder import PARTS, check_sizes, check_weight_files, 
 
 SENTINEL, IMAGE, VIDEO = MEDIA = ("<vila/sentinel>", "<image>", "<vila/video>")
 #: `model_type` of config.json above the three folders
-KINDS = ("llava_llama", "vila")
+IN_THREE_FOLDERS = ("llava_llama", "vila")
 #: how images are cut -> line breaks that the prompt writes behind each tile
 _CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
 _PUBLISHED = "448,896,1344"
@@ -75,10 +75,10 @@ def read_three(folder: Path) -> NvilaLiteConfig:
     )
 
 
-def refuse_incomplete(folder: Path, model_type: object) -> None:
-    """Raises ModelError for a model of three folders that is there in part."""
+def refuse_incomplete(folder: Path, model_type: str) -> None:
+    """Raises ModelError for a model of one of :data:`IN_THREE_FOLDERS` that is there in part."""
     lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
-    if model_type in KINDS and lacking:
+    if lacking:
         raise ModelError(
             f"{folder} is of model_type {model_type!r}, of which Octavo reads VILA's models, stored in three folders "
             f"({', '.join(PARTS)}), and {folder / lacking[0]} has no config.json. Download the whole model."
