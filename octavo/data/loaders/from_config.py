@@ -17,6 +17,7 @@ from octavo.data.loaders.pack_loader import PackLoader
 from octavo.data.loaders.rows_from_config import (
     Rows,
     cache_folder,
+    check_one_world,
     compared,
     encoder,
     identity_of,
@@ -30,7 +31,6 @@ from octavo.data.tasks.concat import Joined
 from octavo.data.tasks.pairs import HeldOutEncoder, collate_labelled, collate_pairs, labelled_batches
 from octavo.data.tasks.prompts import PromptEncoder, numbered
 from octavo.data.tasks.sealed import SealedHeldOut, read_sealed
-from octavo.data.tasks.sealed import check as check_sealed
 from octavo.data.tasks.sources import preferences, read
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def eval_set(
     encodes: Any
     sources: list[Rows]
     if cfg.train.phase == "preference" and cfg.data.sealed:
-        check_sealed(cfg)
+        check_one_world(cfg)
         encodes, sources = SealedHeldOut(processor, cfg.train.seq_length), [read_sealed(d) for d in cfg.data.eval]
     elif cfg.train.phase == "preference":
         encodes = encoder(cfg, processor, HeldOutEncoder)

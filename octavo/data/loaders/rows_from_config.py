@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octavo.base.hub import is_name
+from octavo.base.seal_note import check_adapter, read_note
 from octavo.config.sections.text_types import is_url
 from octavo.config.sections.video import VideoSection
 from octavo.data.encoding.encode import Encoder
@@ -33,6 +34,22 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=Encoder)
 Rows = Source | Split | Joined | Sealed
+
+
+def check_one_world(cfg: Config) -> None:
+    """That model, adapter and data are of one world: all plain, or all sealed with one key. Raises `DataError`."""
+    model = cfg.model.path
+    if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
+        check_adapter(cfg.lora.adapter, model, DataError, "lora.adapter: ")
+    if cfg.data.sealed:
+        check_sealed(cfg)
+        return
+    if Path(model).is_dir() and read_note(model, DataError) is not None:
+        raise DataError(f"{model} is sealed, and to it plain rows are noise: set data.sealed: true, and name rows that "
+                        "`octavo seal data` wrote")  # fmt: skip
+    for path in (dataset.path for dataset in (*cfg.data.train, *cfg.data.eval)):
+        if Path(path).is_dir() and read_note(path, DataError) is not None:
+            raise DataError(f"{path} holds sealed rows; set data.sealed: true, and name the sealed model")
 
 
 def cache_folder(cfg: Config) -> Path | None:
@@ -78,7 +95,7 @@ def learned(cfg: Config, processor: Any) -> tuple[Encoder, list[Rows]]:
 
 def learned_rows(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Any, list[Rows]]:
     """What SFT and pretraining learn from in these data sets; `seed`: of the order of joined documents (None: none)."""
-    check_sealed(cfg)
+    check_one_world(cfg)
     if cfg.data.sealed:
         return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
     if cfg.train.phase != "pretrain":
@@ -92,7 +109,7 @@ def compared(
 ) -> tuple[Any, list[Rows]]:
     """The rows of phase preference in these data sets, and what makes them numbers. Raises `DataError`."""
     if cfg.data.sealed:
-        check_sealed(cfg)
+        check_one_world(cfg)
         return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
     encodes = encoder(cfg, processor, LabelledEncoder if kind == "labelled" else PairEncoder)
     return encodes, [read(d, kind, cache_folder(cfg)) for d in datasets]
@@ -133,7 +150,7 @@ def identity_of(dataset: Dataset) -> str:
 
 def prepare(cfg: Config, processor: Any, say: Say) -> None:
     """Make what is made of data files once, and report it; loaders find it there. Raises `DataError`."""
-    check_sealed(cfg)
+    check_one_world(cfg)
     if cfg.data.sealed:  # all that was made of them, when they were sealed
         return
     for dataset in (*cfg.data.train, *cfg.data.eval):

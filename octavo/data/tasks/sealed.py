@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
-from octavo.base.seal_note import NOTE, Note, check_adapter, read_note
+from octavo.base.seal_note import NOTE, Note, read_note
 from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.formats.arrow_rows import Mapped
@@ -218,18 +218,9 @@ def read_sealed(dataset: Dataset) -> Sealed:
 
 
 def check(cfg: Config) -> None:
-    """That model and data are of one world: both plain, or both sealed with one key. Raises `DataError`."""
+    """That model and data are sealed with one key, and the data for this phase. Raises `DataError`."""
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
-    if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
-        check_adapter(cfg.lora.adapter, cfg.model.path, DataError, "lora.adapter: ")
-    if not cfg.data.sealed:
-        if model is not None:
-            raise DataError(f"{cfg.model.path} is sealed, and to it plain rows are noise: set data.sealed: true, and "
-                            "name rows that `octavo seal data` wrote")  # fmt: skip
-        if found := next((path for path, note in notes if note is not None), None):
-            raise DataError(f"{found} holds sealed rows; set data.sealed: true, and name the sealed model")
-        return
     if model is None:
         raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}): to it sealed "
                         "rows are noise. Name the folder that `octavo seal model` wrote")  # fmt: skip
