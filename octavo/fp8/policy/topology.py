@@ -104,8 +104,9 @@ def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None 
             weight = _weight_of(row, module)
             tied = tuple(n for n in shared[id(weight)] if n != row.parameter)
             where = "lm_head" if row.kind == "lm_head" else component(row.module)
-            codes = codes_cast(weight)
-            rows.append(replace(row, component=where, tied=tied, frozen=not weight.requires_grad, codes=codes))
+            frozen = not weight.requires_grad
+            codes = codes_cast(weight) if frozen else None
+            rows.append(replace(row, component=where, tied=tied, frozen=frozen, codes=codes))
     return tuple(rows)
 
 

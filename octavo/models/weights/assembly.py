@@ -138,8 +138,6 @@ def frozen_names(
     weight."""
     folder, asked = Path(path), asked_kinds(load_in_fp8)
     quantization = read_quantization(folder)
-    if not asked and quantization is None:
-        return {}
     with open_weights(folder, quantization is not None)[0] as shards:
         cpu, silent = torch.device("cpu"), lambda text: None
         return prepare(

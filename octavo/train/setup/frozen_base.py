@@ -80,8 +80,11 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
     """Parameter -> the cast of its codes, for all that the run loads as codes."""
     kinds = cfg.model.load_in_fp8.kinds
     if folder is not None:
+        quantized = models.read_quantization(folder) is not None
+        if not quantized and not kinds:
+            return {}
         asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
-        if kinds and not keeps_codes(cfg):
+        if quantized and kinds and not keeps_codes(cfg):
             _not_cast_twice(asked, models.frozen_names(folder, model), folder)
         return asked
     lacking = [name for name in kinds if name not in family.components]
