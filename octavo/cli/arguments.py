@@ -175,7 +175,7 @@ def use_key(args: argparse.Namespace) -> None:
     if getattr(args, "key_file", None) is not None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
-    if hasattr(args, "key_file"):
+    if hasattr(args, "key_file") and os.environ.get(encryption.FILE):
         keep_source()
 
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from octavo import train
@@ -29,10 +30,9 @@ EVERY = 60.0  # seconds after which one is due in any case
 class Page(train.Callback):
     """Writes the page. ``predicted``: memory in bytes by kind, as it was told before the first step, else nothing."""
 
-    def __init__(self) -> None:
-        self.predicted: Mapping[str, int] = {}
-        self._history: History | None = None
-        self._due, self._cost, self._spent = False, FIRST, 0.0
+    predicted: Mapping[str, int] = MappingProxyType({})
+    _history: History | None = None
+    _due, _cost, _spent = False, FIRST, 0.0
 
     def __str__(self) -> str:
         return PAGE

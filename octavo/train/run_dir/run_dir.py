@@ -342,7 +342,8 @@ def _prepare(
         place = known["window"], known["pack"], known["packs"]
         begun = start_from.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
+    if (directory / CHECKPOINTS).is_dir():
+        checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
