@@ -24,6 +24,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from octavo.config import load_config
+from octavo.config.sections.train import ParallelSection
 from octavo.models.structure import shapes
 from octavo.parallel import Layout
 from octavo.train.estimate.memory import Card, Footprints
@@ -167,7 +168,7 @@ def predicted(run: Run, found: dict[str, float]) -> float:
     hbm = 2.4e12 if run.gpu == "h100-2.4" else hbm
     power = found["power"] if run.gpu == "h100-2.4" else 1.0
     cluster = Cluster(run.gpu, 989e12 * power, 1979e12 * power, memory, hbm, 450e9, 50e9, 8, -(-run.ranks // 8), speeds)
-    layout = Layout.of(run.ranks, context=run.context, expert=run.expert)
+    layout = Layout.of(run.ranks, ParallelSection(context=run.context, expert=run.expert))
     mesh = Mesh.of(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
     return estimate(work(run), mesh, cluster).rate
 

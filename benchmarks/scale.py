@@ -177,7 +177,7 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
     tokens = Tokens(counts, 512, 64)
     sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
-    layout = parallel.Layout.of(size, **cfg.parallel.axes)
+    layout = parallel.Layout.of(size, cfg.parallel)
     work = step_time.work_of(sizes, cfg)
     mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)

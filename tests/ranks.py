@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from octavo import parallel
+from octavo.config.sections.train import ParallelSection
 from octavo.fp8.weights import full
 
 START = "spawn" if torch.cuda.is_available() else "fork"
@@ -118,7 +119,7 @@ def _rank(
     gc.freeze()  # what the parent made is the parent's to collect; who looks through objects means its own
     _environment(rank, size, port)
     torch.set_num_threads(1)
-    world = parallel.setup(threads=1, **axes)
+    world = parallel.setup(threads=1, section=ParallelSection(**axes))
     result = function(world, *args)
     (Path(folder) / str(rank)).write_text(json.dumps(result))
     world.barrier()

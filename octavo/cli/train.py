@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.of(count, **cfg.parallel.axes)  # which each rank would refuse
+        Layout.of(count, cfg.parallel)  # which each rank would refuse
         return launch_ranks.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl

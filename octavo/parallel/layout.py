@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.config.sections.train import ParallelSection
 from octavo.parallel.errors import WorldError
 
 
@@ -49,13 +50,12 @@ class Layout:
         return rest if self.replicate == 1 else {"replicate": self.replicate, **rest}
 
     @classmethod
-    def of(
-        cls, ranks: int, replicate: int = 1, shard: int | str = "auto", context: int = 1, expert: int = 1
-    ) -> Layout:  # fmt: skip
+    def of(cls, ranks: int, section: ParallelSection) -> Layout:
         """That of so many ranks, as `parallel` in a configuration asks for it; ``shard`` "auto" takes what is left.
 
         Raises WorldError where the axes do not multiply to the number of ranks, or `expert` does not divide.
         """
+        replicate, shard, context, expert = section.replicate, section.shard, section.context, section.expert
         within = ranks // (replicate * context) if shard == "auto" else int(shard)
         if replicate * within * context != ranks:
             auto = f"{ranks} / {replicate}" + (f" / {context}" if context > 1 else "")

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
+from octavo.config.sections.train import ParallelSection
 from octavo.parallel import nccl_flight_recorder
 from octavo.parallel.errors import WorldError
 from octavo.parallel.hang_watch import Marks, Pulse, missing_words
@@ -186,7 +187,7 @@ class World:
 
 def setup(
     threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None,
-    facts: Callable[[], Mapping[str, str]] | None = None, **asked: int | str,
+    facts: Callable[[], Mapping[str, str]] | None = None, section: ParallelSection | None = None,
 ) -> World:  # fmt: skip
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
@@ -196,8 +197,8 @@ def setup(
     `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
     `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
     where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.nccl_flight_recorder`). `facts`: what
-    all ranks must start with alike, key -> value, asked where there are several. `asked`: the axes, as
-    :meth:`Layout.of` takes them.
+    all ranks must start with alike, key -> value, asked where there are several. `section`: the sizes of the axes that
+    are asked for.
 
     A rank that has waited `SOON` seconds for others says so on stderr, and goes on waiting.
 
@@ -210,7 +211,7 @@ def setup(
             raise WorldError(f"threads={threads} was asked; at least 1 is needed")
         torch.set_num_threads(threads)
     rank, size, local_rank = _read(os.environ)
-    layout = Layout.of(size, **asked)  # type: ignore[arg-type]
+    layout = Layout.of(size, section or ParallelSection())
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from octavo.base import accelerator
+from octavo.config.sections.train import ParallelSection
 from octavo.parallel import Layout, World, WorldError, setup
 from tests import ranks
 
@@ -108,20 +109,20 @@ def _exchange(world: World) -> dict:
 
 def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorldError, match="replicate: 2 and shard: auto, 1 / 2, and there are 1 ranks. Start"):
-        setup(replicate=2)
+        setup(section=ParallelSection(replicate=2))
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(WorldError, match="replicate: 2 and shard: 2, and there are 6 ranks"):
-        setup(replicate=2, shard=2)
+        setup(section=ParallelSection(replicate=2, shard=2))
     with pytest.raises(WorldError, match="replicate: 1 and shard: auto, 6 / 1 / 4, context: 4, and there are 6 ranks"):
-        setup(context=4)
+        setup(section=ParallelSection(context=4))
     with pytest.raises(WorldError, match="expert: 4, which does not divide the 6 ranks of shard x context"):
-        setup(context=3, expert=4)
+        setup(section=ParallelSection(context=3, expert=4))
     assert not dist.is_initialized()
 
 
 def test_ranks_of_a_context_share_a_part_of_the_batch_and_follow_one_another():
-    layout = Layout.of(24, replicate=2, context=3, expert=4)
+    layout = Layout.of(24, ParallelSection(replicate=2, context=3, expert=4))
     assert (layout.shard, layout.sharded, layout.axes) == (4, 12, {"replicate": 2, "shard": 12})
     worlds = [World(rank, 24, layout=layout) for rank in (0, 2, 3, 23)]
     assert [(world.data_rank, world.context_rank) for world in worlds] == [(0, 0), (0, 2), (1, 0), (7, 2)]

@@ -224,8 +224,3 @@ class ParallelSection(Section):
         le=2**16,
         description="Ranks that the experts of a layer are dealt to (expert parallel); divides shard x context.",
     )
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """What the number of ranks must agree with, as `parallel.Layout.of` takes it."""
-        return self.model_dump(include={"replicate", "shard", "context", "expert"})

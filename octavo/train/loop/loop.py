@@ -104,7 +104,7 @@ def _run(
         cfg.run.timeout,
         Path(cfg.run.dir),
         lambda: rank_facts(cfg, prints, epochs),
-        **cfg.parallel.axes,
+        cfg.parallel,
     )
     _refuse_early(cfg)
     with RunLock() as lock:

@@ -18,7 +18,7 @@ def check(cfg: Config, model: nn.Module, plan: fp8.Plan, ranks: int) -> None:
     and plan do not have. ``model`` may be on the meta device; it is as the folder has it."""
     if ranks == 1:
         return
-    layout = Layout.of(ranks, **cfg.parallel.axes)
+    layout = Layout.of(ranks, cfg.parallel)
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if layout.context > 1:
         ulysses_of(layout.context, cfg.parallel.ulysses, text.num_attention_heads)

@@ -57,7 +57,7 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     counts = dict.fromkeys(family.components, 0) | {"foundation": tokens[0]}
     sizes = Footprints(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
     work = step_time.work_of(sizes, cfg)
-    layout = parallel.Layout.of(size, **cfg.parallel.axes)
+    layout = parallel.Layout.of(size, cfg.parallel)
     mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []

@@ -22,7 +22,7 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
     """The layout of so many ranks; that of one rank has nothing to share. Raises TrainError for axes that do not
     multiply to that many."""
     try:
-        return Layout() if ranks == 1 else Layout.of(ranks, **cfg.parallel.axes)
+        return Layout() if ranks == 1 else Layout.of(ranks, cfg.parallel)
     except WorldError as error:
         raise TrainError(str(error)) from error
 

@@ -78,7 +78,7 @@ def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]
 
 def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
     """The mesh of `cfg.parallel` on that cluster."""
-    layout = Layout.of(cluster.ranks, **cfg.parallel.axes)
+    layout = Layout.of(cluster.ranks, cfg.parallel)
     steps = max(1, -(-samples_of(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
     work = work_of(sizes, cfg, steps)
     found = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
