@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import hot_path
 
-LIMITS = {"row": 31, "grpo": 76, "yaml": 107, "cast": 200}  # files; they only fall
+LIMITS = {"row": 18, "grpo": 55, "yaml": 75, "cast": 200}  # files; they only fall
 
 
 @pytest.fixture(scope="module")
