@@ -27,7 +27,7 @@ from tests.project_rules import ROOT
 # Blocks of 1 x 128 on both operands of every GEMM, so that a weight has codes in two layouts.
 LINE = """\
     RecipeSpec(
-        "tilewise", ((1, 128), (1, 128), (1, 128), (128, 1), (128, 1), (128, 1)), "pow2", ("e4m3", "hybrid"), rank=5
+        "tilewise", ((1, 128), (1, 128), (1, 128), (128, 1), (128, 1), (128, 1)), "pow2", ("e4m3", "hybrid"), rank=-1
     ),
 """
 LAST = '    RecipeSpec("delayed"'
