@@ -187,7 +187,8 @@ def main() -> int:
     names = asked.only or [*TINY, *DEMO]
     with tempfile.TemporaryDirectory(prefix="octavo-losses-") as folder:
         if asked.check:
-            return check(json.loads(asked.file.read_text(encoding="utf-8")), names, Path(folder))
+            kept = json.loads(asked.file.read_text(encoding="utf-8"))
+            return check(kept, asked.only or [*kept["losses"]], Path(folder))
         return record(asked.file, names, Path(folder))
 
 
