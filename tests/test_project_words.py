@@ -1,0 +1,64 @@
+"""English, names and types: what tests/project_words.py counts is at most what its limits allow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests import project_words
+
+
+@pytest.fixture(scope="module")
+def today() -> dict[str, dict[str, int]]:
+    return project_words.counts()
+
+
+def test_no_count_has_risen(today):
+    wrong = project_words.risen(today, json.loads(project_words.LIMITS.read_text(encoding="utf-8")))
+    assert not wrong, "\n".join([*wrong, "python -m tests.project_words FILE shows where"])
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "what"),
+    [
+        ("# no file beside this one\n", "comments", "beside"),
+        ('"""A list beside another."""\n', "docstrings", "beside"),
+        ('raise ValueError(f"{x} is beside {y}")\n', "texts", "beside"),
+        ("found = 1\n", "names", "found"),
+        ("for own, _ in pairs:\n    pass\n", "names", "own"),
+        ("def f(told):\n    pass\n", "names", "told"),
+        ("def f(x: dict[str, Any]) -> None:\n    pass\n", "types", "Any"),
+        ("x = [1]  # fmt: skip\n", "formatter", "fmt: skip"),
+        ("def f():\n" + "    x = 1\n" * 26, "long functions without a comment", "f"),
+        ("def f():\n    # noqa: E501\n" + "    x = 1\n" * 26, "long functions without a comment", "f"),
+    ],
+)
+def test_what_is_counted(source, kind, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(project_words, "ROOT", tmp_path)
+    file = tmp_path / "planted.py"
+    file.write_text(source, encoding="utf-8")
+    assert [(p.kind, p.what) for p in project_words.source_places(file)] == [(kind, what)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'NAME = "beside"\n',  # a key, not a sentence
+        "x.found = 1\n",
+        "def f():\n    # a reason\n" + "    x = 1\n" * 26,
+        'def f():\n    """Doc.\n' + "    more\n" * 26 + '    """\n    return 1\n',
+    ],
+)
+def test_what_is_not_counted(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(project_words, "ROOT", tmp_path)
+    file = tmp_path / "planted.py"
+    file.write_text(source, encoding="utf-8")
+    assert project_words.source_places(file) == []
+
+
+def test_code_in_pages_is_not_prose(tmp_path, monkeypatch):
+    monkeypatch.setattr(project_words, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("`beside`\n```\nbeside\n```\none beside two\n", encoding="utf-8")
+    assert [(p.what, p.line) for p in project_words.page_places(page)] == [("beside", 5)]
