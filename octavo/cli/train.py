@@ -84,8 +84,8 @@ def teller(verbose: bool, predicted: Callable[[Any], None] = lambda found: None)
 def conclude(result: Any) -> None:
     """How the run ended, in a few lines."""
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
-    told = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
-    pairs = {name: terminal.number(result.final[name]) for name in told if name in result.final}
+    shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
+    pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         if "exact_match" in result.eval:
@@ -94,9 +94,9 @@ def conclude(result: Any) -> None:
             pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"
         if "rewards/margins" in result.eval:
             share = result.eval.get("rewards/accuracies")
-            told = "" if share is None else f"{100 * share:.1f} %, "
+            in_order = "" if share is None else f"{100 * share:.1f} %, "
             margin = terminal.number(result.eval["rewards/margins"])
-            pairs["held-out preferences"] = f"{told}margin {margin} over {result.eval['preferences']:.0f}"
+            pairs["held-out preferences"] = f"{in_order}margin {margin} over {result.eval['preferences']:.0f}"
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:

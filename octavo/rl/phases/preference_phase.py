@@ -108,10 +108,12 @@ class PreferenceStepper(Stepper):
         self.told = []
         self.z = None if self.how.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        found = whole(add_up(self.told), self.world)
-        found = found if self.z is None else {**dict.fromkeys(FIGURES), **found, "kl": float(self.z)}
-        found = found if result.loss_tokens else dict.fromkeys(found)
-        return replace(with_bytes(result, self.reference), figures=found)
+        figures: dict[str, float | None] = {**whole(add_up(self.told), self.world)}
+        if self.z is not None:
+            figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
+        if not result.loss_tokens:  # no token to learn from: the figures are means of nothing
+            figures = dict.fromkeys(figures)
+        return replace(with_bytes(result, self.reference), figures=figures)
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
@@ -138,8 +140,9 @@ class PreferenceStepper(Stepper):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
             assert ref is not None and self.counts is not None and self.z is not None
-            given = *answer_logps(logs, mask), ref, _good(batch).to(logs.device), self.z.to(logs.device)
-            loss, figures = kto(*given, self.counts, **self.options)
+            sums, tokens = answer_logps(logs, mask)
+            good, z = _good(batch).to(logs.device), self.z.to(logs.device)
+            loss, figures = kto(sums, tokens, ref, good, z, self.counts, **self.options)
         self.told.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 

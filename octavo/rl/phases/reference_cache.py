@@ -34,8 +34,8 @@ from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import pair_loader
+from octavo.data.loaders.rows_from_config import Rows
 from octavo.data.order import Mixture
-from octavo.data.tasks.sources import Source
 from octavo.rl.objectives.pairwise import answer_logps
 from octavo.rl.phases.reference import Base, Copy, Reference
 from octavo.train import TrainError
@@ -72,7 +72,7 @@ class Kept:
 
     bytes = 0
 
-    def __init__(self, file: Path, sources: Iterable[Source], encrypt: bool = False) -> None:
+    def __init__(self, file: Path, sources: Iterable[Rows], encrypt: bool = False) -> None:
         self.file, self.encrypt = file, encrypt
         sizes: dict[str, int] = {}
         for source in sources:
@@ -103,7 +103,7 @@ class Kept:
         """Everything so far, after `done` of `total` rounds on so many ranks."""
         counts = {"done": done, "total": total, "ranks": ranks}
         about = json.dumps({"key": dict(key), **counts, "files": list(self.sums)}).encode()
-        tensors = {"about": np.frombuffer(about, dtype=np.uint8)}
+        tensors: dict[str, np.ndarray] = {"about": np.frombuffer(about, dtype=np.uint8)}
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
         raw = safetensors.numpy.save(tensors)
@@ -135,10 +135,9 @@ def kept_for(
     Raises TrainError where it cannot be, and what loading and reading rows raise.
     """
     world, cfg = stepper.world, stepper.cfg
-    share = {"rank": world.data_rank, "world": world.data_size}
-    mixture = pair_loader(cfg, processor, **share).mixture
+    mixture = pair_loader(cfg, processor, rank=world.data_rank, world=world.data_size).mixture
     kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
-    steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)
+    steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / run_dir.PLAN)
     done = world.from_main(lambda: _done(kept, key, step, total, world.size, say))
@@ -149,7 +148,13 @@ def kept_for(
 
     def rounds() -> Iterator[Batches]:
         if done < len(steps):
-            loader = pair_loader(cfg, processor, start_row=steps[done] * cfg.train.global_batch, **share)
+            loader = pair_loader(
+                cfg,
+                processor,
+                rank=world.data_rank,
+                world=world.data_size,
+                start_row=steps[done] * cfg.train.global_batch,
+            )
             for number in range(steps[done], steps[-1] + 1):
                 batches = next(loader)
                 if number in wanted:
@@ -204,7 +209,7 @@ def _answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     for place in range(meta.samples):
         count, mark = meta.lengths[place], 0
         for part in (ids[place, :count], labels[place, :count], pixels[place], clips[place]):
-            mark = zlib.crc32(part.contiguous().numpy(), mark)
+            mark = zlib.crc32(part.contiguous().numpy().data, mark)
         yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), mark
 
 
@@ -212,7 +217,7 @@ def _of_videos(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
     """The pixels of each row's videos."""
     patches = iter(batch["video_grid_thw"].prod(-1).tolist())
     counts = [sum(next(patches) for _ in range(videos)) for videos in batch["meta"].videos]
-    return batch["pixel_values_videos"].split(counts)  # type: ignore[no-any-return]
+    return batch["pixel_values_videos"].split(counts)
 
 
 def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,8 @@ class RlStepper(Stepper):
         """One step from this rank's prompts."""
         began, section = time.perf_counter(), self.settings.section
         self.cached = self.written = 0
-        due = self.next_rollout([*batches])
+        # The loader of this phase yields prompts; the micro-batches of `Stepper` are made from their completions.
+        due = self.next_rollout(cast(list[PromptSample], [*batches]))
         rollout, figures = due.rollout, dict(due.figures)
         self.rollout = rollout
         rolled = time.perf_counter()
@@ -94,7 +95,7 @@ class RlStepper(Stepper):
         figures |= {"kl": None, **self._judge(rollout, updates)}
         self.told = []
         self.same.learns(self.number)
-        results = []
+        results: list[StepResult] = []
         for _ in range(section.epochs):
             for part in updates:
                 if not results:
@@ -323,8 +324,8 @@ class RlStepper(Stepper):
         ref = self._refer(batch, keep, target)
         entropy = entropy if settings.section.entropy else entropy.detach()
         advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[:, keep]
-        corrected = None if settings.correction is None else corrected
-        parts = Batch(logs, old, mask, advantages.to(device), ref, corrected, entropy)
+        correction = None if settings.correction is None else corrected
+        parts = Batch(logs, old, mask, advantages.to(device), ref, correction, entropy)
         terms = settings.algorithm.objective(parts, settings.clip, n)
         in_loss = settings.beta if settings.kl_in == "loss" else 0.0
         loss, more = policy_loss(
@@ -372,7 +373,7 @@ class RlStepper(Stepper):
         if batches and isinstance(batches[0], dict):
             found = super().forwards(batches)
             return self.critic.forwards(found) if self.critic else found
-        seen = any(sample.images for sample in batches)
+        seen = any(prompt.images for prompt in cast(Sequence[PromptSample], batches))
         return {name: int(seen) if name in VISION else 1 for name in self.family.components}
 
 

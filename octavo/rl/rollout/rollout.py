@@ -60,21 +60,32 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
 
     Raises TrainError where there is no room for one, or too few `rl.pages`.
     """
-    own = max(1, len(prompts) * rl.group)
+    wanted = max(1, len(prompts) * rl.group)
     if not prompts:
-        return min(rl.slots or own, own)
+        return min(rl.slots or wanted, wanted)
     caller, most = engine.caller, max(prompts, key=lambda prompt: len(prompt.input_ids))
     longest = len(most.input_ids)
     if rl.pages is not None:
         check_pages(rl, longest, engine.page, most.name)
     if rl.slots is not None or (free is None and rl.pages is None):
-        return min(rl.slots or own, own)
+        return min(rl.slots or wanted, wanted)
     free = ANY if free is None else free
     grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
-    given = (caller.model.config, longest, sampling, rl.group, engine.page, rl.kv, caller.dtype)
-    more = {"patches": max(grids, default=0), "most": own, "pages": rl.pages, "in_place": engine.in_place}
-    found = generation.sequences_that_fit(free, *given, **more)
-    if not found:
+    slots = generation.sequences_that_fit(
+        free,
+        caller.model.config,
+        longest,
+        sampling,
+        rl.group,
+        engine.page,
+        rl.kv,
+        caller.dtype,
+        patches=max(grids, default=0),
+        most=wanted,
+        pages=rl.pages,
+        in_place=engine.in_place,
+    )
+    if not slots:
         shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
         needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.in_place).total
         raise TrainError(
@@ -83,7 +94,7 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
             f"{' or rl.pages' * bool(rl.pages)}, keep keys and values in FP8 (rl.kv: fp8), or save memory elsewhere: "
             "octavo plan FILE --card SIZE"
         )
-    return found
+    return slots
 
 
 def scored(
