@@ -122,7 +122,7 @@ def _dispatch(words: list[str]) -> int:
     command.add_arguments(parser)
     if name not in KEYLESS:
         arguments.add_key(parser)
-    arguments.check_words(rest)
+    arguments.check_paths(rest)
     # key=value may stand before and after options
     args = parser.parse_intermixed_args(rest)
     arguments.check_targets(name, args)

@@ -287,7 +287,7 @@ def shape_of(path: str) -> str | None:
 
 def _of_a_file(args: argparse.Namespace) -> Any:
     """The configuration; data that are not there are a note, for a plan needs none unless tokens are counted."""
-    cfg, lost = arguments.found(arguments.config(args), args.file)
+    cfg, lost = arguments.resolve_files(arguments.config(args), args.file)
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
     if shape is not None:
         words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])

@@ -17,7 +17,7 @@ from octavo.data.tasks.prompts import PromptEncoder
 from octavo.parallel import World
 from octavo.rl.phases.rl_phase import rewards_of
 from octavo.rl.phases.settings import sampling_of
-from octavo.rl.rollout.rollout import held_out
+from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as judged
@@ -58,7 +58,7 @@ def evaluate_target(
             rewards.expect(prompt_columns(asked, asked.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
             world = World(device=forward.device)
-            figures = held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
+            figures = evaluate_held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
             for sentence in rewards.taken()[0]:
                 say(f"note: {sentence}")
             return figures

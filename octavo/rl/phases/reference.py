@@ -73,7 +73,7 @@ class Base:
         model = self.stepper.model
         cfg = self.stepper.cfg
         without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, as_in_rollouts(cfg, model), watched_by_nobody(model):
+        with without, batch_invariance(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
@@ -112,11 +112,11 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with as_in_rollouts(self.cfg, self.model), watched_by_nobody(self.model):
+        with batch_invariance(self.cfg, self.model), untracked_forward(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def as_in_rollouts(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
     """Around a forward whose log-probabilities are held against a rollout's: with `rl.invariant` no row of it depends
     on another."""
     return fp8.invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
@@ -137,7 +137,7 @@ def _as_it_is(cfg: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def watched_by_nobody(model: nn.Module) -> Iterator[None]:
+def untracked_forward(model: nn.Module) -> Iterator[None]:
     """A forward that leaves no trace: no graph, no count, no health figure, no amax, no dropout."""
     training = model.training
     model.train(False)

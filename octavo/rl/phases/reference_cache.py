@@ -51,7 +51,7 @@ _LARGEST = 1 << 36  # bytes of a file: 10^9 pairs
 Batches = Sequence[dict[str, Any]]
 
 
-class Computed:
+class ComputedReference:
     """Sums over answers by a reference that is there."""
 
     def __init__(self, reference: Reference) -> None:
@@ -67,7 +67,7 @@ class Computed:
         return answer_logps(found, (target != losses.IGNORE).to(found.device))[0]
 
 
-class Kept:
+class StoredReference:
     """The same from a table: of each file and row, two answers (chosen, rejected). ``encrypt``: the file of it."""
 
     bytes = 0
@@ -126,9 +126,9 @@ class Kept:
             raise TrainError(f"{self.file} is damaged ({found}); delete it: it is made again") from error
 
 
-def kept_for(
+def stored_reference(
     stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, say: Callable[[str], None]
-) -> Kept:
+) -> StoredReference:
     """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held`:
     held-out pairs. A collective.
 
@@ -136,7 +136,9 @@ def kept_for(
     """
     world, cfg = stepper.world, stepper.cfg
     mixture = pair_loader(cfg, processor, rank=world.data_rank, world=world.data_size).mixture
-    kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
+    kept = StoredReference(
+        directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt
+    )
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / run_dir.PLAN)
@@ -182,15 +184,15 @@ def kept_for(
     return kept
 
 
-def _pairs(kept: Kept, done: int, total: int) -> str:
+def _pairs(kept: StoredReference, done: int, total: int) -> str:
     rows = sum(map(len, kept.sums.values()))
     return f"{rows} pairs at most, batches {done + 1} to {total}"
 
 
 def _asked(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
-    """What is kept of each answer of a micro-batch: see `Kept.take`."""
+    """What is kept of each answer of a micro-batch: see `StoredReference.take`."""
     keep, target, _ = stepper.judged(batch, 1.0)
-    sums = Computed(reference)(batch, keep, target).tolist()
+    sums = ComputedReference(reference)(batch, keep, target).tolist()
     for (file, row, side, mark), total in zip(_answers(batch), sums, strict=False):
         if not np.isfinite(total):
             raise TrainError(
@@ -247,12 +249,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _done(kept: Kept, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]) -> int:
+def _done(
+    kept: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]
+) -> int:
     """Of `total` rounds, those that the file holds; 0 where it is of others. Weights that have moved say nothing of the
     first ones."""
     if not kept.file.exists():
         return 0
-    about = Kept.read(kept)
+    about = StoredReference.read(kept)
     other = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
     if other:
         what = "other settings or data" if other[0] == "run" else "other weights or another plan"
