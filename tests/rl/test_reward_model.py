@@ -194,7 +194,7 @@ def test_folders_that_are_no_reward_models(folder):
         Rewards(["words"], folder)
     with pytest.raises(RewardError, match="two holds Qwen3ForSequenceClassification with num_labels 2, and a reward"):
         Rewards(["two"], folder)
-    with pytest.raises(RewardError, match="has the batch 0; expected a whole number from 1"):
+    with pytest.raises(RewardError, match="has the batch 0; expected a whole number of at least 1"):
         Rewards([{"reward": "reward_model", "batch": 0}], folder)
     with pytest.raises(
         RewardError, match="the argument 'pattern', which it does not take; it takes name, weight, load_in"
@@ -221,5 +221,5 @@ def test_another_training_is_another_reward(folder, tmp_path):
     weights.write_bytes(bytes(raw))
     with Rewards(["reward_model"], tmp_path) as rewards:
         assert changed(before, rewards.digest()) == (
-            "the reward 'reward_model' is another: its file, one that it imports, or its folder has another content"
+            "the reward 'reward_model' has changed: its file, a file that it imports, or its folder has changed"
         )

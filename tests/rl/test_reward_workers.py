@@ -165,7 +165,7 @@ def test_rows_that_are_asked_one_by_one_see_the_original_arguments(folder: Path)
     entry = {"reward": "mine.py:pops", "arguments": {"weights": [1.0, 2.0]}}
     shared = ["say it"]
     with Rewards([entry], folder) as rewards:
-        with pytest.raises(RewardError, match="for the batch but for no row of it alone"):
+        with pytest.raises(RewardError, match="for the batch but for none of its rows"):
             rewards.score(["a", "b", "c"], {"prompt": [shared] * 3})
 
 
