@@ -66,18 +66,22 @@ class Entry:
     function: str = ""
     source: str = ""
 
-
-def digest(self, imported: Mapping[str, str]) -> dict[str, Any]:
-    """The reward as JSON: text, weight, arguments, and the SHA-256 of its file or folder; `imported`: file ->
-    SHA-256 of each file that the function's file imported."""
-    if self.kind == "builtin":
-        content = ""
-    elif self.kind == "model":
-        content = _folder(self.path)
-    else:
-        content = _hash(self.source + "".join(f"\0{name}\0{imported[name]}" for name in sorted(imported)))
-    return {"name": self.name, "reward": self.reward, "weight": self.weight, "arguments": self.arguments,
-                "sha256": content}  # fmt: skip
+    def digest(self, imported: Mapping[str, str]) -> dict[str, Any]:
+        """The reward as JSON: text, weight, arguments, and the SHA-256 of its file or folder; `imported`: file ->
+        SHA-256 of each file that the function's file imported."""
+        if self.kind == "builtin":
+            content = ""
+        elif self.kind == "model":
+            content = _folder(self.path)
+        else:
+            content = _hash(self.source + "".join(f"\0{name}\0{imported[name]}" for name in sorted(imported)))
+        return {
+            "name": self.name,
+            "reward": self.reward,
+            "weight": self.weight,
+            "arguments": self.arguments,
+            "sha256": content,
+        }
 
 
 def read_entries(values: Sequence[Any], directory: Path) -> list[Entry]:

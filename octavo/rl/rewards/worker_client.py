@@ -81,11 +81,11 @@ class Worker:
         arguments: dict[str, Any],
         timeout: float,
     ) -> list[Any]:
-        """What a function gives for a batch: a number for each completion, or a text that says what it gave instead.
+        """Call a function for a batch: a number for each completion, or a text that describes what it returned instead.
 
-        Where it raises, it is asked again for each row alone. Raises `WorkerError` for what concerns the batch,
-        `FunctionRaised` where it raises of the batch and of no row alone. One that takes longer than `timeout` seconds
-        is ended.
+        If it raises, it is called again for each row. Raises `WorkerError` for a failure of the whole batch, and
+        `FunctionRaised` if it raises for the batch but for none of its rows. A call that takes longer than `timeout`
+        seconds is ended.
         """
         self.start()
         request = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}

@@ -38,8 +38,8 @@ class Difference(NamedTuple):
         if self.beyond:
             return f"the first layer that differs is {self.where}, by {self.by:.2g} of the norm of its numbers"
         return (
-            f"no layer differs by more than rounding, which accumulates: the largest difference is {self.by:.2g} of the "
-            f"norm of its numbers, in {self.where}"
+            f"no layer differs by more than rounding, which accumulates: the largest difference is {self.by:.2g} of "
+            f"the norm of its numbers, in {self.where}"
         )
 
 

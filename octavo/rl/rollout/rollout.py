@@ -66,6 +66,7 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
     longest = len(most.input_ids)
     if rl.pages is not None:
         check_pages(rl, longest, engine.page, most.name)
+    # All prompts get as many slots as the longest one allows: slots have one size.
     if rl.slots is not None or (free is None and rl.pages is None):
         return min(rl.slots or wanted, wanted)
     free = ANY if free is None else free
