@@ -153,16 +153,16 @@ def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
          r"Row 1 \(train, row 1: '0'\): raised ZeroDivisionError: .*\(line 23\)\. Row 3 .*: raised ValueError", [1, 3]),
         ("together", ["1", "2"], r"Rows 0 to 1 \(train, row 0: '1', \.\.\.\): raised RuntimeError: not of this batch "
          r"\(line 27\), for the batch but for none of its rows", [0, 1]),
-        ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is no number\. .*; 3 more reasons",
+        ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is not a number\. .*; 3 more reasons",
          [3, 4, 5, 6, 7, 8]),
-        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Mend", [0, 1]),
+        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Fix", [0, 1]),
         ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
-        ("one", ["a"], "returned float 0.5 where a list of 1 numbers belongs", [0]),
+        ("one", ["a"], "returned float 0.5 instead of a list of 1 numbers", [0]),
         ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
         ("leaves_a_child", ["a"], r"ended its process \(exit code 3\)", [0]),
-        ("unordered", ["a", "bb"], "returned set {1.0, 2.0} where a list of 2 numbers belongs", [0, 1]),
+        ("unordered", ["a", "bb"], "returned set {1.0, 2.0} instead of a list of 2 numbers", [0, 1]),
         ("killed", ["a"], r"ended its process \(signal 9\)", [0]),
         ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
     ],
@@ -180,7 +180,7 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
     table = lenient.score(completions, columns, where)
     assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["mine"][rows]).all()
     (sentence,), counts = lenient.taken()
-    assert sentence.startswith(str(seen.value).partition(". Mend")[0] + ". They count 0;")
+    assert sentence.startswith(str(seen.value).partition(". Fix")[0] + ". They count 0;")
     assert counts == {"mine": len(rows)} and lenient.taken() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
@@ -219,10 +219,10 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
         ("rewards.py:a.b", "'a.b' is not the name of a function; write FILE.py:FUNCTION"),
         ({"reward": "rewards.py:score", "arguments": {"completions": 1}}, "argument 'completions', which is given"),
-        ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON does not hold"),
+        ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON cannot hold"),
         ({"reward": "rewards.py:score", "arguments": [1]}, r"has the arguments \[1\]; expected a mapping of names"),
         ({"reward": "rewards.py:score", "x": 1}, "'x', which it does not take; it takes name, weight, arguments"),
-        ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is no model folder"),
+        ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is not a model folder"),
         ({"reward": "regex"}, r"reward regex has the pattern None; give it a text: \{reward: regex, pattern: ...\}"),
         ({"reward": "format", "pattern": "("}, r"the pattern '\(' is none \(missing \)"),
         ({"reward": "number", "tolerance": -1}, "has the tolerance -1; expected a number from 0"),
@@ -261,7 +261,7 @@ def test_what_cannot_be_asked_for(folder):
         ([], {}, "rl.rewards is empty; name at least one of exact_match"),
         (["number", "number"], {}, "has two named 'number'; give one of them another: .*name: number_2"),
         (["number"], {"on_bad": "skip"}, "on_bad_reward is 'skip'; it must be error or zero"),
-        (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected seconds over 0"),
+        (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected a number of seconds above 0"),
     ):
         with pytest.raises(RewardError, match=message):
             Rewards(given, folder, **options)
