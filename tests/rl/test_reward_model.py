@@ -180,7 +180,7 @@ def test_rows_that_it_cannot_judge(folder):
     with Rewards(["reward_model"], folder, on_bad="zero") as rewards:
         table = rewards.score(["a", "b", "c", "long " * 5000], columns)
         assert [(row, reason.split(",")[0]) for row, _, reason in table.bad[:2]] == [
-            (0, "has images"), (1, "X")
+            (0, "has images"), (1, "has neither a column 'messages' nor a column 'prompt'")
         ]  # fmt: skip
         assert [row for row, *_ in table.bad] == [0, 1, 3] and "and the reward model takes" in table.bad[2][2]
         assert table.totals[2] != 0 and (table.totals[[0, 1, 3]] == 0).all()
