@@ -163,7 +163,7 @@ class _Held:
         return (accelerator.requested(self._device) or 0) - self._asked
 
     def reset(self) -> None:
-        accelerator.restart_peak(self._device)
+        accelerator.reset_peak(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""

@@ -112,7 +112,7 @@ def found(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
     if lost := missing(cfg, file):
         return cfg, lost
     try:
-        return hub.resolved(cfg, note), []
+        return hub.resolve_names(cfg, note), []
     except hub.HubError as error:
         return cfg, [str(error)]
 

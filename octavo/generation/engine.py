@@ -127,7 +127,7 @@ class Engine:
             self.cache = held = None  # first, so that there are never two
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
-        if accelerator.beside_host(caller.device) and (why := kernels.why_not_paged(caller.device)):
+        if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
             self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 

@@ -164,5 +164,5 @@ def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section, whose paths are absolute."""
     given = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.here()
-    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.beside_host(kind) else kind.type
+    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(given, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

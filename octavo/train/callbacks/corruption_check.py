@@ -89,7 +89,7 @@ def _told(run: Run, check: Check) -> list[dict[str, Any]]:
     """The faults of this rank, with all that tells its device from others."""
     if not check.faults:
         return []
-    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.device_words(run.world.device)}
+    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}
     return [{**where, **fault.to_json()} for fault in check.faults]
 
 
