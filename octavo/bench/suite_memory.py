@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
 
 from octavo import fp8, models
 from octavo.base import accelerator
@@ -99,7 +100,10 @@ def _call(
         _follow(block, model)
     weights = held.now()
     optimizer, (args, kwargs) = _optimizer(stack, way), given
-    updating = UpdateInBackward(optimizer, stack) if way.inside else None  # type: ignore[arg-type]
+    updating = None
+    if way.inside:
+        assert isinstance(optimizer, fp8.AdamW)
+        updating = UpdateInBackward(optimizer, stack)
     dy = torch.randn_like(args[0])
 
     def forward() -> Tensor:
@@ -108,7 +112,7 @@ def _call(
             for block in stack:
                 x = block(x, *args[1:], **kwargs)
                 x = x[0] if isinstance(x, tuple) else x
-        return x  # type: ignore[no-any-return]
+        return x
 
     def backward(out: Tensor) -> None:
         if updating:
@@ -189,8 +193,9 @@ def _follow(block: nn.Module, model: Any) -> None:
     """Let a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = wanted
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = wanted
 
 
 def _optimizer(stack: nn.Module, way: Way) -> torch.optim.Optimizer:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     work = _Encryption(key, old)
     encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
     source, target = printable(args.source), printable(args.target)
-    counts = encrypt_decrypt.counted(work.counts)
+    counts = encrypt_decrypt.count_summary(work.counts)
     print(f"{target}: {counts} (key {key.id.hex()}). {source} is as it was: delete it where it is not needed")
     return 0
 

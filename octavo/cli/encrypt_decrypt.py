@@ -159,6 +159,6 @@ def is_encrypted(opened: BinaryIO) -> bool:
     return begins
 
 
-def counted(counts: dict[str, int]) -> str:
+def count_summary(counts: dict[str, int]) -> str:
     """ "3 encrypted, 1 copied as they are" of those that are not 0."""
     return ", ".join(f"{count} {how}" for how, count in counts.items() if count)

@@ -13,10 +13,11 @@ from octavo.config import Config
 from octavo.config.sections.rl import RlSection
 from octavo.data.loaders.from_config import prompt_set
 from octavo.data.loaders.rows_from_config import prompt_columns
+from octavo.data.tasks.prompts import PromptEncoder
 from octavo.parallel import World
 from octavo.rl.phases.rl_phase import rewards_of
 from octavo.rl.phases.settings import sampling_of
-from octavo.rl.rollout.rollout import held_out
+from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as judged
@@ -43,7 +44,7 @@ def evaluate_target(
     and rewards raise.
     """
 
-    def more(model: nn.Module, processor: Any, forward: Forward, asked: Config) -> Mapping[str, float]:
+    def more(model: nn.Module, processor: Any, forward: Forward, asked: Config) -> Mapping[str, float | None]:
         rl = asked.rl or RlSection.model_validate({"rewards": ["exact_match"], "max_new_tokens": 64})
         rl = rl.model_copy(update={} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})
         whole = asked.data.model_copy(update={"train_on_prompt": False, "on_long": "error"})
@@ -51,12 +52,13 @@ def evaluate_target(
         rows = prompt_set(asked, processor, prompts=answers or None, reserve=rl.max_new_tokens)
         context = generation.Context(forward.autocast)
         engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
+        assert isinstance(rows.encoder, PromptEncoder)
         sampling = sampling_of(rl, asked.run.seed, 0, rows.encoder.places)
         with rewards_of(rl) as rewards:
             rewards.expect(prompt_columns(asked, asked.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
             world = World(device=forward.device)
-            figures = held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
+            figures = evaluate_held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
             for sentence in rewards.taken()[0]:
                 say(f"note: {sentence}")
             return figures

@@ -37,7 +37,7 @@ class Roles:
     tokenizer: Any
 
 
-class Learner(Protocol):
+class StepperProtocol(Protocol):
     cfg: Config
     number: int
     model: nn.Module
@@ -48,7 +48,7 @@ class Learner(Protocol):
     pad_id: int
     rollout: Rollout
     counts: Counts
-    told: list[Figures]
+    part_figures: list[Figures]
 
     def rows(self) -> AbstractContextManager[object]: ...
     def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...

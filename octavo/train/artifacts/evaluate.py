@@ -27,10 +27,10 @@ from octavo.train.setup.resolve_config import data_settings, processor_of
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
-More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float]]
+More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float | None]]
 
 
-def _nothing_more(model: nn.Module, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float]:
+def _nothing_more(model: nn.Module, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float | None]:
     return {}
 
 
