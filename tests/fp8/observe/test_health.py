@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.arithmetic import cast, metrics
+from octavo.fp8 import metrics
+from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.formats import decode
 from octavo.fp8.metrics import cosine, saturation, sqnr, underflow
 from octavo.fp8.observe.recorder import muted, watching
