@@ -97,7 +97,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
         ),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
-        (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
+        (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.optim.groups(w)"}),
         (imports_down, {"octavo.data.builtin.digits": "importlib.import_module('triton')\nimport importlib"}),
         (
             subpackages_import_down,

@@ -35,8 +35,8 @@ class Engine:
                head
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in the call at hand)
-    invariant  inside `fp8.invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit for
-               bit those of a training step inside it
+    invariant  inside `fp8.batch_invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit
+               for bit those of a training step inside it
     say        gets, once each, why a GPU decodes without the kernels for it, or without CUDA graphs
 
     The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises

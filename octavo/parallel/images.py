@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8, models
+from octavo import models
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure import anyres
 from octavo.parallel.context import Context
@@ -139,7 +140,7 @@ class Images:
         if now.own:
             output = self._stock(*args, **kwargs)
         else:
-            with fp8.uncounted():
+            with uncounted():
                 output = self._stock(*args, **kwargs)
         whole = output.pooler_output
         if now.own and self._given != list(now.own):  # back in their order

@@ -109,7 +109,7 @@ class RlPhase(Phase):
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
         section = settings.section
-        if section.invariant and (why := fp8.not_invariant(plain.model)):
+        if section.invariant and (why := fp8.why_not_batch_invariant(plain.model)):
             raise TrainError(f"rl.invariant: true cannot be: {why}")
         engine = generation.Engine(
             plain.model,

@@ -356,7 +356,7 @@ class RlStepper(Stepper):
 
     def rows(self) -> AbstractContextManager[object]:
         """Around a forward whose log-probabilities are held against the rollout's."""
-        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+        return fp8.batch_invariant(self.model) if self.settings.section.invariant else nullcontext()
 
     def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
         """Figures of the updates of the step that had a token to learn from: means over them, or the smallest and

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8, models
+from octavo import models
 from octavo.base.recipe_specs import FITTING
 from octavo.config import Config, override
 from octavo.data.loaders.from_config import packs_of
 from octavo.data.loaders.rows_from_config import rows_of_an_epoch
+from octavo.fp8.weights import FROZEN
 from octavo.models.folder.quantization import read_quantization
 
 
@@ -29,7 +30,7 @@ def resolve_recipe(cfg: Config) -> Config:
     quantization = read_quantization(cfg.model.path)
     if quantization is None:
         return cfg
-    fits = quantization.spec.block == fp8.FROZEN[quantization.kind].block
+    fits = quantization.spec.block == FROZEN[quantization.kind].block
     section = cfg.fp8.model_copy(update={"recipe": FITTING[quantization.kind][0] if fits else "off"})
     return cfg.model_copy(update={"fp8": section})
 
