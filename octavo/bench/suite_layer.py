@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from octavo import fp8, models
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.models.forward.unused_towers import dummy_image_inputs
 
 SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
@@ -75,8 +76,8 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
         fp8.apply(
             model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": fp8.ComponentPolicy(recipe=recipe)}))
         )
-    head = fp8.chunked_head(model)
-    assert isinstance(head, fp8.ChunkedHead), head
+    head = chunk_head(model)
+    assert isinstance(head, ChunkedHead), head
     inputs = Rotation(lambda: bench.randn(1, tokens, shape[1], grad=True))
     target = torch.randint(0, shape[0], (1, tokens), device=bench.device)
 

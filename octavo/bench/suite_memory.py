@@ -30,6 +30,7 @@ from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.bench.bench import Bench, Call, Work
 from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
+from octavo.fp8.blocks import grouped_attention
 from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm
 
 BLOCKS, TOKENS, FEW = 4, 8192, 24
@@ -93,7 +94,7 @@ def _call(
     held = _Held(bench.device)
     stack = _stack(blocks, way)
     if way.activations == "fp8":
-        models.use_attention(model, fp8.grouped_attention)
+        models.use_attention(model, grouped_attention)
     else:
         model.set_attn_implementation("sdpa")
     for block in stack:  # blocks have a copy of the configuration
@@ -167,7 +168,7 @@ class _Held:
         return (accelerator.requested(self._device) or 0) - self._asked
 
     def reset(self) -> None:
-        accelerator.restart_peak(self._device)
+        accelerator.reset_peak(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""
@@ -183,7 +184,7 @@ def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:
     if way.recipe is not None:
         settings = {"activations": way.activations, "weight_codes": way.codes, "param": way.param}
         fp8.apply(stack, fp8.plan(stack, fp8.Policy(recipe=way.recipe, **settings)))  # type: ignore[arg-type]
-    fp8.recompute(stack.named_children(), way.recompute)
+    fp8.activation_checkpointing(stack.named_children(), way.recompute)
     if way.offload == "activations":
         fp8.offload_activations(stack.named_children())
     return stack.train()

@@ -112,7 +112,7 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
     if lost := missing_files(cfg, file):
         return cfg, lost
     try:
-        return hub.resolved(cfg, note), []
+        return hub.resolve_names(cfg, note), []
     except hub.HubError as error:
         return cfg, [str(error)]
 

@@ -84,7 +84,7 @@ class _Decryption:
             return
         if not encrypted:
             self.plain.append(printable(file))
-        plain = encryption.opened(os.dup(opened.fileno()), file) if encrypted else opened
+        plain = encryption.open_decrypted(os.dup(opened.fileno()), file) if encrypted else opened
         for piece in encrypt_decrypt.pieces(plain):
             out.write(piece)
             yield len(piece)

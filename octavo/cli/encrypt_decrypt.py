@@ -154,7 +154,7 @@ def pieces(opened: BinaryIO) -> Iterator[bytes]:
 
 def is_encrypted(opened: BinaryIO) -> bool:
     """By the first bytes."""
-    begins = encryption.begins(opened.read(8))
+    begins = encryption.has_magic(opened.read(8))
     opened.seek(0)
     return begins
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo import fp8, rl
 from octavo.config import Config, override
-from octavo.fp8.weights import CachesWeights
+from octavo.fp8.weights import CachesWeights, codes_of_frozen
 from octavo.models.tiny import tiny
 from octavo.rl.phases import rl_step
 from octavo.rl.phases.rl_phase import RlPhase
@@ -47,7 +47,7 @@ def to_codes(layer: nn.Module) -> None:
 
 
 def to_frozen(layer: nn.Module) -> None:
-    codes = fp8.codes_of_frozen(layer.get_submodule("base_layer").weight)
+    codes = codes_of_frozen(layer.get_submodule("base_layer").weight)
     codes.scale[0] *= 2
 
 

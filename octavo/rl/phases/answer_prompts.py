@@ -4,9 +4,7 @@ row, judged by the configuration's rewards."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from octavo import generation
 from octavo.config import Config
@@ -23,6 +21,9 @@ from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as evaluate_losses
 from octavo.train.artifacts.evaluate import Say
 from octavo.train.forward.forward import Forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def evaluate_target(
@@ -45,7 +46,7 @@ def evaluate_target(
     """
 
     def judge_answers(
-        model: nn.Module, processor: Any, forward: Forward, eval_cfg: Config
+        model: PreTrainedModel, processor: Any, forward: Forward, eval_cfg: Config
     ) -> Mapping[str, float | None]:
         rl = eval_cfg.rl or RlSection.model_validate({"rewards": ["exact_match"], "max_new_tokens": 64})
         rl = rl.model_copy(update={} if max_new_tokens is None else {"max_new_tokens": max_new_tokens})

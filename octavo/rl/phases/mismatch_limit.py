@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, fp8
+from octavo import data
+from octavo.fp8.observe import uncounted
 from octavo.rl.phases.stepper_protocol import StepperProtocol
 from octavo.rl.rollout.experience import prompt_of
 from octavo.rl.rollout.experience import whole as with_completion
@@ -57,6 +58,6 @@ class MismatchLimit:
                 stepper.forward(batch, keep)
 
         limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
-        with torch.no_grad(), fp8.uncounted():
+        with torch.no_grad(), uncounted():
             difference = first_difference(stepper.model, train, lambda: engine.replay(prompt, tokens), limit)
         return str(difference or "run again separately, this completion is the same in all layers to the bit")

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.observe import uncounted
+from octavo.fp8.proof import reference_note
 from octavo.train.forward import critic
 from octavo.train.forward.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
 from octavo.train.setup import frozen_base
@@ -80,7 +83,7 @@ class Base:
 class Copy:
     """A frozen copy of the model."""
 
-    def __init__(self, cfg: Config, forward: Forward, head: fp8.ChunkedHead | None) -> None:
+    def __init__(self, cfg: Config, forward: Forward, head: ChunkedHead | None) -> None:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
@@ -97,11 +100,11 @@ class Copy:
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
-        head = None if stepper.head is None else fp8.chunked_head(model)
+        head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
-        if note := fp8.reference_note(stepper.model, model):
+        if note := reference_note(stepper.model, model):
             say(f"note: {note}")
-        return cls(cfg, forward, head if isinstance(head, fp8.ChunkedHead) else None)
+        return cls(cfg, forward, head if isinstance(head, ChunkedHead) else None)
 
     @property
     def model(self) -> nn.Module:
@@ -119,7 +122,7 @@ class Copy:
 def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
     """Context of a forward whose log-probabilities are compared with a rollout's: with `rl.invariant` no row of it
     depends on another."""
-    return fp8.invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
+    return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
 def with_bytes(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
@@ -142,7 +145,7 @@ def untracked_forward(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.train(False)
     try:
-        with torch.no_grad(), fp8.uncounted():
+        with torch.no_grad(), uncounted():
             yield
     finally:
         model.train(training)

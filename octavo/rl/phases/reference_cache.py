@@ -32,13 +32,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from octavo import fp8
 from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import pair_loader
 from octavo.data.loaders.rows_from_config import Rows
 from octavo.data.order import Mixture
+from octavo.fp8.proof import reference_note
+from octavo.fp8.weights import weight_sums
 from octavo.rl.objectives.pairwise import answer_logps
 from octavo.rl.phases.reference import Base, Copy, Reference
 from octavo.train import TrainError
@@ -170,7 +171,7 @@ def stored_reference(
             yield [batch]
 
     reference = _first_weights(stepper, directory, step, say)
-    if note := fp8.reference_note(stepper.model, stepper.model):
+    if note := reference_note(stepper.model, stepper.model):
         say(f"note: {note}")
     say(f"the reference is computed once: {_pairs(table, done, total)} into {table.file}")
     began = last = time.monotonic()
@@ -244,7 +245,7 @@ def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """Digests of all that decides the numbers: `run` of settings and data, `first` of plan and initial weights."""
     cfg, world = stepper.cfg, stepper.world
     run = world.from_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
-    weights = world.gather_objects(_digest(dict(fp8.weight_sums(stepper.model))))
+    weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
     rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}
 

@@ -110,7 +110,7 @@ class RlPhase(Phase):
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
         section = settings.section
-        if section.invariant and (why := fp8.not_invariant(plain.model)):
+        if section.invariant and (why := fp8.why_not_batch_invariant(plain.model)):
             raise TrainError(f"rl.invariant: true is not possible: {why}")
         engine = generation.Engine(
             plain.model,
@@ -166,5 +166,5 @@ def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section; their paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.here()
-    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.beside_host(kind) else kind.type
+    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(entries, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

@@ -364,7 +364,7 @@ class RlStepper(Stepper):
     def rows(self) -> AbstractContextManager[object]:
         """Context of a forward whose log-probabilities are compared with the rollout's: batch-invariant with
         `rl.invariant`."""
-        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+        return fp8.batch_invariant(self.model) if self.settings.section.invariant else nullcontext()
 
     def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
         """Figures of the step: means over its updates that had a token to learn from, or the smallest and largest. If

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo import fp8, generation
+from octavo import generation
 from octavo.base import accelerator
 from octavo.config.sections.rl import RlSection
 from octavo.data.tasks.prompts import PromptSample
+from octavo.fp8.observe import uncounted
 from octavo.generation import Completion, Engine, Prompt, Sampling
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
@@ -40,7 +41,7 @@ def generate_completions(
     where ranks share parameters. Raises the errors of :meth:`octavo.generation.Engine.generate`."""
     engine_prompts = [prompt_of(p) for p in prompts]
     engine.slots = slots_for(engine, engine_prompts, sampling, rl, free_bytes(engine.caller.device))
-    with fp8.uncounted():
+    with uncounted():
         completions = engine.generate(engine_prompts, sampling, rl.group, lambda done, total: doing(f"{done}/{total}"))
     held = sum(engine.bytes.values())
     engine.release()
