@@ -92,6 +92,7 @@ PHASES = ("    # Load, and why.\n" + "    tl.debug_barrier()\n" * 14) * 3
     [
         (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train.setup import build"}),
         (imports_down, {"octavo.data.builtin.digits": "import transformers.models\nimport triton"}),
+        (imports_down, {"octavo.train.step.step": "if not TYPE_CHECKING:\n    import transformers"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo.fp8 import planning"}),
         (subpackages_import_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
         (subpackages_import_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),
@@ -108,7 +109,7 @@ PHASES = ("    # Load, and why.\n" + "    tl.debug_barrier()\n" * 14) * 3
         ),
         (circles, {"octavo.fp8.dense.inputs": "def f():\n    from octavo.fp8.dense import gemms"}),
         (circles, {"octavo.fp8.arithmetic.formats": "if TYPE_CHECKING:\n    from octavo.fp8.arithmetic import cast"}),
-        (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.weights.is_whole(w)"}),
+        (imports_down, {"octavo.models.structure.freeze": "from octavo import fp8\nfp8.optim.groups(w)"}),
         (imports_down, {"octavo.data.builtin.digits": "importlib.import_module('triton')\nimport importlib"}),
         (
             subpackages_import_down,

@@ -114,7 +114,7 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         raise UsageError(f"there is no folder {folder}; name a run, a Hugging Face folder or an adapter folder")
 
     with arguments.importing():
-        from octavo import fp8
+        from octavo.fp8 import kernels
         from octavo.train import artifacts
 
     found = artifacts.look(folder, base)
@@ -122,8 +122,8 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is no run directory; leave --step out")
     if args.backend != "auto" and args.recipe == "off":
         raise UsageError("--backend names the kernels of an FP8 recipe, and --recipe off has none; leave one out")
-    if args.backend not in ("auto", *fp8.backends()):
-        raise UsageError(f"there is no backend {args.backend!r}; there are {', '.join(('auto', *fp8.backends()))}")
+    if args.backend not in ("auto", *kernels.names()):
+        raise UsageError(f"there is no backend {args.backend!r}; there are {', '.join(('auto', *kernels.names()))}")
     return found
 
 

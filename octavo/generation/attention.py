@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import fp8
+from octavo.fp8.invariance import batch_invariant_attention
 from octavo.generation.kv_cache import Cache
 
 
@@ -47,9 +47,9 @@ class Prefill:
         if (lengths == lengths.max()).all():
             return None
         inside = np.arange(lengths.max()) < lengths[:, None]
-        rows = np.where(inside, np.cumsum(inside).reshape(inside.shape) - 1, 0)
-        rows, tokens = (torch.from_numpy(x).to(self.where.device) for x in (rows.reshape(-1), np.flatnonzero(inside)))
-        return rows, tokens
+        tokens = np.where(inside, np.cumsum(inside).reshape(inside.shape) - 1, 0).reshape(-1)
+        device = self.where.device
+        return torch.from_numpy(tokens).to(device), torch.from_numpy(np.flatnonzero(inside)).to(device)
 
 
 @dataclass(frozen=True)
@@ -142,4 +142,4 @@ class InvariantDecode:
         self.cache.write(layer, self.where, k, v)
         keys, values = (x.transpose(0, 1) for x in self.cache.read(layer, self.tables))
         q = q.to(self.cache.dtype)[:, :, None]
-        return fp8.invariant_attention(q, keys, values, scale=scale, positions=self.positions)[:, :, 0]
+        return batch_invariant_attention(q, keys, values, scale=scale, positions=self.positions)[:, :, 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from octavo.generation.memory import Shape, most_that_fit
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.sampling import Stops
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Engine:
     """Generates with a model as it stands.
@@ -35,8 +38,8 @@ class Engine:
                head
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in the call at hand)
-    invariant  inside `fp8.invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit for
-               bit those of a training step inside it
+    invariant  inside `fp8.batch_invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit
+               for bit those of a training step inside it
     say        gets, once each, why a GPU decodes without the kernels for it, or without CUDA graphs
 
     The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises
@@ -44,7 +47,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
+        self, model: PreTrainedModel, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
         page: int = PAGE, pages: int | None = None, invariant: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
@@ -127,7 +130,7 @@ class Engine:
             self.cache = held = None  # first, so that there are never two
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
-        if accelerator.beside_host(caller.device) and (why := kernels.why_not_paged(caller.device)):
+        if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
             self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 

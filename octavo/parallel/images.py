@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from octavo import fp8, models
+from octavo import models
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure import anyres
 from octavo.parallel.context import Context
 from octavo.parallel.errors import WorldError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR = 4096  # patches of attention that a patch's other work weighs as much as
 
@@ -69,7 +73,7 @@ class Images:
     Raises WorldError for a family that does not make features there.
     """
 
-    def __init__(self, model: nn.Module, family: models.Family, context: Context) -> None:
+    def __init__(self, model: PreTrainedModel, family: models.Family, context: Context) -> None:
         owner = model.get_submodule(family.tower.rpartition(".")[0])
         self._stock = getattr(owner, "get_image_features", None)
         if self._stock is None or family.image_token_id is None:
@@ -139,7 +143,7 @@ class Images:
         if now.own:
             output = self._stock(*args, **kwargs)
         else:
-            with fp8.uncounted():
+            with uncounted():
                 output = self._stock(*args, **kwargs)
         whole = output.pooler_output
         if now.own and self._given != list(now.own):  # back in their order

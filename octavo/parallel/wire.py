@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.fp8 import Experts, Linear, moe
+from octavo.fp8 import Linear, moe
 from octavo.fp8.dense import CODING, Coding
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import World
@@ -126,7 +126,7 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
             except RuntimeError:  # a reduce operation, which is an object too
                 continue
     name = next(arg for arg in reversed(args) if isinstance(arg, str))
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(cast("dist.distributed_c10d.GroupName", name))
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
@@ -153,12 +153,12 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
     """
     outputs = experts = 0
     for module in model.modules():
-        if moe.EXCHANGE in module.__dict__ and isinstance(module, Experts):
+        if moe.EXCHANGE in module.__dict__ and isinstance(module, moe.Experts):
             found = module.__dict__[moe.EXCHANGE].coded(module)
             module.__dict__[moe.EXCHANGE] = found
             experts += found.rows is not None or found.gradients is not None
-        elif world.layout.context > 1 and isinstance(getattr(module, "o_proj", None), Linear):
-            coding = Coding.of_x(module.o_proj.recipe, head_dim)  # type: ignore[union-attr]
+        elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
+            coding = Coding.of_x(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _KNOWN:
                 module.__dict__[CODING] = coding
                 outputs += 1

@@ -27,9 +27,13 @@ class Times(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
-            "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
-            "planned_ms": 1e3 * self.planned, "candidates": self.measured.to_json(),
-        }  # fmt: skip
+            "case": str(self.case),
+            "best": self.best,
+            "bf16_ms": 1e3 * self.high,
+            "fp8_ms": fp8,
+            "planned_ms": 1e3 * self.planned,
+            "candidates": self.measured.to_json(),
+        }
 
 
 @dataclass(frozen=True)

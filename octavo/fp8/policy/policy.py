@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
@@ -24,7 +25,7 @@ _DELAYED = tuple(name for name, spec in SPECS.items() if spec.delayed)
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
-class PlanError(ValueError):
+class PlanError(Fp8Error, ValueError):
     """A plan that cannot be made or cannot be applied: what was asked, what was found, and the fix."""
 
 

@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo import data, fp8
-from octavo.rl.phases.stepper_protocol import Learner
+from octavo import data
+from octavo.fp8.observe import uncounted
+from octavo.rl.phases.stepper_protocol import StepperProtocol
 from octavo.rl.rollout.experience import prompt_of
 from octavo.rl.rollout.experience import whole as with_completion
 from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
 
 
-class Limit:
+class MismatchLimit:
     """Of one run, which names a limit or has `rl.invariant`, where it is 0."""
 
-    def __init__(self, stepper: Learner) -> None:
+    def __init__(self, stepper: StepperProtocol) -> None:
         section = stepper.settings.section
         self.stepper, self.asked = stepper, section.max_gap
         self.most = 0.0 if section.max_gap is None else section.max_gap
@@ -54,6 +55,6 @@ class Limit:
                 stepper.forward(batch, keep)
 
         limit = 0.0 if engine.caller.invariant else rounding(engine.caller.dtype)
-        with torch.no_grad(), fp8.uncounted():
+        with torch.no_grad(), uncounted():
             found = first_difference(stepper.model, train, lambda: engine.replay(prompt, tokens), limit)
         return str(found or "run again by itself, this completion is the same in all layers to the bit")

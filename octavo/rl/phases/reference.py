@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.observe import uncounted
+from octavo.fp8.proof import reference_note
 from octavo.train.forward import critic
 from octavo.train.forward.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
 from octavo.train.setup import frozen_base
@@ -27,14 +30,16 @@ from octavo.train.step.memory_report import weight_bytes
 from octavo.train.step.step import Stepper, StepResult
 
 
-class Reference(Protocol):
+class HoldsMemory(Protocol):
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes in addition to the policy's."""
+
+
+class Reference(HoldsMemory, Protocol):
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` gives them,
         without a graph."""
-
-    @property
-    def bytes(self) -> int:
-        """That it takes beside the policy."""
 
 
 def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
@@ -71,14 +76,14 @@ class Base:
         model = self.stepper.model
         cfg = self.stepper.cfg
         without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, as_in_rollouts(cfg, model), watched_by_nobody(model):
+        with without, batch_invariance(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
 class Copy:
     """A frozen model beside the policy."""
 
-    def __init__(self, cfg: Config, forward: Forward, head: fp8.ChunkedHead | None) -> None:
+    def __init__(self, cfg: Config, forward: Forward, head: ChunkedHead | None) -> None:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
@@ -95,11 +100,11 @@ class Copy:
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
-        head = None if stepper.head is None else fp8.chunked_head(model)
+        head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
-        if note := fp8.reference_note(stepper.model, model):
+        if note := reference_note(stepper.model, model):
             say(f"note: {note}")
-        return cls(cfg, forward, head if isinstance(head, fp8.ChunkedHead) else None)
+        return cls(cfg, forward, head if isinstance(head, ChunkedHead) else None)
 
     @property
     def model(self) -> nn.Module:
@@ -110,22 +115,23 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with as_in_rollouts(self.cfg, self.model), watched_by_nobody(self.model):
+        with batch_invariance(self.cfg, self.model), untracked_forward(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def as_in_rollouts(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
     """Around a forward whose log-probabilities are held against a rollout's: with `rl.invariant` no row of it depends
     on another."""
-    return fp8.invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
+    return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
-def with_bytes(result: StepResult, reference: Reference | None, **more: int) -> StepResult:
-    """The result of a step whose memory, where it was counted, has these kinds besides, and `reference`."""
+def with_bytes(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
+    """The result of a step with further `kinds` of memory (name -> bytes) and, under `reference`, the reference's.
+    Unchanged where the step did not count its memory."""
     if result.memory is None:
         return result
     held = {} if reference is None else {"reference": reference.bytes}
-    return replace(result, memory={**result.memory, **more, **held})
+    return replace(result, memory={**result.memory, **kinds, **held})
 
 
 def _as_it_is(cfg: Config) -> dict[str, Any]:
@@ -134,12 +140,12 @@ def _as_it_is(cfg: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def watched_by_nobody(model: nn.Module) -> Iterator[None]:
+def untracked_forward(model: nn.Module) -> Iterator[None]:
     """A forward that leaves no trace: no graph, no count, no health figure, no amax, no dropout."""
     training = model.training
     model.train(False)
     try:
-        with torch.no_grad(), fp8.uncounted():
+        with torch.no_grad(), uncounted():
             yield
     finally:
         model.train(training)

@@ -17,6 +17,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.base import safe_read
+from octavo.fp8.weights import changed_weights, weight_sums
 from octavo.parallel import World
 
 _NAMED = 3
@@ -49,13 +50,13 @@ class SameWeights:
             self._hold(step, self._wrote, "its first rollout and a further one")
         elif self._moved is not None:
             self._hold(step, self._moved, "the update before it and its rollout")
-        self._wrote = dict(fp8.weight_sums(self.model))
+        self._wrote = dict(weight_sums(self.model))
 
     def learns(self, step: int) -> None:
         """The step's first update begins. Raises ProofError where weights are not those of its rollout."""
         before = self._wrote or self._moved
         if before is None:  # a session's first step that writes nothing: its weights are the checkpoint's
-            before = dict(fp8.weight_sums(self.model))
+            before = dict(weight_sums(self.model))
         self._hold(step, before, "its rollout and its update")
         self._learnt, self._wrote = before, None
         self.first, self.last = self.first or step, step
@@ -63,7 +64,7 @@ class SameWeights:
     def moved(self) -> None:
         """The step's last update has ended, and what was written before is learnt from in the next (`rl.stale`): until
         then nobody else may write. Codes that layers hold are of the weights before, and are cast anew."""
-        self._moved = _lasting(fp8.weight_sums(self.model))
+        self._moved = _lasting(weight_sums(self.model))
 
     def report(self, world: World) -> dict[str, Any]:
         """The steps that were held to it, first to last, and a digest of the weights, on all ranks, that the last one
@@ -74,7 +75,7 @@ class SameWeights:
         return {"first": self.first, "last": self.last, "sha256": self.sha256} if self.last else {}
 
     def _hold(self, step: int, before: Mapping[str, int], when: str) -> None:
-        if not (changed := fp8.changed_weights(before, fp8.weight_sums(self.model))):
+        if not (changed := changed_weights(before, weight_sums(self.model))):
             return
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise fp8.ProofError(

@@ -32,6 +32,8 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
+from octavo.fp8.planning import Schedule
+from octavo.fp8.proof import Prediction
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
@@ -296,10 +298,11 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
         )
     _same_settings(_saved_settings(directory), cfg, directory)
     result = read_json(directory / RESULT)
-    finished = result is not None and result.get("status") == "finished"
-    if finished and not isinstance(result.get("steps"), int):
+    if result is None or result.get("status") != "finished":
+        return {"run": True, "result": None}
+    if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
-    return {"run": True, "result": result if finished else None}
+    return {"run": True, "result": result}
 
 
 def _has_begun(directory: Path) -> bool:
@@ -458,8 +461,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
-    prediction: fp8.Prediction | None,
+    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: Prediction | None,
 ) -> None:  # fmt: skip
     """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
