@@ -72,7 +72,7 @@ LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 }
 # What models may import of FP8: names that users have, globs of names, and weights that are FP8 in a folder.
 MODELS_KNOW = ("octavo.fp8", "octavo.fp8.policy", "octavo.fp8.weights")
-# Third-party packages that only some packages may import.
+# Third-party packages that only some packages may import; a type may be named by all.
 KEPT_IN = {
     "transformers": {"models", "data", "checkpoint", "adapters", "rl", "sealing", "bench", "loading"},
     "peft": {"adapters"},
@@ -179,6 +179,11 @@ class File:
             elif text is not None:
                 self.imports.append((line, text))
         self.top = {name for node in self.parsed.body for name in _binds(node)}
+        #: lines under `if TYPE_CHECKING:`, whose imports name a type and load nothing
+        self.typed: set[int] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                self.typed.update(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
 
     def _used(self, bound: list[tuple[str, str]]) -> Iterator[tuple[ast.expr, str]]:
         names: dict[str, set[str]] = {}
@@ -228,7 +233,8 @@ def imports_down(tree: Tree) -> list[str]:
         here = package_of(module)
         for line, name in tree.files[module].imports:
             top = name.split(".")[0]
-            if here is not None and top in KEPT_IN and here not in KEPT_IN[top]:
+            only_typed = line in tree.files[module].typed
+            if here is not None and top in KEPT_IN and here not in KEPT_IN[top] and not only_typed:
                 wrong.append(f"{module}:{line} imports {name}, which only {sorted(KEPT_IN[top])} may")
             there = package_of(name) if name in tree.sources else None
             if here is None or there is None or there == here or {here, there} <= {"fp8", "arithmetic"}:

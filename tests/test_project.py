@@ -81,6 +81,7 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
     [
         (imports_down, {"octavo.models.structure.freeze": "def f():\n    from octavo.train.setup import build"}),
         (imports_down, {"octavo.data.builtin.digits": "import transformers.models\nimport triton"}),
+        (imports_down, {"octavo.train.step.step": "if not TYPE_CHECKING:\n    import transformers"}),
         (imports_down, {"octavo.models.structure.freeze": "from octavo.fp8 import planning"}),
         (subpackages_import_down, {"octavo.fp8.dense.linear": "from octavo.fp8.blocks import mlp"}),
         (subpackages_import_down, {"octavo.fp8.kernels.groups": "from octavo.fp8.observe.counts import GemmCounts"}),

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
 
 from octavo import fp8, models
 from octavo.base import accelerator
@@ -100,7 +101,10 @@ def _call(
         _follow(block, model)
     weights = held.now()
     optimizer, (args, kwargs) = _optimizer(stack, way), given
-    updating = UpdateInBackward(optimizer, stack) if way.inside else None  # type: ignore[arg-type]
+    updating = None
+    if way.inside:
+        assert isinstance(optimizer, fp8.AdamW)
+        updating = UpdateInBackward(optimizer, stack)
     dy = torch.randn_like(args[0])
 
     def forward() -> Tensor:
@@ -109,7 +113,7 @@ def _call(
             for block in stack:
                 x = block(x, *args[1:], **kwargs)
                 x = x[0] if isinstance(x, tuple) else x
-        return x  # type: ignore[no-any-return]
+        return x
 
     def backward(out: Tensor) -> None:
         if updating:
@@ -164,7 +168,7 @@ class _Held:
         return (accelerator.requested(self._device) or 0) - self._asked
 
     def reset(self) -> None:
-        accelerator.restart_peak(self._device)
+        accelerator.reset_peak(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""
@@ -190,8 +194,9 @@ def _follow(block: nn.Module, model: Any) -> None:
     """Let a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = wanted
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = wanted
 
 
 def _optimizer(stack: nn.Module, way: Way) -> torch.optim.Optimizer:

@@ -23,7 +23,7 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 
     if devices is None:
         here = accelerator.here()
-        devices = ("cpu", f"{here.type}:0") if accelerator.beside_host(here) else ("cpu",)
+        devices = ("cpu", f"{here.type}:0") if accelerator.has_own_memory(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 

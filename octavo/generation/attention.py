@@ -47,9 +47,9 @@ class Prefill:
         if (lengths == lengths.max()).all():
             return None
         inside = np.arange(lengths.max()) < lengths[:, None]
-        rows = np.where(inside, np.cumsum(inside).reshape(inside.shape) - 1, 0)
-        rows, tokens = (torch.from_numpy(x).to(self.where.device) for x in (rows.reshape(-1), np.flatnonzero(inside)))
-        return rows, tokens
+        tokens = np.where(inside, np.cumsum(inside).reshape(inside.shape) - 1, 0).reshape(-1)
+        device = self.where.device
+        return torch.from_numpy(tokens).to(device), torch.from_numpy(np.flatnonzero(inside)).to(device)
 
 
 @dataclass(frozen=True)

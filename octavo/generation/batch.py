@@ -133,7 +133,11 @@ class Batch:
     def _start(self, starts: list[tuple[Group, int]]) -> None:
         """Put samples into slots, and choose the first token of each."""
         who = [group for group, count in starts for _ in range(count)]
-        logits = torch.stack([group.logits for group in who])
+        rows: list[Tensor] = []
+        for group in who:
+            assert group.logits is not None, "its prompt has run, and not all of its samples had started"
+            rows.append(group.logits)
+        logits = torch.stack(rows)
         at = np.array(self.slots.free[: len(who)], dtype=np.int64)
         samples = [self.slots.enter(slot, group) for slot, group in zip(at.tolist(), who, strict=True)]
         self._copy_last_pages(at)
@@ -203,10 +207,10 @@ class Batch:
         slots, at = self.slots, self._device(np.array(list(reasons)))
         logps, entropies = (x[at].cpu().numpy() for x in (slots.logps, slots.entropies))
         for row, (slot, reason) in enumerate(reasons.items()):
-            group, made = slots.groups[slot], int(slots.made[slot])
+            group, length = slots.groups[slot], int(slots.made[slot])
             assert group is not None
-            found = (x[:made].copy() for x in (slots.told[slot], logps[row], entropies[row]))
-            self.done.append(Completion(group.index, int(slots.samples[slot]), *found, reason))
+            tokens, logp, entropy = (x[:length].copy() for x in (slots.told[slot], logps[row], entropies[row]))
+            self.done.append(Completion(group.index, int(slots.samples[slot]), tokens, logp, entropy, reason))
             slots.leave(slot)
             if not group.running and group.started == group.samples:
                 self.pool.give(group.pages)

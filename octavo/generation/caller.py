@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.generation.errors import GenerationError
 from octavo.parallel import World
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def _no_dummy(needed: bool) -> None:
@@ -39,7 +42,7 @@ class Caller:
     """Calls a model; `invariant`: inside `fp8.batch_invariant`. Raises GenerationError for a model whose attention
     cannot be handed over."""
 
-    def __init__(self, model: Any, context: Context, invariant: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, context: Context, invariant: bool = False) -> None:
         if why := models.why_not_paged(model):
             raise GenerationError(f"{why}, so its keys and values cannot be kept in pages.")
         self.model, self.context, self.invariant = model, context, invariant

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from octavo.generation.kv_cache import KINDS, PAGE, Cache, pages_needed
 from octavo.generation.memory import Shape, most_that_fit
 from octavo.generation.request import Completion, Prompt, Sampling
 from octavo.generation.sampling import Stops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Engine:
@@ -44,7 +47,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
+        self, model: PreTrainedModel, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
         page: int = PAGE, pages: int | None = None, invariant: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
@@ -127,7 +130,7 @@ class Engine:
             self.cache = held = None  # first, so that there are never two
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
-        if accelerator.beside_host(caller.device) and (why := kernels.why_not_paged(caller.device)):
+        if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
             self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from octavo import fp8
 from octavo.fp8.arithmetic import random_blocks
 from octavo.generation.request import Sampling
 from octavo.models.processors import stop_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ELEMENTS = 1 << 25
 """Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
@@ -55,12 +58,12 @@ def choose(logits: Tensor, sampling: Sampling, u: Tensor, invariant: bool = Fals
     """
     if invariant:
         tokens = choose(logits, sampling, u)[0]
-        told = fp8.log_probs(logits, tokens, temperature=sampling.temperature or 1.0, entropy=True)
-        return tokens, *told
+        logps, entropies = fp8.log_probs(logits, tokens, temperature=sampling.temperature or 1.0, entropy=True)
+        return tokens, logps, entropies
     rows = max(1, _ELEMENTS // logits.shape[1])
     parts = [_choose(x, sampling, r) for x, r in zip(logits.split(rows), u.split(rows), strict=True)]
-    tokens, logps, entropies = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logps), torch.cat(entropies)
+    tokens, logps, entropies = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    return tokens, logps, entropies
 
 
 def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +132,7 @@ class Stops:
     tokenizer: Any
 
     @classmethod
-    def of(cls, model: Any, processor: Any, texts: tuple[str, ...]) -> Stops:
+    def of(cls, model: PreTrainedModel, processor: Any, texts: tuple[str, ...]) -> Stops:
         """The tokens of the model's generation settings (or the tokenizer's end), and the one by which the chat
         template of `processor`, a processor or a tokenizer, ends answers (`stop_tokens.stop_ids`)."""
         ids = stop_tokens.stop_ids(getattr(model, "generation_config", None), processor)

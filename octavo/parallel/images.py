@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import models
 from octavo.fp8.observe import uncounted
@@ -22,6 +22,9 @@ from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure import anyres
 from octavo.parallel.context import Context
 from octavo.parallel.errors import WorldError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR = 4096  # patches of attention that a patch's other work weighs as much as
 
@@ -70,7 +73,7 @@ class Images:
     Raises WorldError for a family that does not make features there.
     """
 
-    def __init__(self, model: nn.Module, family: models.Family, context: Context) -> None:
+    def __init__(self, model: PreTrainedModel, family: models.Family, context: Context) -> None:
         owner = model.get_submodule(family.tower.rpartition(".")[0])
         self._stock = getattr(owner, "get_image_features", None)
         if self._stock is None or family.image_token_id is None:

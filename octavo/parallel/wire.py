@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,7 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
             except RuntimeError:  # a reduce operation, which is an object too
                 continue
     name = next(arg for arg in reversed(args) if isinstance(arg, str))
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(cast("dist.distributed_c10d.GroupName", name))
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
@@ -157,8 +157,8 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
             found = module.__dict__[moe.EXCHANGE].coded(module)
             module.__dict__[moe.EXCHANGE] = found
             experts += found.rows is not None or found.gradients is not None
-        elif world.layout.context > 1 and isinstance(getattr(module, "o_proj", None), Linear):
-            coding = Coding.of_x(module.o_proj.recipe, head_dim)  # type: ignore[union-attr]
+        elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
+            coding = Coding.of_x(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _KNOWN:
                 module.__dict__[CODING] = coding
                 outputs += 1

@@ -6,14 +6,14 @@ from typing import Any
 
 from octavo import train
 from octavo.config import Config
-from octavo.rl.phases.preference_phase import Preferring
-from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.preference_phase import PreferencePhase
+from octavo.rl.phases.rl_phase import RlPhase
 from octavo.train.setup.phase import SFT, Phase
 
 
 def phase_of(cfg: Config) -> Phase:
     """What `train.phase` names, anew: a phase holds what belongs to one run."""
-    kinds = {name: kind for kind in (Preferring, Reinforcing) for name in kind.names}
+    kinds = {name: kind for kind in (PreferencePhase, RlPhase) for name in kind.names}
     return kinds[cfg.train.phase]() if cfg.train.phase in kinds else SFT
 
 

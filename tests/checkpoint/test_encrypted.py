@@ -41,7 +41,7 @@ def test_what_is_saved_comes_back_and_no_byte_of_it_is_plain(tmp_path):
     path = save(tmp_path, 3, model, optimizer, shared=torch.arange(9.0))
     stored = {file.name: file.read_bytes() for file in path.iterdir()}
     assert sorted(stored) == [".metadata", "__0_0.distcp", "state.json"] and all(
-        map(encryption.begins, stored.values())
+        map(encryption.has_magic, stored.values())
     )
     for plain in (
         b"embed",

@@ -67,7 +67,7 @@ def test_train_then_eval_then_generate(here, trained, capsys):
 
 def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys):
     """In short by default, layer by layer with --verbose; the end names what was written and the next command."""
-    from octavo.cli.train import teller
+    from octavo.cli.train import plan_printer
     from octavo.config import load_config
     from octavo.train.setup import planning
 
@@ -81,7 +81,7 @@ def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys
         "next: octavo export told "
     )
     cfg = load_config("run.yaml")
-    found = teller(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    found = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in found
     assert sum("self_attn.q_proj " in line for line in found) == 1
     assert all(len(line) <= 80 for line in found if not line.startswith(("note: ", "memory, ")))

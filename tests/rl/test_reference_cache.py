@@ -146,7 +146,7 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     file, again = Path(cfg.run.dir) / reference_cache.FILE, override(cfg, ["run.resume=auto"])
     tables, whole = load_file(file), file.read_bytes()
-    table = reference_cache.Kept(file, [])
+    table = reference_cache.StoredReference(file, [])
     about = json.loads(tables["about"].tobytes())
     table.sums, table.prints = {about["files"][0]: tables["sums.0"]}, {about["files"][0]: tables["prints.0"] + 1}
     table.write(about["key"], about["done"], about["total"], 1)

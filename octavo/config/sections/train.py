@@ -163,6 +163,12 @@ class TrainSection(Section):
         "cast in every micro-batch. Needs a GPU and one process; what cannot be beside it is refused.",
     )
 
+    @property
+    def total_steps(self) -> int:
+        """``steps`` of a configuration whose ``epochs`` were resolved (:mod:`octavo.train.setup.resolve_config`)."""
+        assert self.steps is not None, "epochs were not resolved to steps"
+        return self.steps
+
 
 class OptimizerSection(Section):
     """AdamW."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo.base.encryption import Reader, begins
+from octavo.base.encryption import Reader, has_magic
 from octavo.data.errors import BadSample, DataError
 from octavo.data.file_digests import stat_of
 from octavo.data.formats.arrow_rows import Text, keys_of, parsed, row_of
@@ -58,7 +58,7 @@ class Pieces:
         """Its number, from now on whatever becomes of its name."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            if begins(os.pread(self._file, 8, 0)):
+            if has_magic(os.pread(self._file, 8, 0)):
                 self._plain = Reader(os.dup(self._file), self.path)
         return self._file
 

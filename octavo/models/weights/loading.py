@@ -198,7 +198,7 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
     config = copy.deepcopy(model.config)
     lows: dict[str, torch.Tensor] = {}
     device = torch.device(device)
-    at_once = accelerator.takes_place(device)
+    at_once = accelerator.accepts_parameter_data(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float32:

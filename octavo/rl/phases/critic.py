@@ -20,8 +20,8 @@ from octavo import adapters
 from octavo.rl.objectives.gae import gae_of_parts, moments, token_rewards, value_loss, whiten
 from octavo.rl.objectives.metrics import Figures
 from octavo.rl.objectives.penalties import kl
-from octavo.rl.phases.reference import watched_by_nobody
-from octavo.rl.phases.stepper_protocol import Learner
+from octavo.rl.phases.reference import untracked_forward
+from octavo.rl.phases.stepper_protocol import StepperProtocol
 from octavo.rl.rollout.experience import Experience, Rollout, spread
 from octavo.train.forward import critic, losses
 from octavo.train.step.memory_report import Memory
@@ -31,7 +31,7 @@ from octavo.train.step.update import Loss
 class Critic:
     """Of one run. ``apart``: it has layers of its own (adapters), and not those of the policy."""
 
-    def __init__(self, stepper: Learner) -> None:
+    def __init__(self, stepper: StepperProtocol) -> None:
         assert stepper.settings.values is not None
         self.stepper, self.asked = stepper, stepper.settings.values
         self.apart = stepper.cfg.lora is not None
@@ -43,7 +43,7 @@ class Critic:
     def remember(self, batch: dict[str, Any], keep: Tensor, found: Sequence[Tensor]) -> None:
         """The values of a micro-batch's tokens before the first update of the step; `found`: by :meth:`beside`."""
         if self.apart:
-            with watched_by_nobody(self.stepper.model), adapters.second(self.stepper.model):
+            with untracked_forward(self.stepper.model), adapters.second(self.stepper.model):
                 found = self._forward(batch, keep)
         batch["experience"].values = spread(_at(found[0], keep), keep, batch)
 
@@ -101,7 +101,7 @@ class Critic:
                 found = self._forward(batch, keep)
                 mask = self.stepper.mask(batch, target).to(found[0].device)
                 loss, figures = self.loss(batch, keep, mask, found)
-            self.stepper.told.append(figures)
+            self.stepper.part_figures.append(figures)
             yield Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def forwards(self, policy: Mapping[str, int]) -> dict[str, int]:

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from octavo import data
 from octavo.fp8.observe import uncounted
-from octavo.rl.phases.stepper_protocol import Learner
+from octavo.rl.phases.stepper_protocol import StepperProtocol
 from octavo.rl.rollout.experience import prompt_of
 from octavo.rl.rollout.experience import whole as with_completion
 from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
 
 
-class Limit:
+class MismatchLimit:
     """Of one run, which names a limit or has `rl.invariant`, where it is 0."""
 
-    def __init__(self, stepper: Learner) -> None:
+    def __init__(self, stepper: StepperProtocol) -> None:
         section = stepper.settings.section
         self.stepper, self.asked = stepper, section.max_gap
         self.most = 0.0 if section.max_gap is None else section.max_gap

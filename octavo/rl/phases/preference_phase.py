@@ -25,8 +25,8 @@ from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.objectives.metrics import Figures, add_up, whole
 from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps
 from octavo.rl.objectives.registry import PREFERENCES, Preference
-from octavo.rl.phases.reference import kind_of, reference_for, watched_by_nobody, with_bytes
-from octavo.rl.phases.reference_cache import Computed, Kept, kept_for
+from octavo.rl.phases.reference import kind_of, reference_for, untracked_forward, with_bytes
+from octavo.rl.phases.reference_cache import ComputedReference, StoredReference, stored_reference
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.evaluation import Answer
@@ -37,7 +37,7 @@ from octavo.train.step.step import Batches, Stepper, StepResult
 from octavo.train.step.update import Loss
 
 
-class Preferring(Phase):
+class PreferencePhase(Phase):
     """`train.phase: preference`."""
 
     names = ("preference",)
@@ -71,9 +71,9 @@ class Preferring(Phase):
         if not stepper.how.reference:
             return
         if kind_of(asked, stepper.cfg) == "disk":
-            stepper.reference = kept_for(stepper, processor, directory, step, self._held, say)
+            stepper.reference = stored_reference(stepper, processor, directory, step, self._held, say)
         else:
-            stepper.reference = Computed(reference_for(asked, stepper, directory / PLAN, say))
+            stepper.reference = ComputedReference(reference_for(asked, stepper, directory / PLAN, say))
 
 
 def settings(cfg: Config) -> PreferenceSection:
@@ -88,9 +88,9 @@ def _kind(cfg: Config) -> Literal["pairs", "labelled"]:
 class PreferenceStepper(Stepper):
     """Learns from pairs (or from labelled answers) in place of labels."""
 
-    reference: Computed | Kept | None = None
+    reference: ComputedReference | StoredReference | None = None
     counts: PairCounts | AnswerCounts | None = None
-    told: list[Figures] = field(default_factory=list)
+    part_figures: list[Figures] = field(default_factory=list)
     z: Tensor | None = None
 
     @property
@@ -105,13 +105,15 @@ class PreferenceStepper(Stepper):
         return {**self.how.options, **{name: value for name, value in given.items() if value is not None}}
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
-        self.told = []
+        self.part_figures = []
         self.z = None if self.how.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        found = whole(add_up(self.told), self.world)
-        found = found if self.z is None else {**dict.fromkeys(FIGURES), **found, "kl": float(self.z)}
-        found = found if result.loss_tokens else dict.fromkeys(found)
-        return replace(with_bytes(result, self.reference), figures=found)
+        figures: dict[str, float | None] = {**whole(add_up(self.part_figures), self.world)}
+        if self.z is not None:
+            figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
+        if not result.loss_tokens:  # no token to learn from: the figures are means of nothing
+            figures = dict.fromkeys(figures)
+        return replace(with_bytes(result, self.reference), figures=figures)
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
@@ -138,9 +140,10 @@ class PreferenceStepper(Stepper):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
             assert ref is not None and self.counts is not None and self.z is not None
-            given = *answer_logps(logs, mask), ref, _good(batch).to(logs.device), self.z.to(logs.device)
-            loss, figures = kto(*given, self.counts, **self.options)
-        self.told.append(figures)
+            sums, tokens = answer_logps(logs, mask)
+            good, z = _good(batch).to(logs.device), self.z.to(logs.device)
+            loss, figures = kto(sums, tokens, ref, good, z, self.counts, **self.options)
+        self.part_figures.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def _baseline(self, batches: Batches) -> Tensor:
@@ -175,7 +178,7 @@ class PreferenceStepper(Stepper):
         """Of the answers of a micro-batch, without a graph and in host memory: [B, 3] of sums of log-probabilities,
         tokens, and sums of the reference (0 without one)."""
         keep, target, _ = self.judged(batch, 1.0)
-        with watched_by_nobody(self.model):
+        with untracked_forward(self.model):
             logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))
         ref = torch.zeros_like(sums) if self.reference is None else self.reference(batch, keep, target)

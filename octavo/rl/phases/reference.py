@@ -30,14 +30,16 @@ from octavo.train.step.memory_report import weight_bytes
 from octavo.train.step.step import Stepper, StepResult
 
 
-class Reference(Protocol):
+class HoldsMemory(Protocol):
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes in addition to the policy's."""
+
+
+class Reference(HoldsMemory, Protocol):
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` gives them,
         without a graph."""
-
-    @property
-    def bytes(self) -> int:
-        """That it takes beside the policy."""
 
 
 def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
@@ -74,7 +76,7 @@ class Base:
         model = self.stepper.model
         cfg = self.stepper.cfg
         without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, as_in_rollouts(cfg, model), watched_by_nobody(model):
+        with without, batch_invariance(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
@@ -113,22 +115,23 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with as_in_rollouts(self.cfg, self.model), watched_by_nobody(self.model):
+        with batch_invariance(self.cfg, self.model), untracked_forward(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def as_in_rollouts(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
     """Around a forward whose log-probabilities are held against a rollout's: with `rl.invariant` no row of it depends
     on another."""
     return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
-def with_bytes(result: StepResult, reference: Reference | None, **more: int) -> StepResult:
-    """The result of a step whose memory, where it was counted, has these kinds besides, and `reference`."""
+def with_bytes(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
+    """The result of a step with further `kinds` of memory (name -> bytes) and, under `reference`, the reference's.
+    Unchanged where the step did not count its memory."""
     if result.memory is None:
         return result
     held = {} if reference is None else {"reference": reference.bytes}
-    return replace(result, memory={**result.memory, **more, **held})
+    return replace(result, memory={**result.memory, **kinds, **held})
 
 
 def _as_it_is(cfg: Config) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def _as_it_is(cfg: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def watched_by_nobody(model: nn.Module) -> Iterator[None]:
+def untracked_forward(model: nn.Module) -> Iterator[None]:
     """A forward that leaves no trace: no graph, no count, no health figure, no amax, no dropout."""
     training = model.training
     model.train(False)

@@ -33,8 +33,8 @@ from octavo.base import encryption, safe_read
 from octavo.base.atomic_write import write_bytes
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import pair_loader
+from octavo.data.loaders.rows_from_config import Rows
 from octavo.data.order import Mixture
-from octavo.data.tasks.sources import Source
 from octavo.fp8.proof import reference_note
 from octavo.fp8.weights import weight_sums
 from octavo.rl.objectives.pairwise import answer_logps
@@ -52,7 +52,7 @@ _LARGEST = 1 << 36  # bytes of a file: 10^9 pairs
 Batches = Sequence[dict[str, Any]]
 
 
-class Computed:
+class ComputedReference:
     """Sums over answers by a reference that is there."""
 
     def __init__(self, reference: Reference) -> None:
@@ -68,12 +68,12 @@ class Computed:
         return answer_logps(found, (target != losses.IGNORE).to(found.device))[0]
 
 
-class Kept:
+class StoredReference:
     """The same from a table: of each file and row, two answers (chosen, rejected). ``encrypt``: the file of it."""
 
     bytes = 0
 
-    def __init__(self, file: Path, sources: Iterable[Source], encrypt: bool = False) -> None:
+    def __init__(self, file: Path, sources: Iterable[Rows], encrypt: bool = False) -> None:
         self.file, self.encrypt = file, encrypt
         sizes: dict[str, int] = {}
         for source in sources:
@@ -104,7 +104,7 @@ class Kept:
         """Everything so far, after `done` of `total` rounds on so many ranks."""
         counts = {"done": done, "total": total, "ranks": ranks}
         about = json.dumps({"key": dict(key), **counts, "files": list(self.sums)}).encode()
-        tensors = {"about": np.frombuffer(about, dtype=np.uint8)}
+        tensors: dict[str, np.ndarray] = {"about": np.frombuffer(about, dtype=np.uint8)}
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
         raw = safetensors.numpy.save(tensors)
@@ -127,19 +127,20 @@ class Kept:
             raise TrainError(f"{self.file} is damaged ({found}); delete it: it is made again") from error
 
 
-def kept_for(
+def stored_reference(
     stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, say: Callable[[str], None]
-) -> Kept:
+) -> StoredReference:
     """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held`:
     held-out pairs. A collective.
 
     Raises TrainError where it cannot be, and what loading and reading rows raise.
     """
     world, cfg = stepper.world, stepper.cfg
-    share = {"rank": world.data_rank, "world": world.data_size}
-    mixture = pair_loader(cfg, processor, **share).mixture
-    kept = Kept(directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt)
-    steps = _steps(mixture, cfg.train.global_batch, cfg.train.steps)
+    mixture = pair_loader(cfg, processor, rank=world.data_rank, world=world.data_size).mixture
+    kept = StoredReference(
+        directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt
+    )
+    steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / run_dir.PLAN)
     done = world.from_main(lambda: _done(kept, key, step, total, world.size, say))
@@ -150,7 +151,13 @@ def kept_for(
 
     def rounds() -> Iterator[Batches]:
         if done < len(steps):
-            loader = pair_loader(cfg, processor, start_row=steps[done] * cfg.train.global_batch, **share)
+            loader = pair_loader(
+                cfg,
+                processor,
+                rank=world.data_rank,
+                world=world.data_size,
+                start_row=steps[done] * cfg.train.global_batch,
+            )
             for number in range(steps[done], steps[-1] + 1):
                 batches = next(loader)
                 if number in wanted:
@@ -178,15 +185,15 @@ def kept_for(
     return kept
 
 
-def _pairs(kept: Kept, done: int, total: int) -> str:
+def _pairs(kept: StoredReference, done: int, total: int) -> str:
     rows = sum(map(len, kept.sums.values()))
     return f"{rows} pairs at most, batches {done + 1} to {total}"
 
 
 def _asked(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
-    """What is kept of each answer of a micro-batch: see `Kept.take`."""
+    """What is kept of each answer of a micro-batch: see `StoredReference.take`."""
     keep, target, _ = stepper.judged(batch, 1.0)
-    sums = Computed(reference)(batch, keep, target).tolist()
+    sums = ComputedReference(reference)(batch, keep, target).tolist()
     for (file, row, side, mark), total in zip(_answers(batch), sums, strict=False):
         if not np.isfinite(total):
             raise TrainError(
@@ -205,7 +212,7 @@ def _answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     for place in range(meta.samples):
         count, mark = meta.lengths[place], 0
         for part in (ids[place, :count], labels[place, :count], pixels[place], clips[place]):
-            mark = zlib.crc32(part.contiguous().numpy(), mark)
+            mark = zlib.crc32(part.contiguous().numpy().data, mark)
         yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), mark
 
 
@@ -213,7 +220,7 @@ def _of_videos(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
     """The pixels of each row's videos."""
     patches = iter(batch["video_grid_thw"].prod(-1).tolist())
     counts = [sum(next(patches) for _ in range(videos)) for videos in batch["meta"].videos]
-    return batch["pixel_values_videos"].split(counts)  # type: ignore[no-any-return]
+    return batch["pixel_values_videos"].split(counts)
 
 
 def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
@@ -243,12 +250,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _done(kept: Kept, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]) -> int:
+def _done(
+    kept: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]
+) -> int:
     """Of `total` rounds, those that the file holds; 0 where it is of others. Weights that have moved say nothing of the
     first ones."""
     if not kept.file.exists():
         return 0
-    about = Kept.read(kept)
+    about = StoredReference.read(kept)
     other = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
     if other:
         what = "other settings or data" if other[0] == "run" else "other weights or another plan"

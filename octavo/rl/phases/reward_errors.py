@@ -11,7 +11,7 @@ from octavo.parallel import World
 from octavo.rl.rewards import Rewards
 
 
-class Faults:
+class RewardErrors:
     """Of a run's rewards on all ranks, after `step`, where they do not end the run; `say` takes lines for people.
     `withhold`: no sentences, which may quote a completion."""
 

@@ -22,12 +22,12 @@ from octavo.models.folder.folder import at
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import reference_for
-from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
-from octavo.rl.rollout.rollout import held_out
+from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.rl.rollout.same_weights import PROVEN
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
@@ -36,7 +36,7 @@ from octavo.train.setup.phase import Phase
 from octavo.train.step.step import Stepper
 
 
-class Reinforcing(Phase):
+class RlPhase(Phase):
     """`train.phase: rl`."""
 
     names = ("rl",)
@@ -51,7 +51,7 @@ class Reinforcing(Phase):
 
     def __init__(self) -> None:
         self.rewards: Rewards | None = None
-        self.faults: Faults | None = None
+        self.reward_errors: RewardErrors | None = None
         self._loader: Loader | None = None
         self._asked: EvalSet | None = None
 
@@ -88,7 +88,7 @@ class Reinforcing(Phase):
             return figures
         assert isinstance(stepper, RlStepper)
         roles, section = stepper.roles, stepper.settings.section
-        rewards = held_out(
+        rewards = evaluate_held_out(
             roles.engine,
             roles.rewards,
             roles.tokenizer,
@@ -99,8 +99,8 @@ class Reinforcing(Phase):
             lambda at: stepper.doing(f"held-out answers {at}"),
             shown,
         )
-        if stepper.faults is not None:
-            stepper.faults.tell()
+        if stepper.reward_errors is not None:
+            stepper.reward_errors.tell()
         return {**figures, **rewards}
 
     def stepper(
@@ -123,12 +123,12 @@ class Reinforcing(Phase):
         )
         reference = reference_for(section.reference, plain, directory / PLAN, say) if settings.beta else None
         if self.rewards.on_bad == "zero":
-            self.faults = Faults(self.rewards, world, say, step, plain.cfg.run.encrypt)
+            self.reward_errors = RewardErrors(self.rewards, world, say, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
             prompts=self._loader,
-            faults=self.faults,
+            reward_errors=self.reward_errors,
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
@@ -148,8 +148,8 @@ class Reinforcing(Phase):
         return {"rollouts": {**found, "stale": stepper.settings.section.stale}} if found else {}
 
     def close(self) -> None:
-        if self.faults is not None:
-            self.faults.close()
+        if self.reward_errors is not None:
+            self.reward_errors.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -164,5 +164,5 @@ def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section, whose paths are absolute."""
     given = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.here()
-    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.beside_host(kind) else kind.type
+    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(given, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,15 +31,15 @@ from octavo.rl.objectives.penalties import kl, overlong, without_truncated
 from octavo.rl.objectives.policy_losses import Batch, Counts, policy_loss
 from octavo.rl.phases.completions_log import CompletionsLog, completion_lines
 from octavo.rl.phases.critic import Critic
-from octavo.rl.phases.mismatch_limit import Limit
-from octavo.rl.phases.reference import watched_by_nobody, with_bytes
-from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.mismatch_limit import MismatchLimit
+from octavo.rl.phases.reference import untracked_forward, with_bytes
+from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.settings import Settings, sampling_of
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, spread
-from octavo.rl.rollout.rollout import means, of_groups, scored, written
+from octavo.rl.rollout.rollout import completion_means, generate_completions, group_figures, score_completions
 from octavo.rl.rollout.same_weights import SameWeights
-from octavo.rl.rollout.stale_queue import Written, waiting
+from octavo.rl.rollout.stale_queue import Written, restore_pending
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.forward import log_probs
@@ -52,13 +52,13 @@ DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room
 
 @dataclass(kw_only=True)
 class RlStepper(Stepper):
-    """Makes a step of prompts. ``prompts``: the loader, of which a step may take more than its own; ``faults``: reports
-    rewards that gave no number (None: they end the run); ``log``: takes completions for people (None: another rank
-    has it)."""
+    """Makes a step of prompts. ``prompts``: the loader, of which a step may take more than its own; ``reward_errors``:
+    reports rewards that gave no number (None: they end the run); ``log``: takes completions for people (None: another
+    rank has it)."""
 
     roles: Roles
     prompts: Loader
-    faults: Faults | None = None
+    reward_errors: RewardErrors | None = None
     log: CompletionsLog | None = None
 
     def __post_init__(self) -> None:
@@ -67,10 +67,10 @@ class RlStepper(Stepper):
         self.sampling, self.pad_id = sampling_of(section, self.settings.seed, 0, encoder.places), encoder.pad_id
         self.same = SameWeights(self.model)
         self.critic = Critic(self) if self.settings.values else None
-        self.limit = Limit(self) if section.invariant or section.max_gap is not None else None
+        self.limit = MismatchLimit(self) if section.invariant or section.max_gap is not None else None
         self.rollout = Rollout([], [], [], np.zeros(0))  # of the step under way
         self.counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the update under way
-        self.told: list[Figures] = []  # of the micro-batches of the step so far
+        self.part_figures: list[Figures] = []  # of the micro-batches of the step so far
         self.cached = self.written = 0  # bytes of keys and values, and tokens, of the step's rollouts
         self._first_update: tuple[Batches, Batches] | None = None  # prompts of a step, micro-batches that they became
         self._pending: Written | None = None  # `rl.stale`: what the next step learns from
@@ -80,7 +80,8 @@ class RlStepper(Stepper):
         """One step from this rank's prompts."""
         began, section = time.perf_counter(), self.settings.section
         self.cached = self.written = 0
-        due = self.next_rollout([*batches])
+        # The loader of this phase yields prompts; the micro-batches of `Stepper` are made from their completions.
+        due = self.next_rollout(cast(list[PromptSample], [*batches]))
         rollout, figures = due.rollout, dict(due.figures)
         self.rollout = rollout
         rolled = time.perf_counter()
@@ -92,9 +93,9 @@ class RlStepper(Stepper):
         if old or self.critic:
             self._remember([batch for part in updates for batch in part], old)
         figures |= {"kl": None, **self._judge(rollout, updates)}
-        self.told = []
+        self.part_figures = []
         self.same.learns(self.number)
-        results = []
+        results: list[StepResult] = []
         for _ in range(section.epochs):
             for part in updates:
                 if not results:
@@ -124,7 +125,7 @@ class RlStepper(Stepper):
         prompts are the next step's."""
         if not self.settings.section.stale:
             return Written(*self.sample_step(prompts, self.number), self.number - 1)
-        due = self._pending or waiting(self._resumed, self.prompts.at, self._text, self.world)
+        due = self._pending or restore_pending(self._resumed, self.prompts.at, self._text, self.world)
         self._resumed = {}
         if due is None:
             due, prompts = self._sample_ahead(prompts, self.number), [*next(self.prompts)]
@@ -160,8 +161,8 @@ class RlStepper(Stepper):
         first_draw = self._roll(prompts, step)
         rollout = self.add_length_penalty(first_draw)
         figures: dict[str, Any] = {
-            **means(rollout, self.world, self.settings.section),
-            **of_groups(rollout, self.world),
+            **completion_means(rollout, self.world, self.settings.section),
+            **group_figures(rollout, self.world),
         }
         if not self.settings.refill:
             return rollout, figures
@@ -183,15 +184,17 @@ class RlStepper(Stepper):
         section, roles = self.settings.section, self.roles
         self.world.at(f"step {self.number}, rollout")
         sampling = replace(self.sampling, step=step)
-        completions, held = written(roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
+        completions, held = generate_completions(
+            roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}")
+        )
         self.cached = max(self.cached, held)
         self.written += sum(len(c.tokens) for c in completions)
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
-        rollout = scored(roles.rewards, roles.tokenizer, prompts, completions)
-        if self.faults is not None:
-            self.faults.tell()
+        rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
+        if self.reward_errors is not None:
+            self.reward_errors.tell()
         return rollout
 
     def add_length_penalty(self, rollout: Rollout) -> Rollout:
@@ -230,7 +233,7 @@ class RlStepper(Stepper):
             experience: Experience = batch["experience"]
             critic, values = self.critic if beside else None, list[Tensor]()
             if (old and experience.old is None) or (critic and not critic.apart):
-                with watched_by_nobody(self.model), self.rows(), self._beside() as values:
+                with untracked_forward(self.model), self.rows(), self._beside() as values:
                     logs, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
                 if experience.old is None:
                     experience.old = spread(logs, keep, batch)
@@ -323,8 +326,8 @@ class RlStepper(Stepper):
         ref = self._refer(batch, keep, target)
         entropy = entropy if settings.section.entropy else entropy.detach()
         advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[:, keep]
-        corrected = None if settings.correction is None else corrected
-        parts = Batch(logs, old, mask, advantages.to(device), ref, corrected, entropy)
+        correction = None if settings.correction is None else corrected
+        parts = Batch(logs, old, mask, advantages.to(device), ref, correction, entropy)
         terms = settings.algorithm.objective(parts, settings.clip, n)
         in_loss = settings.beta if settings.kl_in == "loss" else 0.0
         loss, more = policy_loss(
@@ -339,7 +342,7 @@ class RlStepper(Stepper):
         if self.critic and values:
             of_critic, figures_of_critic = self.critic.loss(batch, keep, mask, values)
             loss, more = loss + of_critic, more | figures_of_critic
-        self.told.append(figures | more)
+        self.part_figures.append(figures | more)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
@@ -358,7 +361,7 @@ class RlStepper(Stepper):
     def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
         """Figures of the updates of the step that had a token to learn from: means over them, or the smallest and
         largest; None where none had, the KL that was taken from rewards too."""
-        found = whole(add_up(self.told), self.world)
+        found = whole(add_up(self.part_figures), self.world)
         updates = sum(result.loss_tokens > 0 for result in results)
         if not updates:
             return dict.fromkeys(["kl", *found])
@@ -372,7 +375,7 @@ class RlStepper(Stepper):
         if batches and isinstance(batches[0], dict):
             found = super().forwards(batches)
             return self.critic.forwards(found) if self.critic else found
-        seen = any(sample.images for sample in batches)
+        seen = any(prompt.images for prompt in cast(Sequence[PromptSample], batches))
         return {name: int(seen) if name in VISION else 1 for name in self.family.components}
 
 

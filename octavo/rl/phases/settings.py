@@ -34,27 +34,25 @@ class Settings:
     def of(cls, cfg: Config) -> Settings:
         rl = cfg.rl
         assert rl is not None, "rules see to it"
-        own = ALGORITHMS[rl.algorithm]
-        low, high = (
-            usual if given is None else given
-            for given, usual in zip((rl.clip_low, rl.clip_high), own.clip, strict=True)
-        )
+        algorithm = ALGORITHMS[rl.algorithm]
+        low = algorithm.clip.low if rl.clip_low is None else rl.clip_low
+        high = algorithm.clip.high if rl.clip_high is None else rl.clip_high
         correction = None
         if rl.correction != "off":
             correction = Correction(rl.correction_level, rl.correction, rl.correction_low, rl.correction_high)
         return cls(
             rl,
-            own,
+            algorithm,
             Clip(low, high),
-            rl.advantage or own.advantage,
-            own.beta if rl.kl is None else rl.kl,
-            rl.kl_estimator or own.kl,
-            rl.kl_in or own.kl_in,
-            round(own.overlong * rl.max_new_tokens) if rl.overlong is None else rl.overlong,
-            not own.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
+            rl.advantage or algorithm.advantage,
+            algorithm.beta if rl.kl is None else rl.kl,
+            rl.kl_estimator or algorithm.kl,
+            rl.kl_in or algorithm.kl_in,
+            round(algorithm.overlong * rl.max_new_tokens) if rl.overlong is None else rl.overlong,
+            not algorithm.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
             correction,
             cfg.run.seed,
-            _values(rl, own.values, cfg.lora is not None),
+            _values(rl, algorithm.values, cfg.lora is not None),
         )
 
     @property
@@ -68,9 +66,9 @@ def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> 
     return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
 
 
-def _values(rl: RlSection, own: Values | None, apart: bool) -> Values | None:
+def _values(rl: RlSection, usual: Values | None, apart: bool) -> Values | None:
     """What is asked of the critic; one with layers of its own has the whole of its loss."""
-    if own is None:
+    if usual is None:
         return None
-    given = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
-    return replace(own, **{name: value for name, value in given.items() if value is not None})
+    written = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
+    return replace(usual, **{name: value for name, value in written.items() if value is not None})

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.config import Config
 from octavo.generation import Engine
@@ -19,6 +19,9 @@ from octavo.rl.phases.settings import Settings
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout
 from octavo.train.forward.forward import Forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,10 @@ class Roles:
     tokenizer: Any
 
 
-class Learner(Protocol):
+class StepperProtocol(Protocol):
     cfg: Config
     number: int
-    model: nn.Module
+    model: PreTrainedModel
     world: World
     forward: Forward
     settings: Settings
@@ -48,7 +51,7 @@ class Learner(Protocol):
     pad_id: int
     rollout: Rollout
     counts: Counts
-    told: list[Figures]
+    part_figures: list[Figures]
 
     def rows(self) -> AbstractContextManager[object]: ...
     def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...

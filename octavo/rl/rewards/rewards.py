@@ -17,7 +17,7 @@ import numpy as np
 from octavo.base import encryption
 from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
-from octavo.rl.rewards.worker_client import Fault, Worker
+from octavo.rl.rewards.worker_client import Worker, WorkerError
 
 LARGEST = 1e12  # of a reward: its weighted square is a number in fp32 too
 TOLD = 3  # reasons that an error lists; the others are counted
@@ -123,7 +123,7 @@ class Rewards:
         for entry in self.entries if count else ():
             try:
                 values = self._ask[entry.name](texts, shown if entry.kind == "model" else columns)
-            except Fault as fault:
+            except WorkerError as fault:
                 values = [str(fault)] * count
             told = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
             if told:
@@ -184,7 +184,7 @@ class Rewards:
     def _start(self, worker: Worker) -> None:
         try:
             worker.start()
-        except Fault as fault:
+        except WorkerError as fault:
             raise RewardError(
                 f"the rewards of {printable(worker.path)} cannot be used: the file {printable(fault)}"
             ) from fault

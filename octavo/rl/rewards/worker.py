@@ -119,14 +119,15 @@ def _beside(folder: str) -> dict[str, str]:
     """SHA-256 of each file below the folder that was imported, by its name there; not of libraries installed below."""
     inside = os.path.join(folder, "")
     installed = tuple(os.path.join(lib, "") for lib in sysconfig.get_paths().values() if lib.startswith(inside))
-    found = {}
+    digests = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__dict__", {}).get("__file__")
-        own = isinstance(file, str) and file.startswith(inside) and not file.startswith(installed)
-        if own and name not in ("__main__", "reward_functions") and os.path.isfile(file):
+        if not isinstance(file, str) or not file.startswith(inside) or file.startswith(installed):
+            continue
+        if name not in ("__main__", "reward_functions") and os.path.isfile(file):
             with open(file, "rb") as content:
-                found[file[len(inside) :]] = hashlib.sha256(content.read()).hexdigest()
-    return found
+                digests[file[len(inside) :]] = hashlib.sha256(content.read()).hexdigest()
+    return digests
 
 
 def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> list[Any]:

@@ -23,11 +23,11 @@ _ANSWER, _EACH = 1 << 22, 1 << 12
 _SCRIPT = Path(__file__).with_name("worker.py")
 
 
-class Fault(Exception):
+class WorkerError(Exception):
     """Why a worker gave no answer: the end of a sentence that begins with the function's name."""
 
 
-class Raised(Fault):
+class FunctionRaised(WorkerError):
     """The function raised; the worker lives on."""
 
 
@@ -45,7 +45,7 @@ class Worker:
         self._rest, self._turn = bytearray(), 0
 
     def start(self) -> None:
-        """Start the process, where there is none, and run the file in it. Raises `Fault`."""
+        """Start the process, where there is none, and run the file in it. Raises `WorkerError`."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -65,9 +65,9 @@ class Worker:
             found = self._ask(asked, STARTING)
             before = self.beside if self.needs else found["beside"]  # the file itself is the text that was read first
             if other := sorted(dict(before.items() ^ found["beside"].items())):
-                raise Fault(f"imports what is not as it was when the run began: {', '.join(other)}")
+                raise WorkerError(f"imports what is not as it was when the run began: {', '.join(other)}")
             self.needs, self.beside = found["needs"], found["beside"]
-        except Fault:
+        except WorkerError:
             self.close()
             raise
 
@@ -77,20 +77,21 @@ class Worker:
     ) -> list[Any]:  # fmt: skip
         """What a function gives for a batch: a number for each completion, or a text that says what it gave instead.
 
-        Where it raises, it is asked again for each row alone. Raises `Fault` for what concerns the batch, `Raised`
-        where it raises of the batch and of no row alone. One that takes longer than `timeout` seconds is ended.
+        Where it raises, it is asked again for each row alone. Raises `WorkerError` for what concerns the batch,
+        `FunctionRaised` where it raises of the batch and of no row alone. One that takes longer than `timeout` seconds
+        is ended.
         """
         self.start()
         asked = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
         try:
             return self._values(asked, timeout)
-        except Raised as cause:
+        except FunctionRaised as cause:
             try:
                 alone = self._values({**asked, "apart": True}, timeout)
-            except Fault:
+            except WorkerError:
                 raise cause from None
             if not any(isinstance(value, str) for value in alone):
-                raise Raised(f"{cause}, for the batch but for no row of it alone") from None
+                raise FunctionRaised(f"{cause}, for the batch but for no row of it alone") from None
             return alone
 
     def close(self) -> None:
@@ -133,9 +134,9 @@ class Worker:
                 self._rest += piece
         except TimeoutError:
             self.close()
-            raise Fault(f"gave no answer within {timeout:g} s, and was ended") from None
+            raise WorkerError(f"gave no answer within {timeout:g} s, and was ended") from None
         except OSError as cause:
-            raise Fault(f"ended its process ({self._fate()})") from cause
+            raise WorkerError(f"ended its process ({self._fate()})") from cause
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
@@ -145,15 +146,17 @@ class Worker:
         if not isinstance(answer, dict) or answer.get("turn") != self._turn:
             raise self._strange(ascii(line[:60].decode(errors="replace")))
         if "raised" in answer:
-            raise Raised(str(answer["raised"]))
+            raise FunctionRaised(str(answer["raised"]))
         if "error" in answer:
-            raise Fault(str(answer["error"]))
+            raise WorkerError(str(answer["error"]))
         return answer
 
-    def _strange(self, what: str) -> Fault:
+    def _strange(self, what: str) -> WorkerError:
         """End a process whose answer is none: what it writes from here on belongs to no question."""
         self.close()
-        return Fault(f"wrote {what} where its process answers the trainer, and was ended. Print to stdout or a file")
+        return WorkerError(
+            f"wrote {what} where its process answers the trainer, and was ended. Print to stdout or a file"
+        )
 
     def _fate(self) -> str:
         """How the process ended; the one that watches it tells within a second."""

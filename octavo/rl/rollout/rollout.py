@@ -30,7 +30,7 @@ SHARE = 0.9
 ANY = 1 << 62  # bytes: host memory is not looked at
 
 
-def written(
+def generate_completions(
     engine: Engine,
     prompts: Sequence[PromptSample],
     sampling: Sampling,
@@ -61,21 +61,32 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
 
     Raises TrainError where there is no room for one, or too few `rl.pages`.
     """
-    own = max(1, len(prompts) * rl.group)
+    wanted = max(1, len(prompts) * rl.group)
     if not prompts:
-        return min(rl.slots or own, own)
+        return min(rl.slots or wanted, wanted)
     caller, most = engine.caller, max(prompts, key=lambda prompt: len(prompt.input_ids))
     longest = len(most.input_ids)
     if rl.pages is not None:
         check_pages(rl, longest, engine.page, most.name)
     if rl.slots is not None or (free is None and rl.pages is None):
-        return min(rl.slots or own, own)
+        return min(rl.slots or wanted, wanted)
     free = ANY if free is None else free
     grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
-    given = (caller.model.config, longest, sampling, rl.group, engine.page, rl.kv, caller.dtype)
-    more = {"patches": max(grids, default=0), "most": own, "pages": rl.pages, "in_place": engine.in_place}
-    found = generation.sequences_that_fit(free, *given, **more)
-    if not found:
+    slots = generation.sequences_that_fit(
+        free,
+        caller.model.config,
+        longest,
+        sampling,
+        rl.group,
+        engine.page,
+        rl.kv,
+        caller.dtype,
+        patches=max(grids, default=0),
+        most=wanted,
+        pages=rl.pages,
+        in_place=engine.in_place,
+    )
+    if not slots:
         shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
         needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.in_place).total
         raise TrainError(
@@ -84,10 +95,10 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
             f"{' or rl.pages' * bool(rl.pages)}, keep keys and values in FP8 (rl.kv: fp8), or save memory elsewhere: "
             "octavo plan FILE --card SIZE"
         )
-    return found
+    return slots
 
 
-def scored(
+def score_completions(
     rewards: Rewards, tokenizer: Any, prompts: Sequence[PromptSample], completions: Sequence[Completion]
 ) -> Rollout:
     """Completions with what rewards say of them. Raises RewardError."""
@@ -106,7 +117,7 @@ def reward_columns(prompts: Sequence[PromptSample], group: int = 1) -> dict[str,
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
-def means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | None]:
+def completion_means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | None]:
     """Of the completions of all ranks: how many, mean reward and length, the share that was cut off, the mean of each
     reward, and where it may count 0 for want of a number in how large a share it does; None where there are none. A
     collective."""
@@ -124,7 +135,7 @@ def means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | No
     return {**found, "completions": count}
 
 
-def of_groups(rollout: Rollout, world: World) -> dict[str, float | None]:
+def group_figures(rollout: Rollout, world: World) -> dict[str, float | None]:
     """Of the groups of all ranks: the mean of their standard deviations, and the share whose rewards are all equal;
     None where there are none. A collective."""
     groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
@@ -137,7 +148,7 @@ def of_groups(rollout: Rollout, world: World) -> dict[str, float | None]:
     return {name: value / prompts if prompts else None for name, value in found.items()}
 
 
-def held_out(
+def evaluate_held_out(
     engine: Engine,
     rewards: Rewards,
     tokenizer: Any,
@@ -148,17 +159,17 @@ def held_out(
     doing: Callable[[str], None] = lambda text: None,
     shown: list[Answer] | None = None,
 ) -> dict[str, float | None]:
-    """What :func:`means` says of one greedy answer to each held-out prompt; how `sampling` ends it stays. `shown` gets
-    the first ones. A collective."""
+    """What :func:`completion_means` says of one greedy answer to each held-out prompt; how `sampling` ends it stays.
+    `shown` gets the first ones. A collective."""
     one = rl.model_copy(update={"group": 1})
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     prompts = [replace(prompt, number=place) for place, prompt in enumerate(prompts)]
-    completions, _ = written(engine, prompts, greedy, one, doing)
-    found = scored(rewards, tokenizer, prompts, completions)
+    completions, _ = generate_completions(engine, prompts, greedy, one, doing)
+    found = score_completions(rewards, tokenizer, prompts, completions)
     if shown is not None:
         first = list(zip(found.prompts, found.texts, found.rewards.tolist(), strict=True))[:SHOWN]
         shown += [Answer(p.file, p.row, p.input_ids.tolist(), _words(p.answer), text, None, r) for p, text, r in first]
-    return means(found, world, rl)
+    return completion_means(found, world, rl)
 
 
 def _words(answer: Any) -> str:

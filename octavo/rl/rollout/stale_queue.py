@@ -60,7 +60,7 @@ class Written:
         return {name + part: torch.from_numpy(array.copy()) for part, array in out.items()}
 
 
-def waiting(
+def restore_pending(
     extra: Mapping[str, Tensor],
     row: Callable[[int], PromptSample],
     decode: Callable[[np.ndarray], str],

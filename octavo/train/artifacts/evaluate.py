@@ -6,10 +6,9 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from octavo import fp8, models, parallel
 from octavo.base import accelerator
@@ -25,18 +24,21 @@ from octavo.train.forward.evaluation import evaluate
 from octavo.train.forward.forward import Forward, autocast_dtype
 from octavo.train.setup.resolve_config import data_settings, processor_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
-More = Callable[[nn.Module, Any, Forward, Config], Mapping[str, float]]
+More = Callable[["PreTrainedModel", Any, Forward, Config], Mapping[str, float | None]]
 
 
-def _nothing_more(model: nn.Module, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float]:
+def _nothing_more(model: PreTrainedModel, processor: Any, forward: Forward, cfg: Config) -> Mapping[str, float | None]:
     return {}
 
 
 def load_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
-) -> tuple[nn.Module, Any, Config]:
+) -> tuple[PreTrainedModel, Any, Config]:
     """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
 
     step    the checkpoint to load; None: the newest whole one
@@ -190,7 +192,7 @@ def _asked(found: Target, cfg: Config | None) -> Config:
 def _judge(
     found: Target,
     cfg: Config,
-    model: nn.Module,
+    model: PreTrainedModel,
     progress: Progress,
     pieces: list[dict[str, Any]] | None = None,
     more: More = _nothing_more,

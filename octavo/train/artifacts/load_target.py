@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from octavo.train.setup.resolve_config import processor_of, random_weights, reso
 from octavo.train.setup.resume import scaling_of
 from octavo.train.step.precision_schedule import Course
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Say = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
 
@@ -54,7 +57,7 @@ HIGH = "off"
 class Opened(NamedTuple):
     """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
 
-    model: nn.Module
+    model: PreTrainedModel
     processor: Any
     notes: tuple[str, ...]
 
@@ -317,7 +320,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
 
 
-def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
+def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[str]:
     """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
     family = models.describe(model.config)
     policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
@@ -328,7 +331,7 @@ def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     return [_about(model, plan)]
 
 
-def _ignored(model: Any) -> tuple[str, ...]:
+def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     """What of a model's generation settings is not followed: answers and evaluations are greedy."""
     note = models.ignored_settings(model)
     return () if note is None else (note,)

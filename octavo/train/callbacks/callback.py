@@ -28,9 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from octavo import parallel
 from octavo.base.safe_read import first_line
@@ -42,8 +40,12 @@ from octavo.train.callbacks.signals import StopRequest
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.setup.job import Job
+from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.resume import save
 from octavo.train.step.step import Batches, Observe, StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: what some rows have
 _RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
@@ -142,7 +144,7 @@ class Run:
         return self.job.world
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         return self.job.model
 
     @property
@@ -154,13 +156,18 @@ class Run:
         """Steps done."""
         return self.job.progress.step
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, also where the configuration counts `train.epochs`."""
+        return total_steps(self.cfg)
+
     def say(self, text: str) -> None:
         """A line for people, on the main rank."""
         self.display.say(text)
 
     def logs(self, number: int) -> bool:
         """Whether a step's row is written in any case."""
-        return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.steps)
+        return number % self.cfg.run.log_every == 0 or number in (self.first, self.total_steps)
 
     def stop(self) -> None:
         """End the run after this step, saved as by a signal: status "stopped", exit code 0; run.resume=auto goes on.

@@ -82,7 +82,7 @@ class Figures(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         every = run.cfg.run.health_every
-        health = run.fp8 and every > 0 and (number % every == 0 or number == run.cfg.train.steps)
+        health = run.fp8 and every > 0 and (number % every == 0 or number == run.total_steps)
         memory = number == run.first or (every > 1 and number % every == 1)
         return Observe(health=health, memory=memory, experts=run.logs(number))
 
@@ -184,4 +184,4 @@ class Evaluation(Callback):
 def due(run: Run, number: int) -> bool:
     """Whether an evaluation belongs to a step."""
     every = run.cfg.run.eval_every
-    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))
+    return run.job.evalset is not None and (number == run.total_steps or (every > 0 and number % every == 0))

@@ -13,10 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from octavo import models
 from octavo.base import accelerator
@@ -24,6 +23,9 @@ from octavo.config import Config
 from octavo.fp8 import measuring
 from octavo.parallel import World
 from octavo.train.errors import TrainError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STOCK = "sdpa"
 KEEPS_ALL = ("math", "eager")  # keep the weights of all pairs of tokens for backward
@@ -190,7 +192,7 @@ def kept_of(chosen: Sequence[Choice]) -> Any:
     return chosen[0].kernel if one else {str(found.component): found.kernel for found in chosen}
 
 
-def use(model: nn.Module, chosen: Sequence[Choice]) -> None:
+def use(model: PreTrainedModel, chosen: Sequence[Choice]) -> None:
     """Let a model compute attention so. Raises TrainError where it computes attention in a way of its own."""
     for choice in chosen:
         try:

@@ -36,7 +36,7 @@ def coefficient(cfg: Config, model: nn.Module) -> float:
     """
     asked = cfg.train.router_aux_loss_coef
     whole = getattr(model, "config", None)
-    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+    config = whole.get_text_config() if whole is not None and hasattr(whole, "get_text_config") else whole
     own = getattr(config, "router_aux_loss_coef", None)
     experts = any(is_experts(module) for module in model.modules())
     if experts and own is not None and _balances(model):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from octavo import fp8
 from octavo.base import hub
@@ -19,7 +18,11 @@ from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Footprint, Footprints, gb
 from octavo.train.setup import planning
 from octavo.train.setup.planning import Planned
+from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.token_counts import assumed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Heard = Callable[[Footprint], None]
 
@@ -45,7 +48,7 @@ def in_full(of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Hea
     return _beginning(of, planning.model_of(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
 
 
-def _beginning(of: Planned, model: nn.Module, plan: Sequence[str], heard: Heard) -> list[str]:
+def _beginning(of: Planned, model: PreTrainedModel, plan: Sequence[str], heard: Heard) -> list[str]:
     predicted = [] if of.prediction is None else of.prediction.sentences()
     return [*_model(of, model), *plan, *predicted, _memory(of, model, heard), _saved(of.cfg)]
 
@@ -77,7 +80,7 @@ def verdict(plan: fp8.Plan) -> list[str]:
     return lines
 
 
-def _model(of: Planned, model: nn.Module) -> list[str]:
+def _model(of: Planned, model: PreTrainedModel) -> list[str]:
     cfg = of.cfg
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -104,7 +107,7 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _memory(of: Planned, model: nn.Module, heard: Heard) -> str:
+def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
     try:
         tokens, _ = assumed(of.cfg, of.family.components, model.config)
         sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
@@ -120,7 +123,7 @@ def _memory(of: Planned, model: nn.Module, heard: Heard) -> str:
 def _saved(cfg: Config) -> str:
     run = cfg.run
     steps = interval(cfg)
-    every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.steps else "a checkpoint at the end"
+    every = f"a checkpoint every {steps} steps" if 0 < steps < total_steps(cfg) else "a checkpoint at the end"
     every += "" if run.save_states else ", of weights alone"
     every += ", written beside the steps" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"

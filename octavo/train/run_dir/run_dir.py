@@ -298,10 +298,11 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
         )
     _same_settings(_saved_settings(directory), cfg, directory)
     result = read_json(directory / RESULT)
-    finished = result is not None and result.get("status") == "finished"
-    if finished and not isinstance(result.get("steps"), int):
+    if result is None or result.get("status") != "finished":
+        return {"run": True, "result": None}
+    if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
-    return {"run": True, "result": result if finished else None}
+    return {"run": True, "result": result}
 
 
 def _has_begun(directory: Path) -> bool:

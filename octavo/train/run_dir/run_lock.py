@@ -203,5 +203,12 @@ def _me() -> Holder:
 
 # A forked data worker shares the lock and would hold it on after its trainer was killed.
 _HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for lock in _HELD:
+        lock._close()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in _HELD])
+    os.register_at_fork(after_in_child=_close_inherited)

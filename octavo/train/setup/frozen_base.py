@@ -240,7 +240,7 @@ def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
 
 
 def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def codes_of(model: nn.Module) -> dict[str, Any]:

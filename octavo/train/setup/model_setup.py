@@ -9,7 +9,7 @@ is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
 from octavo.train.setup.resolve_config import random_weights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Lows = dict[str, torch.Tensor]
 
 
@@ -37,14 +40,15 @@ def assemble_model(
     say: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
     others: Iterable[fp8.Plan] = (),
-) -> tuple[nn.Module, Lows, models.Deferred | models.Drawn | None]:
+) -> tuple[PreTrainedModel, Lows, models.Deferred | models.Drawn | None]:
     """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned (`others`: plans that it will
     turn to), with adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the
     optimizer keeps them; and what fills the model once it is sharded, if it has no values yet.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
-    unread, lows = (None, {}) if ranks == 1 else (_deferred(cfg, device, say), {})
+    lows: Lows = {}
+    unread = None if ranks == 1 else _deferred(cfg, device, say)
     if unread is None:
         model, lows = load_weights(cfg, device, say)
     else:
@@ -89,7 +93,7 @@ def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> 
     return models.defer(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, say), say=say)
 
 
-def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[nn.Module, Lows]:
+def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
     """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
     halves of fp32 weights where the optimizer keeps them."""
     path = cfg.model.path
@@ -126,7 +130,9 @@ def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantiza
     return found
 
 
-def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:
+def keep_less(
+    model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]
+) -> None:
     """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
     if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:

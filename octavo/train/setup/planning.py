@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from octavo.train.forward import routing
 from octavo.train.forward.forward import model_dtype
 from octavo.train.setup import frozen_base, parallel_limits
 from octavo.train.setup.token_counts import Tokens, attention_flops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
 
 
 def scheduled(
-    cfg: Config, plan: fp8.Plan, model: nn.Module | None = None, measurements: fp8.Measurements | None = None
+    cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
 ) -> Schedule:
     """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
     if all(rule.steps is None for rule in plan.policy.rules):
@@ -114,7 +118,7 @@ def leaves_open(cfg: Config) -> bool:
     return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
 
 
-def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
+def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
     frozen FP8 weights where the run loads codes.
 
@@ -148,7 +152,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
 
 def plan_model(
     cfg: Config,
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     ranks: int = 1,
     tokens: Tokens | None = None,
@@ -202,7 +206,7 @@ def samples_of(cfg: Config) -> int:
     return cfg.train.global_batch
 
 
-def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> Prediction | None:
+def predict(plan: fp8.Plan, model: PreTrainedModel, tokens: Tokens) -> Prediction | None:
     """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
     attention = attention_flops(model.config, tokens)
     return predict_step(plan, {} if attention is None else {"attention": attention})
@@ -242,7 +246,7 @@ def plan_run(
 
 def measured(
     cfg: Config,
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     device: torch.device,
     tokens: Tokens,
@@ -267,7 +271,7 @@ def stays(model: nn.Module) -> list[str]:
     return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
 
 
-def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
+def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
     notes += stays(model)
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):

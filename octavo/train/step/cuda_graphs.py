@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from octavo.fp8.kernels import CudaGraph, Graph, without_waits
 from octavo.parallel import World
 from octavo.train.forward.losses import IGNORE
 from octavo.train.step.update import Loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST = 4  # shapes that are captured
 _HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
@@ -61,7 +64,7 @@ class Graphs:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         device: torch.device,
         loss_at: LossAt,
         say: Callable[[str], None] = lambda text: None,

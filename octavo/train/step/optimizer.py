@@ -70,6 +70,7 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
         if "exp_avg_sq_codes" not in state:
             return
         optimizer.settle()  # states may be in host memory, and on their way
+        assert p.grad is not None, "it is updated"
         gradient = plain(p.grad).float().flatten()
         moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
         _, v = decode(p, group, state)

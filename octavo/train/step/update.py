@@ -48,8 +48,11 @@ class Outcome(NamedTuple):
 class Update(Protocol):
     """``scale``: what losses are multiplied by before backward, and gradients divided by after it (None: neither)."""
 
-    optimizer: torch.optim.Optimizer
     scale: LossScale | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Read-only here, because an update in backward needs an :class:`octavo.fp8.AdamW`."""
 
     def backward(self, loss: Loss) -> None:
         """The backward of one micro-batch of a step."""

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.dense import backends_for
 from octavo.fp8.memory import ACTIVATION, ChunkedHead, SavedBytes, count_saved
 from octavo.fp8.observe import uncounted
-from octavo.fp8.weights import codes_of_frozen, frozen_from_codes, is_frozen
+from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_from_codes, is_frozen
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.micro_batch import micro_batch
 from octavo.train.forward import critic, losses, routing
@@ -45,6 +45,9 @@ from octavo.train.setup import frozen_base
 from octavo.train.setup.model_setup import keep_less
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step.memory_report import made_by_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,18 @@ class FakeForward:
     def times(self, rows: int) -> FakeForward:
         """What so many times the tokens keep, in rows of the same length."""
 
-        def more(found: Mapping[str, int]) -> dict[str, int]:
-            return {name: rows * size for name, size in found.items()}
+        def scaled(sizes: Mapping[str, int]) -> dict[str, int]:
+            return {name: rows * size for name, size in sizes.items()}
 
-        names = ("blocks", "outside", "largest", "recomputed")
-        scaled = {name: more(getattr(self, name)) for name in names}
-        return replace(self, **scaled, logits=rows * self.logits, shared=rows * self.shared)
+        return replace(
+            self,
+            blocks=scaled(self.blocks),
+            outside=scaled(self.outside),
+            largest=scaled(self.largest),
+            recomputed=scaled(self.recomputed),
+            logits=rows * self.logits,
+            shared=rows * self.shared,
+        )
 
     @property
     def activations(self) -> int:
@@ -80,7 +89,7 @@ class FakeForward:
 
 
 def fake_forward(
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     plan: fp8.Plan,
     tokens: Tokens,
@@ -127,7 +136,7 @@ def fake_forward(
 
 
 def _counted(
-    model: nn.Module,
+    model: PreTrainedModel,
     dressed: nn.Module,
     family: models.Family,
     plan: fp8.Plan,
@@ -186,9 +195,11 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
     more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
-        with critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext([]) as found:
+        nothing: list[Tensor] = []
+        values = critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext(nothing)
+        with values as of_critic:
             logs = _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
-        return sum((values.sum() for values in found), logs)
+        return sum((value.sum() for value in of_critic), logs)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
         out = model(**batch, **more, use_cache=False)
@@ -231,8 +242,8 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
 
 
 def _shrunk(
-    model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
-) -> tuple[nn.Module, dict[str, int]]:
+    model: PreTrainedModel, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
+) -> tuple[PreTrainedModel, dict[str, int]]:
     """A copy with the blocks that are needed, and block -> how many of the model's it stands for (0: a neighbour)."""
     members: dict[Any, list[int]] = {}
     towers: dict[str, list[int]] = {}
@@ -328,7 +339,8 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=tensor.turned)
+        turned = isinstance(tensor, Fp8Weight) and tensor.turned
+        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):

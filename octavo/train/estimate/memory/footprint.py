@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
@@ -43,6 +42,9 @@ from octavo.train.estimate.memory.rollout import Rollout, Rollouts, copied
 from octavo.train.forward.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.token_counts import Tokens, attention_flops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = (
     "weights", "master", "gradients", "optimizer", "codes", "reference", "kv_cache",
@@ -115,7 +117,7 @@ class Footprints:
     """
 
     def __init__(
-        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens,
+        self, cfg: Config, model: PreTrainedModel, family: models.Family, plan: fp8.Plan, tokens: Tokens,
         device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
@@ -277,12 +279,12 @@ class Footprints:
         if self.chunks(cfg):
             most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
             chunk = min(most, positions * about.vocabulary)
-            codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
+            codes = 2 if "lm_head" in about.in_fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
         else:
             loss = positions * about.vocabulary * (low + 4 + low)
         blocks = max(
-            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.fp8 else 0))
+            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.in_fp8 else 0))
             + kept.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
@@ -383,7 +385,7 @@ class _About:
     vocabulary: int
     hidden: int
     widest: Mapping[str, int]
-    fp8: frozenset[str]
+    in_fp8: frozenset[str]
     largest: int
     largest_inside: int
     codes: int

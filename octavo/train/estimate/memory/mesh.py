@@ -31,17 +31,21 @@ def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, 
     """What one of so many ranks keeps of a forward, and its tokens; images stay whole."""
     if context == 1:
         return kept, tokens
-    own = tokens.shared(context)
+    shared = tokens.shared(context)
 
-    def less(found: Mapping[str, int]) -> dict[str, int]:
-        of = {name: (own.counts.get(name, 1), tokens.counts.get(name, context)) for name in found}
-        return {name: _share(size, *of[name]) for name, size in found.items()}
+    def shares(sizes: Mapping[str, int]) -> dict[str, int]:
+        counts = {name: (shared.counts.get(name, 1), tokens.counts.get(name, context)) for name in sizes}
+        return {name: _share(size, *counts[name]) for name, size in sizes.items()}
 
-    names = ("blocks", "outside", "largest", "recomputed")
-    scaled = {name: less(getattr(kept, name)) for name in names}
-    copies = {"copies": kept.copies, "shared": kept.shared}  # of weights, and of positions, which all have
-    here = replace(kept, **scaled, logits=-(-kept.logits // context), **copies)
-    return here, own
+    here = replace(  # 16-bit copies of weights and the positions are on every rank, so they are not divided
+        kept,
+        blocks=shares(kept.blocks),
+        outside=shares(kept.outside),
+        largest=shares(kept.largest),
+        recomputed=shares(kept.recomputed),
+        logits=-(-kept.logits // context),
+    )
+    return here, shared
 
 
 def _share(size: int, part: int, whole: int) -> int:

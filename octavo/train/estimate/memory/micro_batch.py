@@ -7,10 +7,10 @@ at is real: ids, grids, sizes of images, how many a row has.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import models
@@ -18,11 +18,14 @@ from octavo.models.structure import anyres
 from octavo.train.errors import TrainError
 from octavo.train.setup.token_counts import Tokens
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 """By what names families ask which tokens are an image's: for positions, two-way attention, experts."""
 
 
-def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
+def micro_batch(model: PreTrainedModel, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
     """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
     ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -32,9 +35,14 @@ def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: F
     if family.has_audio and tokens.sound:
         batch |= _sounds(model.config, ids, tokens.counts["audio_encoder"], family.audio_token_id, mode)
     if family.has_vision:
-        of_image = (ids == family.image_token_id).to(torch.int64)
+        of_image = (ids == _placeholder(family.image_token_id)).to(torch.int64)
         batch |= {name: of_image for name in _KINDS if name in inspect.signature(model.forward).parameters}
     return batch
+
+
+def _placeholder(token: int | None) -> int:
+    assert token is not None, "a family with a tower has a placeholder for what the tower encodes"
+    return token
 
 
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
@@ -49,9 +57,10 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
             f"{places} places of sounds are {each} sounds in a row of {ids.shape[1]} tokens, and each takes "
             f"{hearing.least} or more. Give fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
         )
+    placeholder = _placeholder(token)
     for number in range(many):
         row, start = number // each, (number % each) * (length + 1) + 1
-        ids[row, start : start + length] = token
+        ids[row, start : start + length] = placeholder
     with mode:
         heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
     mask = torch.zeros(many, hearing.frames, dtype=torch.int64)
@@ -86,9 +95,10 @@ def _images(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
             f"{ids.shape[1]} tokens. Give fewer tokens for image_encoder, or more for foundation (train.seq_length)"
         )
+    placeholder = _placeholder(token)
     for i in range(each):  # a token of text between two images
         start = i * (length + 1)
-        ids[:, start + 1 : start + 1 + length] = token
+        ids[:, start + 1 : start + 1 + length] = placeholder
     with mode:
         pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
     return {"pixel_values": pixels, **more}

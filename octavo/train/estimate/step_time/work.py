@@ -9,7 +9,7 @@ for each 6), and blocks that are recomputed run a second forward.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,8 +91,8 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
 
 def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str, float], dict[str, float]]:
     """(forward and backward, forward alone): kind -> FLOPs of all linear layers."""
-    flops: Counter[str] = Counter()
-    forward: Counter[str] = Counter()
+    flops: defaultdict[str, float] = defaultdict(float)
+    forward: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         of = "experts_" if row.kind == "experts" else ""
         one = 2.0 * row.shape[0] * row.shape[1] * (row.row.experts_per_token or 1)
@@ -123,7 +123,7 @@ def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:
     """FLOPs of forwards in backward, by kind."""
-    out: Counter[str] = Counter()
+    out: defaultdict[str, float] = defaultdict(float)
     for component, how in cfg.train.recompute:
         rows = tuple(row for row in plan.rows if row.component == component and row.kind != "lm_head")
         for kind, size in linear_flops(rows, tokens)[1].items():
@@ -136,7 +136,7 @@ def _elements(config: Any, tokens: Tokens) -> float:
     """Values of hidden states between operations of blocks, of all towers."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     found = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
-    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
+    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None) or 0
     found += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
     sound = getattr(config, "audio_config", None)
     places = tokens.counts.get("audio_encoder", 0)
