@@ -100,6 +100,9 @@ class Measurements:
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
+
     def to_json(self) -> dict[str, Any]:
         """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
         return {

@@ -76,6 +76,12 @@ class PlanRow:
         """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
         return next(iter(self.selections.values()), None)
 
+    def __repr__(self) -> str:
+        chosen = self.backend
+        runs = "high precision" if self.recipe is None else self.recipe.short()
+        where = "" if chosen is None else f" on {chosen.backend.name}"
+        return f"PlanRow({self.name or 'the model'}: {runs}{where}; {self.reason})"
+
     @property
     def fp8_flops(self) -> float:
         """The part of ``flops`` that runs in FP8."""
