@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.encoding.sample import IGNORE, Sample, joined, joined_inputs
+from octavo.data.encoding.sample import IGNORE, Sample, concatenate, concatenate_inputs
 
 Place = tuple[int, int]  # (source, row)
 Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
@@ -156,10 +156,10 @@ def collate_pack(
 def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     found: dict[str, np.ndarray] = {}
     if any(sample.images for sample in samples):
-        found["pixel_values"] = joined(s.pixel_values for s in samples if s.pixel_values is not None)
+        found["pixel_values"] = concatenate(s.pixel_values for s in samples if s.pixel_values is not None)
     if any(s.image_grid_thw is not None for s in samples):
-        found["image_grid_thw"] = joined(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
-    found |= joined_inputs([s.more for s in samples])
+        found["image_grid_thw"] = concatenate(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
+    found |= concatenate_inputs([s.extra for s in samples])
     return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
@@ -170,7 +170,7 @@ def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
         return {}
     given = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
     for own, sample in zip(given, samples, strict=True):
-        own |= {name: one.values for name, one in sample.more.items() if one.per == "token"}
+        own |= {name: one.values for name, one in sample.extra.items() if one.per == "token"}
     names = dict.fromkeys(name for own in given for name in own)
     return {
         name: [own.get(name, np.zeros_like(s.input_ids)) for own, s in zip(given, samples, strict=True)]
@@ -188,7 +188,7 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
-        inputs={name: one.per for s in samples for name, one in s.more.items()},
+        inputs={name: one.per for s in samples for name, one in s.extra.items()},
         sounds=tuple(s.sounds for s in samples),
         videos=tuple(s.videos for s in samples),
     )

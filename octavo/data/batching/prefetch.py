@@ -17,14 +17,14 @@ from octavo.data.order import Mixture, Windows
 from octavo.data.storage.fetched import Fetched
 
 
-def fetch_ahead(mixture: Mixture) -> Ahead | None:
+def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
     """What fetches files before they are asked for; None where no data set of the mixture is fetched. Raises
     `DataError` as `Ahead` does."""
-    sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched(source)) is not None}
-    return Ahead(mixture, sets) if sets else None
+    sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched_rows(source)) is not None}
+    return Prefetcher(mixture, sets) if sets else None
 
 
-class Ahead:
+class Prefetcher:
     """`ahead.at(n)`: the rows from the n-th on are next. `sets`: number in the mixture -> a data set that is fetched.
 
     Raises `DataError` where the files of a window do not fit into what a data set may take: each of its rows would be
@@ -72,7 +72,7 @@ class Ahead:
                     left[source], most[source] = left[source] - size, max(most[source], size)
 
 
-def _fetched(source: Any) -> Fetched | None:
+def _fetched_rows(source: Any) -> Fetched | None:
     rows = getattr(source, "rows", None)
     while rows is not None and not isinstance(rows, Fetched):
         rows = getattr(rows, "rows", None)  # under other names of its columns

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from octavo.base import atomic_write, target_folder
-from octavo.data.builtin.digits import SIDE, Digits, accept, handwriting, listed
+from octavo.data.builtin.digits import SIDE, Digits, check_existing, handwriting, rows_as_json
 from octavo.data.errors import DataError
 
 QUESTION = "Which digits appear, in order?"
@@ -74,7 +74,7 @@ def write(
     found = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "video": True, **given, "seed": seed}
     if not target_folder.is_free(directory):
-        accept(directory, settings, "videos", "mp4", ("",))
+        check_existing(directory, settings, "videos", "mp4", ("",))
         return found
     with atomic_write.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
@@ -99,7 +99,7 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 name = f"videos/{part}/{index:05d}.mp4"
                 encode(directory / name, np.repeat(greys[several], hold, axis=0))
                 rows.append(_row(f"{part}-{index:05d}", name, labels[several], several))
-            (directory / f"{part}.json").write_text(listed(rows))
+            (directory / f"{part}.json").write_text(rows_as_json(rows))
     more = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
     (directory / "README.md").write_text(CARD.format(**settings, **more))
     (directory / "settings.json").write_text(json.dumps(settings) + "\n")

@@ -92,7 +92,7 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
     if not target_folder.is_free(directory):
         kinds = ("", "_text", "_captions", "_prompts")
-        accept(directory, settings, "images", "png", kinds)
+        check_existing(directory, settings, "images", "png", kinds)
         return found
     with atomic_write.folder(directory, DataError, replace=False) as made:
         _write(made, settings, console)
@@ -100,7 +100,7 @@ def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int =
     return found
 
 
-def accept(directory: Path, settings: dict[str, int], folder: str, ending: str, kinds: tuple[str, ...]) -> None:
+def check_existing(directory: Path, settings: dict[str, int], folder: str, ending: str, kinds: tuple[str, ...]) -> None:
     """The directory holds exactly what was asked for, or is refused: files of an `ending` in `folder`, and rows of
     `kinds`."""
     fix = "choose another directory, or remove this one"
@@ -152,14 +152,14 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 name = f"images/{part}/{index:05d}.png"
                 Image.fromarray(_grid(greys[four])).save(directory / name)
                 rows.append(_row(f"{part}-{index:05d}", name, labels[four], four))
-            (directory / f"{part}.json").write_text(listed(rows))
-            captions = [{"id": row["id"], "image": row["image"], "text": _said(row)} for row in rows]
-            (directory / f"{part}_captions.json").write_text(listed(captions))
+            (directory / f"{part}.json").write_text(rows_as_json(rows))
+            captions = [{"id": row["id"], "image": row["image"], "text": _caption(row)} for row in rows]
+            (directory / f"{part}_captions.json").write_text(rows_as_json(captions))
             if part == "train":
                 asked = [prompt for row in rows for prompt in _prompts(row)]
-                (directory / "train_prompts.json").write_text(listed(asked))
-            drawn = [_drawn(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
-            (directory / f"{part}_text.json").write_text(listed(drawn))
+                (directory / "train_prompts.json").write_text(rows_as_json(asked))
+            drawn = [_text_row(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
+            (directory / f"{part}_text.json").write_text(rows_as_json(drawn))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
     card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
     (directory / "README.md").write_text(card)
@@ -180,7 +180,7 @@ def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> 
     return {"id": identity, "image": image, "source": samples.tolist(), "conversations": turns}
 
 
-def _said(row: dict[str, Any]) -> str:
+def _caption(row: dict[str, Any]) -> str:
     """A row's answers as one caption."""
     return " ".join(turn["value"] for turn in row["conversations"] if turn["from"] == "gpt")
 
@@ -198,7 +198,7 @@ def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
+def _text_row(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
     """One handwritten sample, [8, 8] grey values of 0 to 16, as a row of text."""
     shades = np.minimum(grey * len(INK) / (WHITE + 1), len(INK) - 1).astype(int)
     drawing = "\n".join("".join(INK[shade] for shade in line) for line in shades)
@@ -206,5 +206,5 @@ def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
     return {"id": identity, "conversations": [asked, {"from": "gpt", "value": str(digit)}]}
 
 
-def listed(rows: list[dict[str, Any]]) -> str:
+def rows_as_json(rows: list[dict[str, Any]]) -> str:
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

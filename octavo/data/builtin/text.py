@@ -68,7 +68,7 @@ def write(directory: str | Path) -> TextSet:
     directory = Path(directory)
     asked = {"layout": LAYOUT, "python": platform.python_version()}
     if not target_folder.is_free(directory):
-        rows = _accept(directory, asked)
+        rows = _check_existing(directory, asked)
     else:
         with atomic_write.folder(directory, DataError, replace=False) as made:
             rows = _write(made, asked)
@@ -76,7 +76,7 @@ def write(directory: str | Path) -> TextSet:
     return TextSet(directory, directory / "train.jsonl", directory / "test.jsonl", rows)
 
 
-def _accept(directory: Path, asked: dict[str, Any]) -> dict[str, int]:
+def _check_existing(directory: Path, asked: dict[str, Any]) -> dict[str, int]:
     """The rows of a directory that holds what was asked for; any other is refused."""
     fix = "choose another directory, or remove this one"
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.encoding.sample import IGNORE, Sample, answered
+from octavo.data.encoding.sample import IGNORE, Sample, with_answer_tokens
 from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Prompt
 
@@ -109,7 +109,7 @@ def prompt_of(sample: PromptSample) -> Prompt:
     """What the engine is asked."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images, f"{sample.file}, row {sample.row}", sample.more,
+        sample.images, f"{sample.file}, row {sample.row}", sample.extra,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def whole(prompt: PromptSample, completion: Completion) -> Sample:
         images=prompt.images,
         answers=((count, count + more),),
         length=count + more,
-        more=answered(prompt.more, count, more),
+        extra=with_answer_tokens(prompt.extra, count, more),
         file=prompt.file,
         row=prompt.row,
         id=prompt.id,
