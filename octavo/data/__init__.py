@@ -3,8 +3,8 @@
     read -> Source of Conversation -> Encoder -> Sample -> collate -> Loader / EvalSet
                                                         -> collate_pack -> PackLoader
 
-`train_loader` and `eval_set` put these together as a configuration says. Prompts and preferences are rows read, encoded
-and gathered in ways of their own, by the same Source and Loader.
+`train_loader` and `eval_set` build these from a configuration. Prompts and preferences use the same Source and Loader
+with other functions to parse, encode and collate a row.
 """
 
 from octavo.data.batching.collate import collate, collate_pack

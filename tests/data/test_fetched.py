@@ -136,7 +136,7 @@ def test_what_the_order_needs_is_fetched_before(there, tmp_path):
     ahead.at(20)
     needed = {shard for _, shard in mixture.shards(20, [0])}
     assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
-    wanted = {f"{source.rows.found[shard].key}.arrow" for shard in needed}
+    wanted = {f"{source.rows.files[shard].key}.arrow" for shard in needed}
     for _ in range(500):
         if {*there_in(store.folder)} == wanted:
             break
@@ -244,7 +244,7 @@ def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
     before, fresh = remote.fingerprint(in_memory), open_fetched(in_memory, tmp_path / "own")
     assert fresh.shards == [10, 10, 10, 1, 10] and fresh[30] == {}
     remote.list_files.cache_clear()
-    assert remote.fingerprint(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.found)
+    assert remote.fingerprint(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.files)
 
 
 def test_an_index_is_held_to_its_files(tmp_path):
@@ -331,7 +331,7 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
         file.unlink()
     ahead = make_prefetcher(mixture)
     ahead.at(0)
-    first = [f"{source.rows.found[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
+    first = [f"{source.rows.files[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
     for _ in range(500):
         if all((store.folder / name).exists() for name in first):
             break

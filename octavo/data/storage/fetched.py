@@ -151,17 +151,17 @@ class Fetched(Shards):
     window = WINDOW
 
     def __init__(self, url: str, store: Store, found: Sequence[Remote], counts: Sequence[int]) -> None:
-        self.store, self.found = store, [shard._replace(rows=n) for shard, n in zip(found, counts, strict=True)]
-        super().__init__(url, self.found, self._open_shard, counts, OPEN)
+        self.store, self.files = store, [shard._replace(rows=n) for shard, n in zip(found, counts, strict=True)]
+        super().__init__(url, self.files, self._open_shard, counts, OPEN)
 
     def fetch(self, number: int) -> int:
         """Have a file here before it is asked for, unless somebody is at it; how many bytes it takes. Raises
         `DataError`."""
-        file = self.store.file(self.found[number], wait=False)
+        file = self.store.file(self.files[number], wait=False)
         with contextlib.suppress(OSError):
             if file is not None:
                 return file.stat().st_size
-        return self.found[number].size
+        return self.files[number].size
 
     def _open_shard(self, shard: Remote) -> Rows:
         for number in [n for n, rows in self._rows.items() if isinstance(rows, Mapped) and rows.gone]:
