@@ -128,7 +128,8 @@ def _reciprocal(scale, bad, GIVEN: tl.constexpr):
 def short_division(scale, top):
     """(whether :func:`quotient` is exact for values of 16 bits up to the amax of pattern ``top``, 1 / scale): scalars.
 
-    The 2^10 significands of fp16, among them bf16's, by the 2^23 of scales were tried, all of them: ``docs/lab.md``.
+    The 2^10 significands of fp16, among them bf16's, by the 2^23 of scales were tried, all of them
+    (``docs/lab/kernels.md``).
     The bounds keep 1 / scale normal and products finite, and where a code is not zero the remainder, a multiple of
     2^-47 of the value and so of 2^-64 of the scale, a multiple of 2^-149. A NaN lies within no bound.
     """

@@ -7,7 +7,7 @@ on. A thread then holds four rows below one another, whose codes make one word, 
     x0, x1, x2, x3 [TR / 4, TC]  ->  row codes: four stores, of every fourth row each
                                  ->  words: int32 [TR / 4, TC], transposed, stored as [TC, TR / 4]
 
-What is executed for a value, and what it was before: ``docs/lab.md``; a test holds it.
+What is executed for a value, and what it was before: ``docs/lab/kernels.md``; a test holds it.
 """
 
 from __future__ import annotations
