@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
@@ -70,7 +70,7 @@ class Plan:
         """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
         return table(self.rows, self.notes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Everything as JSON types; equal plans give equal dictionaries."""
         return {
             "policy": self.policy.to_json(),

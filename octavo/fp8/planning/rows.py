@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels.registry import Selection
@@ -24,7 +24,7 @@ class Times(NamedTuple):
     fp8: float | None
     planned: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
             "case": str(self.case),
@@ -88,7 +88,7 @@ class PlanRow:
         gemms = GEMMS[:2] if self.row.frozen else GEMMS
         return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         recipe: dict[str, str] | None = None
         if (own := self.recipe) is not None:
             recipe = {"name": own.name, "format": own.format, **own.words()}
@@ -118,7 +118,7 @@ class PlanBlock:
     saves: bool | None = None
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         out = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
         return out if self.saves is None else {**out, "saves": self.saves, "why": self.why}
 

@@ -263,7 +263,7 @@ class Policy:
         """True if any level leaves the recipe to measurements."""
         return any(name == AUTO for _, name in self._recipes())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
         return {
             **{name: getattr(self, name) for name in plain},
