@@ -74,7 +74,7 @@ class Rollouts:
         check_pages(rl, prompt, generation.PAGE)
 
         def shape(sequences: int) -> generation.Shape:
-            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
+            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, limit=rl.pages)
 
         def predicted(sequences: int) -> generation.Bytes:
             key = (shape(sequences), rl.kv, dtype, sampling)
@@ -85,7 +85,7 @@ class Rollouts:
         still = sum(standing.values()) + more
         slots = min(rl.slots or own, own)
         if rl.slots is None and rl.pages is not None:
-            slots = generation.most_that_fit(slots, lambda count: shape(count).takes <= shape(count).pages) or 1
+            slots = generation.most_that_fit(slots, lambda count: shape(count).needed_pages <= shape(count).pages) or 1
         if rl.slots is None and self.usable is not None:
             room = self.usable - still
             slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
