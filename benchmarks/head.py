@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from octavo import data, fp8, train
 from octavo.base.recipe_specs import CANDIDATES
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.metrics import calc_diff
 
 IGNORE = -100
 
@@ -65,8 +67,8 @@ def judged(recipe: str | None, h: Tensor, target: Tensor, weight: Tensor) -> tup
     model = Head(weight)
     if recipe is not None:
         fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
-    head = fp8.chunked_head(model)
-    assert isinstance(head, fp8.ChunkedHead), head
+    head = chunk_head(model)
+    assert isinstance(head, ChunkedHead), head
     h = h.clone().requires_grad_()
     with head.losses(target) as given:
         each = given.take(model(h).logits)
@@ -85,7 +87,7 @@ def main() -> None:
         each, *gradients = judged(recipe, h, target, weight)
         gap = (each - exact).double()
         error = 1.96 * gap.std() / len(gap) ** 0.5
-        diffs = [fp8.calc_diff(got, want) for got, want in zip(gradients, (dh, dw), strict=True)]
+        diffs = [calc_diff(got, want) for got, want in zip(gradients, (dh, dw), strict=True)]
         print(
             f"{recipe:10}  loss {gap.mean():+.2e} +- {error:.1e}  calc_diff of dh {diffs[0]:.1e}, of dw {diffs[1]:.1e}"
         )

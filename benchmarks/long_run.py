@@ -4,8 +4,9 @@
 
 Trains a tiny Qwen3-VL on pictures of handwritten digits and on digits drawn in characters, each seed once in high
 precision and once with FP8 activations, FP8 weights, FP8 optimizer states and stochastically rounded BF16 weights. What
-is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot; docs/lab.md quotes
-them. Weights are updated after backward: updating in backward gives the same bits and takes a second pass.
+is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot;
+docs/lab/studies.md quotes them. Weights are updated after backward: updating in backward gives the same bits and takes
+a second pass.
 """
 
 from __future__ import annotations

@@ -210,9 +210,10 @@ def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any
     import torch
 
     from octavo import fp8
+    from octavo.fp8.memory import chunk_head
     from octavo.fp8.optim import UpdateInBackward
 
-    head = fp8.chunked_head(model)
+    head = chunk_head(model)
     if isinstance(head, str):
         raise SystemExit(head)
     fp8.apply(model, fp8.plan(model, fp8.Policy(**how["fp8"])))
@@ -249,7 +250,7 @@ class Meter:
     def __init__(self, model: Any, blocks: Any, libraries: int) -> None:
         from octavo import fp8
 
-        self.model, self.libraries, self.code_bytes = model, libraries, fp8.code_bytes
+        self.model, self.libraries, self.code_bytes = model, libraries, fp8.weight_cache_bytes
         self.optimizer: Any = None
         self.phase, self.where = "start", ""
         self.phases: dict[str, int] = {}

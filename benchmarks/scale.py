@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from octavo import checkpoint, fp8, models, parallel, train
+from octavo import checkpoint, models, parallel, train
 from octavo.checkpoint.export.files import Shards
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
+from octavo.fp8.weights import frozen_bytes, is_frozen
 from octavo.fp8.weights.shards import local_of
 from octavo.models.tiny import tiny
 from octavo.train.estimate import step_time
@@ -94,7 +95,7 @@ def rank(number: int, size: int, port: int, place: str, kind: str) -> None:
     with peak(found, "load"):
         model, found["read"] = load(f"{place}/large", KINDS[kind], world)
     here = [local_of(p) for p in model.parameters()]
-    found["shard"] = sum(p.nbytes for p in here if not fp8.is_frozen(p)) + fp8.frozen_bytes(model)
+    found["shard"] = sum(p.nbytes for p in here if not is_frozen(p)) + frozen_bytes(model)
     found["largest"] = max(p.numel() * 2 for p in model.parameters())
     with peak(found, "write"):
         checkpoint.save_hf(model, f"{place}/large", f"{place}/hf", world)

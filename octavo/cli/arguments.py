@@ -49,7 +49,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
 
 
-def check_words(words: Sequence[str]) -> None:
+def check_paths(words: Sequence[str]) -> None:
     """Refuse paths that no command can work with, before one begins. Raises UsageError for a name that is there and is
     not UTF-8, which no report, index or table could hold, and for links that lead in a circle."""
     for word in words:
@@ -96,10 +96,10 @@ def config(args: argparse.Namespace) -> Config:
     return load_config(args.file, overrides(args), whole=bool(flags))
 
 
-def need_files(cfg: Config, file: str | None) -> Config:
+def require_files(cfg: Config, file: str | None) -> Config:
     """The configuration with folders for names of the hub. Raises UsageError with all that it names and that is not
     there: files, and trackers' packages."""
-    cfg, lost = found(cfg, file)
+    cfg, lost = resolve_files(cfg, file)
     if (why := environment.missing_trackers(cfg.run.trackers)) is not None:
         lost.append(why)
     if lost:
@@ -107,17 +107,17 @@ def need_files(cfg: Config, file: str | None) -> Config:
     return cfg
 
 
-def found(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
+def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
     """The configuration with folders for names of the hub, and what it names and is not there, a sentence each."""
-    if lost := missing(cfg, file):
+    if lost := missing_files(cfg, file):
         return cfg, lost
     try:
-        return hub.resolved(cfg, note), []
+        return hub.resolve_names(cfg, note), []
     except hub.HubError as error:
         return cfg, [str(error)]
 
 
-def missing(cfg: Config, file: str | None) -> list[str]:
+def missing_files(cfg: Config, file: str | None) -> list[str]:
     """What a configuration names and is not there, a sentence each, but for names of the hub and URLs. No torch."""
     model = cfg.model.path
     found = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]

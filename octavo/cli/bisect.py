@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cfg = arguments.need_files(arguments.config(args), args.file)
+    cfg = arguments.require_files(arguments.config(args), args.file)
     with arguments.importing():
         from octavo import bisect
 

@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise arguments.UsageError("--jobs trains runs beside each other, --nproc each over processes; give one")
     recipes = chosen(cfg, args.recipes)
     components = factors(args.factorial)
-    cfg = arguments.need_files(cfg, args.file)
+    cfg = arguments.require_files(cfg, args.file)
 
-    from octavo.cli.train import teller
+    from octavo.cli.train import plan_printer
 
     with arguments.importing():
         from octavo import report, rl  # noqa: F401  the runs need it, and it is imported fastest here
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
     asked["factorial"] = components
     if args.power:
-        return expected(design.design(cfg, recipes, directory, **asked), args.json)
-    how = {"jobs": args.jobs, "nproc": nproc, "tell": teller(args.verbose)}
+        return print_design(design.design(cfg, recipes, directory, **asked), args.json)
+    how = {"jobs": args.jobs, "nproc": nproc, "tell": plan_printer(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **asked, **how)
-    code = conclude(verdict, args.json)
+    code = print_verdict(verdict, args.json)
     say = terminal.note if args.json else print
     for component in factorial_cells.costly(verdict.effects):
         say(f"{component} costs more than its margin; what of it does: {_bisect(component, args, verdict.data)}")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def expected(design: Any, as_json: bool) -> int:
+def print_design(design: Any, as_json: bool) -> int:
     """Says what a trial can be expected to decide and which runs it takes."""
     if as_json:
         terminal.show_json(design.to_json())
@@ -165,7 +165,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
     return names
 
 
-def conclude(verdict: Any, as_json: bool) -> int:
+def print_verdict(verdict: Any, as_json: bool) -> int:
     """Says the verdict with its claims and reasons; 0 for pass and warn, 1 for fail, 3 where it is undecided."""
     if as_json:
         terminal.show_json(summary(verdict))

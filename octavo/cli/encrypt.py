@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     work = _Encryption(key, old)
     encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
     source, target = printable(args.source), printable(args.target)
-    counts = encrypt_decrypt.counted(work.counts)
+    counts = encrypt_decrypt.count_summary(work.counts)
     print(f"{target}: {counts} (key {key.id.hex()}). {source} is as it was: delete it where it is not needed")
     return 0
 
@@ -104,7 +104,7 @@ class _Encryption:
             self._note(path, LINES)
             return
         if encrypted and self.old is not None:
-            plain = encryption.opened(os.dup(opened.fileno()), file, key=self.old)
+            plain = encryption.open_decrypted(os.dup(opened.fileno()), file, key=self.old)
         elif encrypted or listed:
             kind = LINES if listed else self._checked(file)
             for piece in encrypt_decrypt.pieces(opened):
@@ -156,10 +156,10 @@ class _Encryption:
 
 def _check_purpose(source: Path, old: encryption.Key | None) -> None:
     """Raises Refused where what is encrypted was sealed with the same key, as its note says."""
-    own = fingerprint(encryption.given()).encode()
+    own = fingerprint(encryption.process_secret()).encode()
     for file in source.rglob(NOTE) if source.is_dir() else [source.with_name(NOTE)]:
         raw = file.read_bytes() if file.is_file() else b""
-        if encryption.begins(raw):
+        if encryption.has_magic(raw):
             try:
                 raw = encryption.decrypted(raw, file, old)
             except encryption.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen

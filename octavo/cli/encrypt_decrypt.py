@@ -154,11 +154,11 @@ def pieces(opened: BinaryIO) -> Iterator[bytes]:
 
 def is_encrypted(opened: BinaryIO) -> bool:
     """By the first bytes."""
-    begins = encryption.begins(opened.read(8))
+    begins = encryption.has_magic(opened.read(8))
     opened.seek(0)
     return begins
 
 
-def counted(counts: dict[str, int]) -> str:
+def count_summary(counts: dict[str, int]) -> str:
     """ "3 encrypted, 1 copied as they are" of those that are not 0."""
     return ", ".join(f"{count} {how}" for how, count in counts.items() if count)

@@ -114,7 +114,7 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         raise UsageError(f"there is no folder {folder}; name a run, a Hugging Face folder or an adapter folder")
 
     with arguments.importing():
-        from octavo import fp8
+        from octavo.fp8 import kernels
         from octavo.train import artifacts
 
     found = artifacts.look(folder, base)
@@ -122,8 +122,8 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is no run directory; leave --step out")
     if args.backend != "auto" and args.recipe == "off":
         raise UsageError("--backend names the kernels of an FP8 recipe, and --recipe off has none; leave one out")
-    if args.backend not in ("auto", *fp8.backends()):
-        raise UsageError(f"there is no backend {args.backend!r}; there are {', '.join(('auto', *fp8.backends()))}")
+    if args.backend not in ("auto", *kernels.names()):
+        raise UsageError(f"there is no backend {args.backend!r}; there are {', '.join(('auto', *kernels.names()))}")
     return found
 
 
@@ -194,7 +194,7 @@ def _folder_fps(cfg: Any) -> float | None:
 def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import fp8, generation, models
-    from octavo.data.loaders.rows_from_config import shots
+    from octavo.data.loaders.rows_from_config import decode_videos
     from octavo.data.rows import audio_refs, image_refs
     from octavo.models.folder import chat
     from octavo.train.forward.forward import autocast_dtype
@@ -213,7 +213,7 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
             "ask by transformers' generate, or hold answers against rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
-    videos = shots(args.video, processor, cfg, args.fps)
+    videos = decode_videos(args.video, processor, cfg, args.fps)
     places = {PLACE: len(loaded), VIDEO: len(videos)}
     conversations = [(_messages(system, prompt, places, sees), loaded, videos) for prompt in args.prompt]
     sampling = generation.Sampling(

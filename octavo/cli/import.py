@@ -132,5 +132,6 @@ def _show(made: Translation, out: Path) -> None:
     for problem in made.refused:
         print(f"\nOctavo refuses {out.name} as it stands: {problem}")
     if line := importers.lost_line(made):
-        shown, more = ", ".join(brief(key, 60) for key in made.lost_keys[:_SHOWN]), len(made.lost_keys) - _SHOWN
-        print(f"\n{line}: {shown}" + (f" and {more} more" if more > 0 else ""))
+        listed = ", ".join(brief(key, 60) for key in made.lost_keys[:_SHOWN])
+        unlisted = len(made.lost_keys) - _SHOWN
+        print(f"\n{line}: {listed}" + (f" and {unlisted} more" if unlisted > 0 else ""))

@@ -100,11 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
 
-def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
-        return DONE if arguments else WRONG
-    name, rest = arguments[0], arguments[1:]
+        return DONE if words else WRONG
+    name, rest = words[0], words[1:]
     if name in ("-V", "--version"):
         print(f"octavo {octavo.__version__}")
         return DONE
@@ -122,7 +122,7 @@ def _dispatch(arguments: list[str]) -> int:
     command.add_arguments(parser)
     if name not in KEYLESS:
         arguments.add_key(parser)
-    arguments.check_words(rest)
+    arguments.check_paths(rest)
     # key=value may stand before and after options
     args = parser.parse_intermixed_args(rest)
     arguments.check_targets(name, args)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Read the file and run it: :mod:`octavo.train.loop.loop`, in the phase that the file names
     (:mod:`octavo.rl.run`)."""
     cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
-    cfg = arguments.need_files(cfg, args.file)
+    cfg = arguments.require_files(cfg, args.file)
 
     if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
         from octavo.report.run.live_page import Page
 
     page, console = Page(), terminal.console(stderr=args.json)
-    result = rl.run(cfg, console=console, tell=teller(args.verbose, page.expect), watchers=[page])
+    result = rl.run(cfg, console=console, tell=plan_printer(args.verbose, page.expect), watchers=[page])
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank; one of them speaks
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
         else:
-            conclude(result)
-            leave(result, cfg, args)
+            print_result(result)
+            print_next_steps(result, cfg, args)
     return int(result.exit_code)
 
 
@@ -67,7 +67,7 @@ def _words(args: argparse.Namespace) -> list[str]:
     return ["train", args.file, *args.overrides, *flags, *(word for pair in valued if pair[1] for word in pair)]
 
 
-def teller(verbose: bool, predicted: Callable[[Any], None] = lambda found: None) -> Callable[[Any], list[str]]:
+def plan_printer(verbose: bool, predicted: Callable[[Any], None] = lambda found: None) -> Callable[[Any], list[str]]:
     """What makes the lines about the plan: in short, or layer by layer. `predicted` gets the memory that they tell."""
     from octavo import rl
     from octavo.cli.plan import layers
@@ -81,11 +81,11 @@ def teller(verbose: bool, predicted: Callable[[Any], None] = lambda found: None)
     return tell
 
 
-def conclude(result: Any) -> None:
+def print_result(result: Any) -> None:
     """How the run ended, in a few lines."""
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
-    told = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
-    pairs = {name: terminal.number(result.final[name]) for name in told if name in result.final}
+    shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
+    pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
     if result.eval:
         pairs["held-out loss"] = terminal.number(result.eval["loss"])
         if "exact_match" in result.eval:
@@ -94,9 +94,9 @@ def conclude(result: Any) -> None:
             pairs["held-out reward"] = f"{terminal.number(result.eval['reward'])} over {result.eval['completions']:.0f}"
         if "rewards/margins" in result.eval:
             share = result.eval.get("rewards/accuracies")
-            told = "" if share is None else f"{100 * share:.1f} %, "
+            in_order = "" if share is None else f"{100 * share:.1f} %, "
             margin = terminal.number(result.eval["rewards/margins"])
-            pairs["held-out preferences"] = f"{told}margin {margin} over {result.eval['preferences']:.0f}"
+            pairs["held-out preferences"] = f"{in_order}margin {margin} over {result.eval['preferences']:.0f}"
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:
@@ -111,7 +111,7 @@ def conclude(result: Any) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
-def leave(result: Any, cfg: Config, args: argparse.Namespace) -> None:
+def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None:
     """What was written where, and the next command."""
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]

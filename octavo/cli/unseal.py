@@ -30,20 +30,21 @@ def run(args: argparse.Namespace) -> int:
     from octavo import sealing
 
     key, encrypted = seal.keys(args)
+    document: dict[str, str | int]
     if args.what == "text":
-        found = sealing.unseal_text(args.source, args.model, key)
-        document, words = {"text": found}, found
+        text = sealing.unseal_text(args.source, args.model, key)
+        document, words = {"text": text}, text
     elif args.what == "adapter":
-        made = sealing.unseal_adapter(args.source, args.target, args.model, key)
-        seal.say_plain(encrypted, made)
-        document, words = {"directory": str(made)}, f"{made}: an adapter of {args.model}"
+        adapter = sealing.unseal_adapter(args.source, args.target, args.model, key)
+        seal.say_plain(encrypted, adapter)
+        document, words = {"directory": str(adapter)}, f"{adapter}: an adapter of {args.model}"
     else:
         with terminal.progress("unseal") as progress:
-            done = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
-        seal.say_plain(encrypted, done.directory)
-        document = {"directory": str(done.directory), "tensors": done.tensors, "bytes": done.bytes}
-        beside = "" if args.model else "; tokenizer and processor are yet to be copied from the plain model"
-        words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB{beside}"
+            model = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
+        seal.say_plain(encrypted, model.directory)
+        document = {"directory": str(model.directory), "tensors": model.tensors, "bytes": model.bytes}
+        missing = "" if args.model else "; tokenizer and processor are yet to be copied from the plain model"
+        words = f"{model.directory}: {model.tensors} tensors, {model.bytes / 1e9:.3g} GB{missing}"
     if args.json:
         terminal.show_json(document)
     else:

@@ -74,8 +74,8 @@ def show(verified: Any, everything: bool) -> None:
     print()
     failed, warned = len(verified.failures), len(verified.warnings)
     if verified.unread:
-        shown = ", ".join(map(printable, verified.unread[:_SHOWN])) + (" ..." if len(verified.unread) > _SHOWN else "")
-        print(f"Not read: {shown}.")
+        files = ", ".join(map(printable, verified.unread[:_SHOWN])) + (" ..." if len(verified.unread) > _SHOWN else "")
+        print(f"Not read: {files}.")
     if failed:
         print(f"{failed} thing{'s are' if failed > 1 else ' is'} wrong, {_count(warned)}.")
     elif verified.scanned:

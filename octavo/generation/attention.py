@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo import fp8
+from octavo.fp8.invariance import batch_invariant_attention
 from octavo.generation.kv_cache import Cache
 
 
@@ -148,4 +148,4 @@ class InvariantDecode:
         self.cache.write(layer, self.where, k, v)
         keys, values = (x.transpose(0, 1) for x in self.cache.read(layer, self.tables))
         q = q.to(self.cache.dtype)[:, :, None]
-        return fp8.invariant_attention(q, keys, values, scale=scale, positions=self.positions)[:, :, 0]
+        return batch_invariant_attention(q, keys, values, scale=scale, positions=self.positions)[:, :, 0]

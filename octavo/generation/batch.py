@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import models
-from octavo.data.encoding.sample import joined, joined_inputs
+from octavo.data.encoding.sample import concatenate, concatenate_inputs
 from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
 from octavo.generation.decode_cuda_graph import Replayed
@@ -122,8 +122,8 @@ class Batch:
         prompts, inputs = [group.prompt for group in groups], {}
         for name in ("pixel_values", "image_grid_thw"):
             if parts := [x for prompt in prompts if (x := getattr(prompt, name)) is not None]:
-                inputs[name] = self._device(joined(parts))
-        inputs |= {name: self._device(x) for name, x in joined_inputs([prompt.more for prompt in prompts]).items()}
+                inputs[name] = self._device(concatenate(parts))
+        inputs |= {name: self._device(x) for name, x in concatenate_inputs([prompt.more for prompt in prompts]).items()}
         for name in {name: None for prompt in prompts for name, one in prompt.more.items() if one.per == "token"}:
             kinds = [p.more[name].values if name in p.more else np.zeros_like(p.input_ids) for p in prompts]
             inputs[name] = self._device(np.concatenate(kinds))[None]

@@ -39,8 +39,8 @@ class Context:
 
 
 class Caller:
-    """Calls a model; `invariant`: inside `fp8.invariant`. Raises GenerationError for a model whose attention cannot be
-    replaced."""
+    """Calls a model; `invariant`: inside `fp8.batch_invariant`. Raises GenerationError for a model whose attention
+    cannot be replaced."""
 
     def __init__(self, model: PreTrainedModel, context: Context, invariant: bool = False) -> None:
         if why := models.why_not_paged(model):
@@ -63,7 +63,7 @@ class Caller:
         training = self.model.training
         self.model.eval()
         try:
-            rows = fp8.invariant(self.model) if self.invariant else nullcontext()
+            rows = fp8.batch_invariant(self.model) if self.invariant else nullcontext()
             with rows, models.attention_by(self.model, self.family, self._attend):
                 yield
         finally:

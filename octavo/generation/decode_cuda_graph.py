@@ -33,6 +33,7 @@ from octavo import fp8
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
 from octavo.fp8.kernels import CudaGraph, Graph, weights_stay, without_waits
+from octavo.fp8.measuring import find_shared_scales, first_compiled_module
 from octavo.generation.attention import PagedDecode
 from octavo.generation.caller import Caller
 from octavo.generation.kv_cache import Cache
@@ -138,8 +139,8 @@ def why_eager(caller: Caller) -> str | None:
     world: Any = caller.context.world
     if world is not None and world.size > 1:
         return f"{world.size} ranks share the model, and agree on the host which of them have work"
-    if (why := fp8.shared_scales(caller.model)) is not None:
+    if (why := find_shared_scales(caller.model)) is not None:
         return f"{why}, including the rows of free slots"
-    if (name := fp8.compiled(caller.model)) is not None:
+    if (name := first_compiled_module(caller.model)) is not None:
         return f"{name} is compiled, and checks its inputs on the host"
     return None

@@ -37,7 +37,7 @@ class Engine:
     kv         "bf16": keys and values in the model's compute dtype; "fp8": E4M3 with a scale per token and head
     page       tokens of a page
     pages      pages of the cache (None: as many as the slots can need in a call)
-    invariant  compute inside `fp8.invariant`: a sequence's result does not depend on the rest of the batch, so
+    invariant  compute inside `fp8.batch_invariant`: a sequence's result does not depend on the rest of the batch, so
                log-probabilities equal those of an invariant training step bit for bit
     say        gets, once each, the reason why a GPU decodes without its kernels or without CUDA graphs
 
@@ -129,7 +129,7 @@ class Engine:
             self.cache = held = None  # freed first, so that never two exist
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
-        if accelerator.beside_host(caller.device) and (why := kernels.why_not_paged(caller.device)):
+        if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
             self._say(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo import models
-from octavo.data.encoding.sample import of_processor
+from octavo.data.encoding.sample import inputs_of_processor
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
@@ -45,7 +45,7 @@ def prompt_of(
     return Prompt(
         batch["input_ids"][0], number, batch.get("pixel_values"), batch.get("image_grid_thw"),
         None if kinds is None else kinds[0], len(images) + len(videos),
-        more=of_processor(processor, batch) if images else {},
+        more=inputs_of_processor(processor, batch) if images else {},
     )  # fmt: skip
 
 

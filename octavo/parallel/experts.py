@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from octavo.fp8 import is_frozen, moe
-from octavo.fp8.weights import part_of
+from octavo.fp8 import moe
+from octavo.fp8.weights import is_frozen, part_of
 from octavo.parallel.errors import WorldError
 from octavo.parallel.layout import Layout
 from octavo.parallel.world import World

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo import fp8, models
+from octavo import models
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure import anyres
 from octavo.parallel.context import Context
@@ -148,7 +149,7 @@ class Images:
         if now.images:
             output = self._stock(*args, **kwargs)
         else:
-            with fp8.uncounted():  # the plan's proof counts no GEMMs of a dummy image
+            with uncounted():  # the plan's proof counts no GEMMs of a dummy image
                 output = self._stock(*args, **kwargs)
         whole = output.pooler_output
         if now.images and self._encoded != list(now.images):  # undo the sorting of `begin`

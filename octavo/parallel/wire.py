@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.fp8 import Experts, Linear, moe
+from octavo.fp8 import Linear, moe
 from octavo.fp8.dense import CODING, Coding
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import World
@@ -152,7 +152,7 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
     """
     outputs = experts = 0
     for module in model.modules():
-        if moe.EXCHANGE in module.__dict__ and isinstance(module, Experts):
+        if moe.EXCHANGE in module.__dict__ and isinstance(module, moe.Experts):
             exchange = module.__dict__[moe.EXCHANGE].coded(module)
             module.__dict__[moe.EXCHANGE] = exchange
             experts += exchange.rows is not None or exchange.gradients is not None

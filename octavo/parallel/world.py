@@ -317,14 +317,14 @@ def _device(local_rank: int, size: int) -> torch.device:
             f"local rank {local_rank} needs an accelerator of its own, but this machine shows {devices}. Start at most "
             f"{devices} processes here (torchrun --nproc-per-node), or set {accelerator.VARIABLE}=cpu to run on the CPU"
         )
-    return accelerator.take(local_rank if size > 1 else None)
+    return accelerator.select(local_rank if size > 1 else None)
 
 
 def _backend(device: torch.device) -> str:
     """torch's backend string: gloo for CPU tensors, and the device's own backend for its tensors."""
-    if not accelerator.beside_host(device):
+    if not accelerator.has_own_memory(device):
         return "gloo"
     try:
-        return f"cpu:gloo,{device.type}:{accelerator.wire(device)}"
+        return f"cpu:gloo,{device.type}:{accelerator.collective_backend(device)}"
     except accelerator.DeviceError as error:
         raise WorldError(str(error)) from error

@@ -86,7 +86,7 @@ def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
         stored = dict(shards.stored)
     names = {name for name, one in stored.items() if one.is_codes}
     matrices: dict[str, tuple[Matrix, ...]] = {}
-    for row in fp8.topology(stock.model, models.describe(stock.model).components):
+    for row in fp8.describe_layers(stock.model, models.describe(stock.model).components):
         pieces = () if f"{row.name}.weight" in stock.tied else stock.matrices(row)[1]
         if pieces and {m.name for m in pieces} <= names:
             matrices[pieces[0].parameter] = pieces

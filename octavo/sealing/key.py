@@ -61,4 +61,4 @@ def read_key(file: str | Path) -> Key:
 
 def find_key() -> Key:
     """The key of this process, given as that of encrypted files is. Raises NoKey where there is none."""
-    return Key(encryption.given())
+    return Key(encryption.process_secret())

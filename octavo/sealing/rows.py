@@ -21,9 +21,9 @@ from octavo.base.seal_note import Note, read_note, write_note
 from octavo.config import Config, load_config
 from octavo.data.encoding.sample import Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.loaders.rows_from_config import compared, learned
+from octavo.data.loaders.rows_from_config import preference_rows, training_rows
 from octavo.data.tasks.pairs import Pair
-from octavo.data.tasks.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
+from octavo.data.tasks.sealed import ROWS, SCHEMA, dropped_row, samples_of, to_row
 from octavo.sealing import inputs
 from octavo.sealing.check import patch_of
 from octavo.sealing.errors import SealError
@@ -75,13 +75,13 @@ def seal_data(
     empty = models.empty(model)
     orders, patch = structure(empty).draw(key), patch_of(empty.config)
     pairs = cfg.train.phase == "preference"
-    encoder, (rows,) = compared(cfg, processor, cfg.data.train) if pairs else learned(cfg, processor)
+    encoder, (rows,) = preference_rows(cfg, processor, cfg.data.train) if pairs else training_rows(cfg, processor)
     left = 0
     with atomic_write.folder(target, SealError) as made:
         with pa.OSFile(str(made / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _made(rows, encoder, cfg.data.on_bad_sample):
-                lines = [left_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
+                lines = [dropped_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
                          for row in samples for one in _parts(row, pairs)]  # fmt: skip
                 out.write_batch(pa.RecordBatch.from_pylist(lines, SCHEMA))
                 done, left = done + len(samples), left + sum(isinstance(one, str) for one in samples)
@@ -140,19 +140,19 @@ def _parts(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
 
 def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
-    for name, one in sample.more.items():  # numbers of whatever a row shows: none is written as it is
+    for name, one in sample.extra.items():  # numbers of whatever a row shows: none is written as it is
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
             what = "videos" if "video" in name else name
             where = f"{sample.file}, row {sample.row}"
             raise SealError(f"{where}: holds {what}, which no key puts into another order; leave such rows out")
     more = {
         name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
-        for name, one in sample.more.items()
+        for name, one in sample.extra.items()
     }
     return replace(
         sample,
         input_ids=inputs.tokens(sample.input_ids, orders["vocab"]),
         labels=inputs.tokens(sample.labels, orders["vocab"]),
         pixel_values=None if pixels is None else inputs.pixels(pixels, orders["patch"], patch),
-        more=more,
+        extra=more,
     )

@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     file.write_text("model: {path: model}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 1}\n")
     assert main(["train", str(file), "--nproc", "two"]) == 2
     assert "expected a whole number" in capsys.readouterr().err
-    monkeypatch.setattr("octavo.base.accelerator.found", lambda: torch.device("cuda"))
+    monkeypatch.setattr("octavo.base.accelerator.detect", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     assert (launch_ranks.how_many(None), launch_ranks.how_many(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2

@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
-from octavo.data.encoding.sample import Input, joined
+from octavo.data.encoding.sample import Input, concatenate
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_idle_experts
 from octavo.models.structure import anyres
 from octavo.models.tiny import tiny
@@ -61,8 +61,8 @@ def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after:
     if config.model_type == "ernie4_5_vl_moe" and pixels:
         more["moe_mm_token_type_ids"] = Input("token", kinds)
     return Sample(
-        ids, ids, kinds, joined(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None,
-        len(pixels), more=more,
+        ids, ids, kinds, concatenate(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None,
+        len(pixels), extra=more,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_an_environment_that_contradicts_itself_is_an_error(monkeypatch, env, wo
 
 
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
-    monkeypatch.setattr(accelerator, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "detect", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,7 @@ import pytest
 from octavo import rl
 from octavo.config import Config
 from octavo.rl.phases.completions_log import COMPLETIONS
-from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.rl_phase import RlPhase
 from octavo.rl.phases.rl_step import RlStepper
 from tests import ranks
 from tests.rl.forks import both
@@ -150,14 +150,14 @@ def _write(rank: int) -> None:
 
 
 def _perturb(rank: int) -> None:
-    begin = Reinforcing.begin
+    begin = RlPhase.begin
 
     def planted(phase, stepper, *rest):
         begin(phase, stepper, *rest)
         layer = stepper.model.get_submodule(LAYER)
         layer.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
 
-    Reinforcing.begin = planted
+    RlPhase.begin = planted
 
 
 @pytest.mark.usefixtures("unseen")

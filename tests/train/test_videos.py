@@ -90,7 +90,7 @@ def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
     said = []
     for fps in ("2", "0.5"):  # 3 and 12 seconds, as the model is told in front of each pair of frames
         assert main([*asked, str(frames), "--fps", fps]) == 0
-        said.append(data.shots([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
+        said.append(data.decode_videos([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
     assert [shot.fps for shot in said] == [2, 0.5] and "answer" in capsys.readouterr().out
     clip = str(here / "clips" / "videos" / "test" / "00000.mp4")
     for words, found in (

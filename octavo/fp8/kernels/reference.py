@@ -136,7 +136,7 @@ class ReferenceBackend(Backend):
     ) -> str | None:
         """Everything is supported, but not a GEMM that the recipe keeps in high precision, and nothing with codes on a
         device that cannot hold them."""
-        if op != "adamw" and (lacks := accelerator.no_fp8(device)):
+        if op != "adamw" and (lacks := accelerator.missing_fp8(device)):
             return lacks
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):

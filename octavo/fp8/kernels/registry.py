@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.moments import Agree
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import layout
@@ -27,7 +28,7 @@ OPS = ("quantize", "dequantize", *GEMMS, "rmsnorm", "swiglu", "swiglu_backward",
 elementwise layers that emit quantized outputs, and the optimizer's step."""
 
 
-class BackendError(RuntimeError):
+class BackendError(Fp8Error, RuntimeError):
     """No backend can do what was asked; the message says what each one lacks."""
 
 

@@ -107,7 +107,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device) -> Machine:
-        about = accelerator.properties(device) if accelerator.beside_host(device) else {"name": device.type}
+        about = accelerator.properties(device) if accelerator.has_own_memory(device) else {"name": device.type}
         name = " ".join(str(about[key]) for key in ("name", "capability") if about.get(key))
         driver = Path("/proc/driver/nvidia/version")
         driver_text = driver.read_text(errors="replace").splitlines()[0] if driver.exists() else ""
@@ -203,7 +203,7 @@ def _may_run(device: torch.device) -> bool:
     """Not for a device that is elsewhere, not inside a capture or a compile, and on one rank of a node."""
     if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
         return False
-    if device.type != "cpu" and not accelerator.beside_host(accelerator.here()):
+    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.here()):
         return False
     return not capturing(device)
 

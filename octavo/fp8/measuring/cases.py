@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels import registry
@@ -22,7 +23,7 @@ HIGH = "high precision"
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class MeasureError(RuntimeError):
+class MeasureError(Fp8Error, RuntimeError):
     """A measurement that cannot be made or cannot be read; the message names the fix."""
 
 
@@ -98,6 +99,9 @@ class Measurements:
 
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""

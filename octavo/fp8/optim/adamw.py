@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
 from octavo.fp8.arithmetic.moments import STATES, Agree
 from octavo.fp8.arithmetic.philox import LIMIT
-from octavo.fp8.optim import layout, sharded
+from octavo.fp8.optim import convert, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
 from octavo.fp8.optim.engine import engine
 from octavo.fp8.weights.shards import local_of, plain, span
@@ -45,7 +45,7 @@ class AdamW(torch.optim.Optimizer):
     parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
 
     State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
-    class, `fp8.to_torch(optimizer)` makes one that it can.
+    class, :meth:`to_torch` makes one that it can.
 
     Raises ValueError for settings that cannot be met, with what would be.
     """
@@ -54,6 +54,10 @@ class AdamW(torch.optim.Optimizer):
     """Called with each parameter after its update, its group and the factor; its gradient is still there."""
     _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_place`
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
+
+    to_torch = convert.to_torch
+    set_low = convert.set_low
+    copy_state = staticmethod(convert.copy_state)
 
     def __init__(
         self,
@@ -236,7 +240,7 @@ def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None
             f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
             f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
             f"shape {list(shape)} and has {_listed(found)}. Put back what was changed after its first step, or make a "
-            "new optimizer (fp8.copy_state converts states from one to another)."
+            "new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
 
 

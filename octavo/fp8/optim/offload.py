@@ -141,9 +141,9 @@ class Offload:
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:
         device = torch.device(device)
         if transfers is None:
-            if accelerator.beside_host(device) and (lack := accelerator.why_no_streams(device)):
+            if accelerator.has_own_memory(device) and (lack := accelerator.why_no_streams(device)):
                 raise ValueError(f"Optimizer states were to be offloaded, and {lack}. Leave out optimizer.offload.")
-            if not accelerator.beside_host(device):
+            if not accelerator.has_own_memory(device):
                 raise ValueError(
                     f"Optimizer states were to be offloaded from {device}, but on a run without a GPU they are in host "
                     "memory already. Leave out optimizer.offload."

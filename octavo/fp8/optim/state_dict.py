@@ -138,7 +138,7 @@ def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any
                 raise ValueError(
                     f"The state dict keeps {key}={saved[key]!r} of {', '.join(names[:2])} and all of its group, this "
                     f"optimizer {key}={group[key]!r}. Make the optimizer with {key}={saved[key]!r}, or load it so "
-                    "and convert with fp8.copy_state."
+                    "and convert with fp8.AdamW.copy_state."
                 )
     for name, number, p in zip(names, saved["params"], group["params"], strict=True):
         values = state.get(number) or {}

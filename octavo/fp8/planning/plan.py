@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
-from octavo.fp8.planning.table import BackendLine, backends, table
+from octavo.fp8.planning.table import BackendLine, backends, html_table, summary, table
 from octavo.fp8.policy.policy import Policy
 
 
@@ -50,6 +50,17 @@ class Plan:
     def parts(self) -> tuple[str, ...]:
         """The components, in the order of the model."""
         return components(self.rows)
+
+    def __repr__(self) -> str:
+        """One line, for debuggers and logs; ``str`` and ``print`` give the table."""
+        return f"Plan({summary(self.rows)})"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return html_table(self.rows, self.notes)
 
     def backends(self) -> list[BackendLine]:
         """Why each GEMM runs where it does, once for each recipe and shape."""
@@ -89,6 +100,10 @@ class Schedule:
 
     main: Plan
     spans: tuple[Span, ...] = ()
+
+    def __repr__(self) -> str:
+        spans = "; ".join(f"steps {s.first} to {s.last} {summary(s.plan.rows)}" for s in self.spans)
+        return f"Schedule({spans or summary(self.main.rows)})"
 
     def at(self, step: int) -> Plan:
         """The plan of a step; before the first one that of the first, and behind the last one that of the last."""

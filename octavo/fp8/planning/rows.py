@@ -27,9 +27,13 @@ class Times(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
-            "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
-            "planned_ms": 1e3 * self.planned, "candidates": self.measured.to_json(),
-        }  # fmt: skip
+            "case": str(self.case),
+            "best": self.best,
+            "bf16_ms": 1e3 * self.high,
+            "fp8_ms": fp8,
+            "planned_ms": 1e3 * self.planned,
+            "candidates": self.measured.to_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ class PlanRow:
     def backend(self) -> Selection | None:
         """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
         return next(iter(self.selections.values()), None)
+
+    def __repr__(self) -> str:
+        chosen = self.backend
+        runs = "high precision" if self.recipe is None else self.recipe.short()
+        where = "" if chosen is None else f" on {chosen.backend.name}"
+        return f"PlanRow({self.name or 'the model'}: {runs}{where}; {self.reason})"
 
     @property
     def fp8_flops(self) -> float:

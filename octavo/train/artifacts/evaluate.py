@@ -17,7 +17,7 @@ from octavo.config import Config
 from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set
-from octavo.data.loaders.rows_from_config import check_one_world
+from octavo.data.loaders.rows_from_config import check_seals
 from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, configuration, look
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import evaluate
@@ -185,7 +185,7 @@ def _asked(found: Target, cfg: Config | None) -> Config:
         )
     model = chosen.model.model_copy(update={"path": str(found.base)})
     held_out = chosen.data.model_copy(update={"train": []})
-    check_one_world(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
+    check_seals(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
     return chosen
 
 

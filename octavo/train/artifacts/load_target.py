@@ -30,6 +30,7 @@ from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
 from octavo.models.folder.folder import pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
@@ -297,16 +298,16 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     None for a model without frozen weights. A component takes the recipe of most of its codes; layers of other kinds,
     and those in high precision, are named one by one.
     """
-    kinds = {spec.block: kind for kind, spec in fp8.FROZEN.items()}
+    kinds = {spec.block: kind for kind, spec in FROZEN.items()}
     wanted: dict[str, str] = {}
-    for name, weight in fp8.frozen_weights(model):
-        kind = kinds.get(fp8.codes_of_frozen(weight).spec.block)
+    for name, weight in frozen_weights(model):
+        kind = kinds.get(codes_of_frozen(weight).spec.block)
         if kind is not None:
             wanted[name.removesuffix(".weight")] = NAME_OF_KIND[kind]
     if not wanted:
         return None
     by_component: dict[str, list[tuple[str, str]]] = {}
-    for row in fp8.topology(model, family.components):
+    for row in fp8.describe_layers(model, family.components):
         by_component.setdefault(row.component, []).append((row.name, wanted.get(row.name, "off")))
     components, rules = {}, []
     for component, rows in by_component.items():
@@ -338,7 +339,7 @@ def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
 
 def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
     """What computes how."""
-    codes = sum(1 for _ in fp8.frozen_weights(model))
+    codes = sum(1 for _ in frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
     if not rows:
         return f"{codes} FP8 weights, dequantized where they are used" if codes else "high precision"

@@ -57,7 +57,7 @@ class Adapting(Callback):
 
 def turn(run: Run, plan: fp8.Plan) -> int:
     """Let the model compute by another plan from here on; how many layers changed."""
-    changed = fp8.turn(run.model, run.job.plan, plan)
+    changed = fp8.switch_plan(run.model, run.job.plan, plan)
     run.job.plan = plan
     if run.world.is_main:
         run_dir.update_plan(run.directory, plan)

@@ -2,7 +2,7 @@
 
 The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
 evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
-write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.stale_codes`).
+write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.weights.stale_codes`).
 
 Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
 compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
 from octavo.base import environment
 from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.fp8.weights import stale_sentence
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -81,7 +81,7 @@ class Checking(Callback):
         if faults:
             raise TrainError(_sentence(step.number, faults, self.clean))
         if stale:
-            raise TrainError(f"step {step.number}: {fp8.stale_sentence(stale)} The step is not saved")
+            raise TrainError(f"step {step.number}: {stale_sentence(stale)} The step is not saved")
         if check.sites:
             self.clean = step.number
 
@@ -90,7 +90,7 @@ def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
     """The faults of this rank, with its host and device."""
     if not check.faults:
         return []
-    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.device_words(run.world.device)}
+    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}
     return [{**where, **fault.to_json()} for fault in check.faults]
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
 from octavo.base import safe_read
 from octavo.base.encryption import SUFFIX
+from octavo.fp8.proof import Proof as PlanProof
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
@@ -32,7 +32,7 @@ class Proof(Callback):
     def begin(self, run: Run) -> None:
         course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
         parts = course.schedule.parts if course.varies else ()
-        self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
+        self.proof = PlanProof(course.at(run.first), run.world.layout.expert, parts, run.first)
         before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if course.varies and run.step else {}
         safe_read.check_form(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError

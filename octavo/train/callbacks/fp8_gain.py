@@ -23,6 +23,7 @@ import torch
 from octavo import checkpoint, fp8
 from octavo.base import accelerator
 from octavo.base.safe_read import finite
+from octavo.fp8.observe import uncounted
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -173,7 +174,7 @@ def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float
     fp8.invalidate(stepper.model)
     accelerator.synchronize(device)
     began = clock()
-    with fp8.uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
+    with uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
         _run(stepper, batches)
     accelerator.synchronize(device)
     spent = clock() - began

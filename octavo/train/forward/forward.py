@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.config import Config
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
 from octavo.parallel import Context, Images, World
 from octavo.train.errors import TrainError
@@ -48,9 +50,9 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
     return cfg.train.gather == "bf16" and ranks > 1
 
 
-def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
-    """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
-    return why_not_chunked(model) or fp8.chunked_head(model)
+def chunked_head(model: nn.Module) -> ChunkedHead | str:
+    """`fp8.memory.chunk_head`, which is given the positions that have a target: or why it cannot be."""
+    return why_not_chunked(model) or chunk_head(model)
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
@@ -200,7 +202,7 @@ def real(batch: dict[str, Any]) -> Tensor | None:
 
 
 def log_probs(
-    forward: Forward, head: fp8.ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
+    forward: Forward, head: ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
     temperature: float = 1.0, entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """log softmax(x / temperature) of `target` [B, P] (in host memory; -100: none, 0 there) at the positions `keep`
@@ -226,7 +228,7 @@ def keep_towers_running(model: nn.Module, family: models.Family, forward: Forwar
     trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
     shared = world.size > 1
     if family.has_vision and (shared or trained & {"image_encoder", "image_projector"}):
-        attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
-        attach_idle_experts(model, family, fp8.uncounted)
+        attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=uncounted)
+        attach_idle_experts(model, family, uncounted)
     if family.has_audio and (shared or trained & {"audio_encoder", "audio_projector"}):
-        attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)
+        attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=uncounted)

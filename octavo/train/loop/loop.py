@@ -81,7 +81,7 @@ def run(
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = resolve_video(resolve_recipe(hub.resolved(cfg, display.say)))
+    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.say)))
     phase.check(cfg)
     if cfg.run.trackers:
         trackers.refuse_missing(cfg)

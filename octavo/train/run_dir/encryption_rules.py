@@ -32,7 +32,7 @@ def check(cfg: Config) -> None:
             raise TrainError(f"run.encrypt: {error}") from error
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
-            if note is not None and note.key == fingerprint(encryption.given()):
+            if note is not None and note.key == fingerprint(encryption.process_secret()):
                 raise TrainError(
                     f"run.encrypt: {folder} was sealed with the key that is given for files. {ONE_PURPOSE}"
                 )

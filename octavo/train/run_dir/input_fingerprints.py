@@ -14,7 +14,7 @@ from octavo.config import Config
 from octavo.config.sections.text_types import is_url
 from octavo.data.file_digests import Content, content_of, digests
 from octavo.data.storage.cache import Say, default_folder, files_of, quiet
-from octavo.data.storage.remote import local_files, print_of
+from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
@@ -42,7 +42,7 @@ def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
     found = {path: _of_data(Path(path), folder, say) for path in here}
     for url in filter(is_url, paths):
-        found[url] = print_of(url)
+        found[url] = fingerprint(url)
         if files := local_files(url):
             found[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
     return {"data": found, "model": of_folder(Path(cfg.model.path))}

@@ -32,6 +32,8 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
+from octavo.fp8.planning import Schedule
+from octavo.fp8.proof import Prediction
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
@@ -459,8 +461,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
-    prediction: fp8.Prediction | None,
+    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: Prediction | None,
 ) -> None:  # fmt: skip
     """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""

@@ -24,7 +24,7 @@ from octavo.adapters.experts import stock_name
 from octavo.base.recipe_specs import FITTING
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.fp8.weights import full, master_of, plain
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -90,9 +90,9 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
         raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
-    rows = fp8.topology(model, family.components)
+    rows = fp8.describe_layers(model, family.components)
     return {
-        row.name if row.kind == "experts" else f"{row.name}.weight": fp8.FROZEN[kinds[row.component]]
+        row.name if row.kind == "experts" else f"{row.name}.weight": FROZEN[kinds[row.component]]
         for row in rows
         if row.component in kinds and row.kind in ("linear", "experts")
     }
@@ -121,7 +121,7 @@ def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
         weight = module._parameters[name]
         assert weight is not None
         turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
-        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+        module._parameters[name] = fp8.freeze_weight(weight, FROZEN[kinds[row.recipe.name]], transposed=turned)
 
 
 def keeps_codes(cfg: Config) -> bool:
@@ -137,7 +137,7 @@ def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[
     from octavo import adapters
 
     names = set(adapters.check(model, family, cfg.lora))
-    rows = [row for row in fp8.topology(model, family.components) if row.name in names]
+    rows = [row for row in fp8.describe_layers(model, family.components) if row.name in names]
     rank, more = cfg.lora.rank, int(cfg.lora.dora)
     return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
 
@@ -163,7 +163,7 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
     if cfg.lora is not None:
         from octavo import adapters
 
-        here = {row.name for row in fp8.topology(small, family.components)}
+        here = {row.name for row in fp8.describe_layers(small, family.components)}
         names = tuple(name for name in adapters.attached(dressed) if name in here)
         if names:
             own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
@@ -227,7 +227,7 @@ def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
     """SHA-256 of each frozen parameter in high precision, by its stock name: of what lies on this rank or, with a
     `world`, of whole weights, gathered one by one for as long as it takes. A collective then; each rank digests some.
     """
-    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
     if world is None:
         return {stock_name(name): _digest(plain(p)) for name, p in found}
     mine = {}
@@ -245,8 +245,8 @@ def _digest(values: Tensor) -> str:
 
 def codes_of(model: nn.Module) -> dict[str, Any]:
     """What the frozen FP8 weights take on this rank: how many, their parameters and bytes of codes and scales."""
-    held = [fp8.codes_of_frozen(weight) for _, weight in fp8.frozen_weights(model)]
-    parameters, size = sum(q.data.numel() for q in held), fp8.frozen_bytes(model)
+    held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
+    parameters, size = sum(q.data.numel() for q in held), frozen_bytes(model)
     each = {"bytes_per_parameter": size / parameters} if parameters else {}
     return {"weights": len(held), "parameters": parameters, "bytes": size, **each}
 

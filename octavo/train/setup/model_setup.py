@@ -16,6 +16,9 @@ from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config
+from octavo.fp8.blocks import grouped_attention
+from octavo.fp8.delayed import move_scaling
+from octavo.fp8.memory import ChunkedHead, synchronize_per_layer
 from octavo.models.folder.quantization import read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -55,7 +58,7 @@ def assemble_model(
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
         _all_bf16(model, say)
     fp8.apply(model, plan, others)
-    fp8.move_scaling(model, device)
+    move_scaling(model, device)
     if cfg.lora is not None:
         from octavo import adapters
 
@@ -133,7 +136,7 @@ def keep_less(
     """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
     if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:
-            models.use_attention(model, fp8.grouped_attention)
+            models.use_attention(model, grouped_attention)
         except models.ModelError as error:  # it keeps more, and is as right
             say(f"note: attention keeps what it does in high precision: {error}")
     blocks = family.layers(model)
@@ -147,16 +150,16 @@ def keep_less(
                 f"train.recompute.{component}: {how}, and this {family.name} has no {component}. Remove it"
             )
         try:
-            fp8.recompute(of_component, how)
+            fp8.activation_checkpointing(of_component, how)
         except ValueError as error:
             raise TrainError(f"train.recompute.{component}: {error}") from error
     if cfg.train.offload_activations:
         fp8.offload_activations(blocks)
     if cfg.train.synchronize_per_layer:
-        fp8.synchronize_per_layer(blocks)
+        synchronize_per_layer(blocks)
 
 
-def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:
+def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> ChunkedHead | None:
     """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None

@@ -19,6 +19,9 @@ from octavo import fp8, models, parallel
 from octavo.base import accelerator
 from octavo.config import Config, Rule
 from octavo.config.sections.names import COMPONENTS
+from octavo.fp8.planning import Schedule
+from octavo.fp8.proof import Prediction
+from octavo.fp8.proof import predict as predict_step
 from octavo.parallel import ulysses_of
 from octavo.train.errors import TrainError
 from octavo.train.forward import routing
@@ -39,7 +42,7 @@ class Planned:
     plan: fp8.Plan
     family: models.Family
     notes: Sequence[str] = ()
-    prediction: fp8.Prediction | None = None
+    prediction: Prediction | None = None
     ranks: int = 1
     reference: str | None = None
     steps: Sequence[str] = ()
@@ -88,15 +91,15 @@ def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
 
 def scheduled(
     cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
-) -> fp8.Schedule:
+) -> Schedule:
     """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
     if all(rule.steps is None for rule in plan.policy.rules):
-        return fp8.Schedule(plan)
+        return Schedule(plan)
     assert cfg.train.steps is not None
     return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.steps, measurements)
 
 
-def spans_told(schedule: fp8.Schedule) -> tuple[str, ...]:
+def spans_told(schedule: Schedule) -> tuple[str, ...]:
     """A sentence for each stretch of steps in which other rules hold; none where all hold in all steps."""
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
@@ -203,10 +206,10 @@ def samples_of(cfg: Config) -> int:
     return cfg.train.global_batch
 
 
-def predict(plan: fp8.Plan, model: PreTrainedModel, tokens: Tokens) -> fp8.Prediction | None:
+def predict(plan: fp8.Plan, model: PreTrainedModel, tokens: Tokens) -> Prediction | None:
     """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
     attention = attention_flops(model.config, tokens)
-    return fp8.predict(plan, {} if attention is None else {"attention": attention})
+    return predict_step(plan, {} if attention is None else {"attention": attention})
 
 
 def plan_run(
@@ -215,7 +218,7 @@ def plan_run(
     count: Callable[[models.Family, nn.Module], Tokens],
     saved: Path | None,
     say: Callable[[str], None],
-) -> tuple[fp8.Schedule, models.Family, tuple[str, ...], fp8.Prediction | None]:
+) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
     """(plans, family, notes, prediction) at the start of a run. A collective where the plan is measured.
 
     `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
@@ -251,7 +254,7 @@ def measured(
     cache: Path | None = None,
 ) -> fp8.Measurements:
     """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
-    policy, kept = policy_from(cfg), fp8.Cache(cache)
+    policy, kept = policy_from(cfg), fp8.MeasurementCache(cache)
     return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
 
 

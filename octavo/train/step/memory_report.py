@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.fp8.memory import Row, SavedBytes, count_saved
-from octavo.fp8.weights import plain
+from octavo.fp8.weights import codes_of_frozen, is_frozen, plain
 
 MASTERS = ("master", "master_low")
 
@@ -58,7 +58,7 @@ class Memory:
             "master": _bytes(v for key, v in states if key in MASTERS),
             "gradients": _bytes(p.grad for p in weights if p.grad is not None),
             "optimizer": _bytes(v for key, v in states if key not in MASTERS),
-            "codes": fp8.code_bytes(self.model),
+            "codes": fp8.weight_cache_bytes(self.model),
             "activations": self.activations,
             "logits": self.logits,
             "peak_rss": peak_rss(),
@@ -84,7 +84,7 @@ def peak_rss() -> int:
 
 def weight_bytes(model: nn.Module) -> int:
     """Parameters of a model that nobody trains, and FP8 codes beside them."""
-    return _bytes(model.parameters()) + fp8.code_bytes(model)
+    return _bytes(model.parameters()) + fp8.weight_cache_bytes(model)
 
 
 def made_by_model(found: SavedBytes) -> Iterator[Row]:
@@ -105,7 +105,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """What holds a tensor's values on this rank: itself, or codes and scales of a frozen FP8 weight."""
-    if not fp8.is_frozen(tensor):
+    if not is_frozen(tensor):
         return (plain(tensor),)
-    q = fp8.codes_of_frozen(tensor)
+    q = codes_of_frozen(tensor)
     return (q.data, q.scale)

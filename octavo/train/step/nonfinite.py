@@ -20,7 +20,7 @@ from octavo.train.errors import TrainError
 def refuse_weights(model: nn.Module, world: World, when: str) -> None:
     """Raise TrainError where a weight is not finite, on every rank the same. One pass over the weights and one wait for
     the device; a collective."""
-    bad = fp8.not_finite(model.named_parameters())
+    bad = fp8.find_nonfinite(model.named_parameters())
     if all_bad := [name for names in world.gather_objects(bad) for name in names]:
         first = next(name for name, _ in model.named_parameters() if name in all_bad)
         raise TrainError(

@@ -14,6 +14,7 @@ from octavo import fp8
 from octavo.config import Config
 from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Decision, Judge, Limits, Place, climbed, decide, ladders, wanted, work_of
+from octavo.fp8.planning import Schedule
 from octavo.parallel import World
 
 _Key = tuple[str, str]  # (layer, GEMM)
@@ -23,14 +24,14 @@ _Key = tuple[str, str]  # (layer, GEMM)
 class Course:
     """``places``: where those GEMMs stand that are not where the plan of their step has them."""
 
-    schedule: fp8.Schedule
+    schedule: Schedule
     adapt: AdaptSection | None = None
     places: dict[_Key, Place] = field(default_factory=dict)
     _ladders: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
     _newest: tuple[fp8.Plan, dict[_Key, tuple[str, int]], fp8.Plan] | None = None  # plan, moves, the plan with them
 
     @classmethod
-    def of(cls, cfg: Config, schedule: fp8.Schedule, counters: Mapping[str, Any]) -> Course:
+    def of(cls, cfg: Config, schedule: Schedule, counters: Mapping[str, Any]) -> Course:
         """With the places that a checkpoint's counters hold."""
         kept = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
         found = [dict(one) for one in kept]

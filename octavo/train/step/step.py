@@ -17,6 +17,9 @@ from torch import Tensor
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.fp8.adapting import Judge
+from octavo.fp8.delayed import reduce_scaling_state, scale_gradient_histories
+from octavo.fp8.memory import ChunkedHead
+from octavo.fp8.observe import Health
 from octavo.fp8.proof import Check
 from octavo.parallel import World
 from octavo.train.errors import TrainError
@@ -64,7 +67,7 @@ class StepResult:
     loss_tokens: int
     applied: bool
     counts: fp8.GemmCounts | None = None
-    health: fp8.Health | None = None
+    health: Health | None = None
     memory: Mapping[str, int] | None = None
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
@@ -95,7 +98,7 @@ class Stepper:
     forward: Forward
     balance: float = 0.0
     load: ExpertLoad | None = None
-    head: fp8.ChunkedHead | None = None
+    head: ChunkedHead | None = None
     delayed: bool = True
     graphs: Graphs | None = None
     number: int = 0
@@ -147,7 +150,7 @@ class Stepper:
         kinds = memory.report(self.optimizer) if memory else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
-            fp8.reduce_scaling_state(self.model)
+            reduce_scaling_state(self.model)
         loss, aux = done.parts.tolist()
         scale, overflow = self._rescale(done.applied, math.isfinite(loss + aux))
         padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
@@ -173,7 +176,7 @@ class Stepper:
             return None, False
         before, overflow = scale.value, scale.after(applied, finite)
         if scale.value != before:  # delayed scaling compares gradients of steps
-            fp8.scale_gradient_histories(self.model, scale.value / before)
+            scale_gradient_histories(self.model, scale.value / before)
         return before, overflow
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:

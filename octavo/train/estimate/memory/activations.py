@@ -34,8 +34,9 @@ from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.dense import backends_for
-from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
-from octavo.fp8.weights import Fp8Weight
+from octavo.fp8.memory import ACTIVATION, ChunkedHead, SavedBytes, count_saved
+from octavo.fp8.observe import uncounted
+from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_from_codes, is_frozen
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.micro_batch import micro_batch
 from octavo.train.forward import critic, losses, routing
@@ -166,7 +167,7 @@ def _counted(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         counting = count_saved(small, blocks)
-        with _nothing_older(), fp8.uncounted(), counting as counted, _ForFakeTensors(), computing:
+        with _nothing_older(), uncounted(), counting as counted, _ForFakeTensors(), computing:
             if autocast is None and "pixel_values" in batch:  # as octavo.train.forward.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
@@ -188,7 +189,7 @@ def _of_this(cfg: Config, family: models.Family) -> Config:
     return cfg.model_copy(update={"train": train})
 
 
-def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
+def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHead | None, cfg: Config) -> Tensor:
     """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next."""
     target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -212,7 +213,7 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.Chunk
 
 
 def _of_log_probs(
-    model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: fp8.ChunkedHead | None,
+    model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: ChunkedHead | None,
     cfg: Config,
 ) -> Tensor:  # fmt: skip
     """The same in phases that learn from log-probabilities; what their objectives keep is a few numbers a token."""
@@ -325,7 +326,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
     beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
 
     def fake(tensor: Tensor) -> Tensor:
-        if fp8.is_frozen(tensor):
+        if is_frozen(tensor):
             return frozen(tensor)
         parameter = isinstance(tensor, nn.Parameter)
         kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in beside else tensor.dtype
@@ -334,12 +335,12 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
 
     def frozen(tensor: Tensor) -> Tensor:
-        q = fp8.codes_of_frozen(tensor)
+        q = codes_of_frozen(tensor)
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
         turned = isinstance(tensor, Fp8Weight) and tensor.turned
-        return fp8.frozen(codes, scale, q.spec, dtype, transposed=turned)
+        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):

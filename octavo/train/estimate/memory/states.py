@@ -19,7 +19,7 @@ from octavo import adapters, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
-from octavo.fp8.weights import Fp8Weight, Shards
+from octavo.fp8.weights import Fp8Weight, Shards, codes_of_frozen, is_frozen
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 
@@ -84,8 +84,8 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             p.requires_grad,
             inside.get(name, ""),
             family.component_of(name.rpartition(".")[0]) or "foundation",
-            fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
-            fp8.is_frozen(p) and isinstance(p, Fp8Weight) and p.turned,
+            codes_of_frozen(p).spec if is_frozen(p) else None,
+            is_frozen(p) and isinstance(p, Fp8Weight) and p.turned,
             adapters.is_adapter_parameter(name) or critic.owns(name),
             mixed and p.dtype == torch.float32 and not p.requires_grad,
         )
