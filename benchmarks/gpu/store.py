@@ -92,8 +92,8 @@ class Store:
         if not self.unsaved:
             return ""
         return (
-            f"{self.folder} could not be written ({self._full}): {self.unsaved} results stand above as lines of JSON "
-            "and perhaps in no file; `python -m benchmarks.gpu --collect LOG --out DIR` makes files of them"
+            f"{self.folder} could not be written ({self._full}): {self.unsaved} results are above as lines of JSON "
+            "and may be in no file; `python -m benchmarks.gpu --collect LOG --out DIR` makes files of them"
         )
 
 
