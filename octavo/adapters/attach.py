@@ -124,12 +124,12 @@ def _prepared(model: nn.Module, family: Family | None, lora: LoraSection, config
 
 
 def _summary(model: nn.Module, lora: LoraSection, names: tuple[str, ...]) -> str:
-    own = sum(p.numel() for _, p in adapter_parameters(model))
-    base = sum(p.numel() for p in model.parameters()) - own
+    trained = sum(p.numel() for _, p in adapter_parameters(model))
+    base = sum(p.numel() for p in model.parameters()) - trained
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
     form = " ".join(word for word, on in (("rsLoRA", lora.rslora), ("DoRA", lora.dora)) if on) or "LoRA"
     return (
         f"{form}: rank {lora.rank}, alpha {lora.alpha:g} beside {len(names)} layers ({', '.join(kinds)}): "
-        f"{own:,} parameters in {lora.dtype} train, {own / base:.2%} of the base's {base:,}"
+        f"{trained:,} parameters in {lora.dtype} train, {trained / base:.2%} of the base's {base:,}"
         + (f", from {lora.adapter}" if lora.adapter else "")
     )

@@ -69,8 +69,8 @@ class BaseErrors:
         width = max(len(kind) for kind in kinds)
         lines = []
         for kind, rows in kinds.items():
-            own = BaseErrors(tuple(rows))
-            lines.append(f"{kind:{width}}  {len(rows):4}  {own.relative:7.2%}  {own.sqnr:5.1f} dB")
+            errors = BaseErrors(tuple(rows))
+            lines.append(f"{kind:{width}}  {len(rows):4}  {errors.relative:7.2%}  {errors.sqnr:5.1f} dB")
         return "\n".join([self.summary(), *lines])
 
 
@@ -107,11 +107,11 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
     power = noise = 0.0
     decibels: list[float] = []
     matrices = zip(value.reshape(-1, *value.shape[-2:]), weight.values().reshape(-1, *value.shape[-2:]), strict=True)
-    for stock, own in matrices:
+    for stock, dequantized in matrices:
         if weight.turned:
-            stock, own = stock.mT, own.mT
-        stock = stock.to(own.device)
+            stock, dequantized = stock.mT, dequantized.mT
+        stock = stock.to(dequantized.device)
         power += float(stock.double().square().sum())
-        noise += float((stock.double() - own.double()).square().sum())
-        decibels.append(fp8.sqnr(stock, own, block))
+        noise += float((stock.double() - dequantized.double()).square().sum())
+        decibels.append(fp8.sqnr(stock, dequantized, block))
     return Row(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))

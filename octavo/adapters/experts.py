@@ -52,14 +52,14 @@ def stock_name(name: str) -> str:
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The three-dimensional parameters of a model's experts by stock name: what ``target_parameters`` may name."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         if moe.is_experts(module):
             for projection in moe.PROJECTIONS:
                 parameter = module._parameters[projection]
                 assert parameter is not None
-                found[f"{stock_name(name)}.{projection}"] = parameter
-    return found
+                parameters[f"{stock_name(name)}.{projection}"] = parameter
+    return parameters
 
 
 def why_not(module: nn.Module) -> str | None:
@@ -81,8 +81,8 @@ def in_order(model: nn.Module) -> None:
 def refuse(names: Iterable[str], lora: LoraSection) -> None:
     """Raise AdapterError for what adapters of experts cannot have, if any of ``names`` is a parameter of experts."""
     first = next(iter(names), None)
-    asked = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
-    wrong = [f"{key}={value}" for key, value in asked.items() if value]
+    settings = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
+    wrong = [f"{key}={value}" for key, value in settings.items() if value]
     if first is not None and wrong:
         raise AdapterError(
             f"{' and '.join(wrong)} cannot be had for experts, and {first} is among the targets: PEFT adapts their "
@@ -93,11 +93,11 @@ def refuse(names: Iterable[str], lora: LoraSection) -> None:
 
 def wrappers(outer: nn.Module) -> dict[str, Any]:
     """projection -> PEFT's wrapper of it, of nested wrappers."""
-    found, module = {}, outer
+    by_projection, module = {}, outer
     while _is_wrapper(module):
-        found[str(module.parameter_name)] = module
+        by_projection[str(module.parameter_name)] = module
         module = module.base_layer  # type: ignore[assignment]
-    return found
+    return by_projection
 
 
 def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:

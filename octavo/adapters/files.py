@@ -116,19 +116,19 @@ def save(
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
         raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
     try:
-        with atomic_write.folder(final, AdapterError) as made:
-            encrypted = encryption.Folder(made) if encrypt else None
+        with atomic_write.folder(final, AdapterError) as temporary:
+            encrypted = encryption.Folder(temporary) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             if encrypted is not None:
-                encrypted.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
+                encrypted.put(temporary / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
-                save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            encryption.put(made / CONFIG, text.encode(), encrypted)
+                save_file(cpu, temporary / WEIGHTS, metadata={"format": "pt"})
+            encryption.put(temporary / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
-                encryption.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+                encryption.put(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
             if encrypted is not None:
                 encrypted.write_list()
-            atomic_write.sync_tree(made)
+            atomic_write.sync_tree(temporary)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
     return final
@@ -244,12 +244,12 @@ def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, 
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
     names = _fitting(model, config, state, Path(directory))
-    own = copied(config)
+    resolved = copied(config)
     of_experts = experts.parameters_of(model)
-    own.target_modules = {name for name in names if name not in of_experts}
-    own.target_parameters = [name for name in names if name in of_experts] or None
-    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
-    inject(model, own, names, DTYPES[dtype], seed=0)
+    resolved.target_modules = {name for name in names if name not in of_experts}
+    resolved.target_parameters = [name for name in names if name in of_experts] or None
+    resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
+    inject(model, resolved, names, DTYPES[dtype], seed=0)
     load_adapter_state(model, state, where=str(directory))
     say(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, beside {len(names)} layers")
     return names
@@ -268,15 +268,15 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
             parameter.copy_(value if is_whole(parameter) else distributed(value, parameter))
 
 
-def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    other = [name for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]]
+def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:
+    missing, extra = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
+    other = [name for name in sorted(wanted.keys() & present.keys()) if wanted[name] != present[name]]
     wrong = []
     for names, what in ((missing, "missing"), (extra, "unknown to the model")):
         if names:
             wrong.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
     for name in other[:3]:
-        wrong.append(f"{name} is {list(found[name])} where the model takes {list(wanted[name])}")
+        wrong.append(f"{name} is {list(present[name])} where the model takes {list(wanted[name])}")
     if wrong:
         raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
 
@@ -359,9 +359,9 @@ def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> di
     assert lora.adapter is not None
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)
-    asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
     held = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora, "dora": config.use_dora}
-    for key, value in asked.items():
+    for key, value in settings.items():
         if held[key] != value:
             raise AdapterError(
                 f"lora.{key} is {value} and the adapter {folder} has {held[key]}. Use lora.{key}: {held[key]}"

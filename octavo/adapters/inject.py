@@ -39,9 +39,9 @@ def inject(
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
         inject_adapter_in_model(config, model, adapter)
-    found = set(attached(model))
-    if found != set(names):
-        odd = sorted(found ^ set(names))
+    adapted = set(attached(model))
+    if adapted != set(names):
+        odd = sorted(adapted ^ set(names))
         raise AdapterError(
             f"PEFT adapted other layers than it was given: {len(odd)} differ, first {odd[0]}. This version of PEFT "
             "matches names in a way that Octavo does not know; use another."
@@ -52,6 +52,9 @@ def inject(
         parameter.requires_grad_(is_adapter_parameter(name))
         if _is_of(adapter, name) and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
+
+
+_MOVE = "_move_adapter_to_device_of_base_layer"  # PEFT's method, which is replaced while adapters are created
 
 
 @contextmanager
@@ -66,18 +69,19 @@ def _with_values(device: torch.device | None) -> Iterator[None]:
     def move(self: Any, adapter_name: str, on: torch.device | None = None) -> None:
         stock(self, adapter_name, on or device)
         for kind in self.adapter_layer_names:
-            made = getattr(self, kind)
-            if isinstance(made, nn.ModuleDict) and adapter_name in made:
-                owner = made[adapter_name]
+            container = getattr(self, kind)
+            if isinstance(container, nn.ModuleDict) and adapter_name in container:
+                owner = container[adapter_name]
                 drawn.extend((owner, leaf, p.detach()) for leaf, p in owner._parameters.items() if p is not None)
 
-    BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+    setattr(BaseTunerLayer, _MOVE, move)
     try:
         yield
     finally:
-        BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
+        setattr(BaseTunerLayer, _MOVE, stock)
     for owner, leaf, values in drawn if device is not None else ():
-        if owner._parameters[leaf].is_meta:
+        parameter = owner._parameters[leaf]
+        if parameter is not None and parameter.is_meta:
             owner._parameters[leaf] = nn.Parameter(values)
 
 
@@ -93,13 +97,13 @@ def _measure_rows(model: nn.Module, adapter: str) -> None:
 
 def attached(model: nn.Module) -> dict[str, Any]:
     """Stock name -> PEFT's layer, of modules and of parameters of experts, in model order."""
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
             continue
         stock, parameter = experts.stock_name(name), getattr(module, "parameter_name", None)
-        found[stock if parameter is None else f"{stock}.{parameter}"] = module
-    return found
+        layers[stock if parameter is None else f"{stock}.{parameter}"] = module
+    return layers
 
 
 def is_adapter_parameter(name: str) -> bool:

@@ -62,8 +62,8 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
-            given = Input(x, call.user, dtype)
-            x_MK = given.high() if x.dtype != dtype else given.matrix()
+            operand = Input(x, call.user, dtype)
+            x_MK = operand.high() if x.dtype != dtype else operand.matrix()
             h = _dropped(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)

@@ -107,23 +107,23 @@ def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
     layers = attached(model)
     if not layers:
         raise AdapterError("the model has no adapters that could be merged; octavo.adapters.load attaches some.")
-    found = {}
+    by_name = {}
     for stock, layer in layers.items():
         if layer.merged:
             raise AdapterError(f"the adapter of {stock} is merged in place already; unmerge it (PEFT's unmerge) first.")
         inside = layer.get_base_layer()
-        own = getattr(layer, "parameter_name", None)
-        name = stock if own is not None else f"{stock}.weight"
-        weight = inside._parameters[own or "weight"] if base is None else _parameter(base, name)
+        projection = getattr(layer, "parameter_name", None)
+        name = stock if projection is not None else f"{stock}.weight"
+        weight = inside._parameters[projection or "weight"] if base is None else _parameter(base, name)
         if not all(is_whole(p) for p in (weight, *layer.lora_A.parameters())):
             raise AdapterError(
                 f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
             )
-        if weight.shape != inside._parameters[own or "weight"].shape:
+        if weight.shape != inside._parameters[projection or "weight"].shape:
             raise AdapterError(f"{name} is {list(weight.shape)} in the base that was given, and another in the model.")
-        turned = own is not None and bool(getattr(inside, "is_transposed", False))
-        found[name] = Fold(name, layer, weight, None if own is None else weight.shape[0], turned)
-    return found
+        turned = projection is not None and bool(getattr(inside, "is_transposed", False))
+        by_name[name] = Fold(name, layer, weight, None if projection is None else weight.shape[0], turned)
+    return by_name
 
 
 def merged(
@@ -139,21 +139,21 @@ def merged(
 
     Raises AdapterError as :func:`folds` does, before the first value.
     """
-    found = folds(model, base)
-    return _values(model if base is None else base, found, dtype)
+    by_name = folds(model, base)
+    return _values(model if base is None else base, by_name, dtype)
 
 
 def _values(
-    source: nn.Module, found: dict[str, Fold], dtype: torch.dtype
+    source: nn.Module, by_name: dict[str, Fold], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     tied = set(getattr(source, "all_tied_weights_keys", {}))
     for name, value in source.state_dict(keep_vars=True).items():
         stock = experts.stock_name(name)
         if is_adapter_parameter(name) or stock in tied:
             continue
-        if stock in found:
+        if stock in by_name:
             with torch.no_grad():  # not around the yield, where it would reach into whoever takes the value
-                folded = found[stock].whole(dtype)
+                folded = by_name[stock].whole(dtype)
             yield stock, folded
         elif fp8.is_frozen(value):
             yield stock, fp8.codes_of_frozen(value)

@@ -117,7 +117,7 @@ class MergeErrors:
             self._take(fold, slot, rows, value)
 
     def _take(self, fold: Fold, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized) -> None:
-        found = self.weights[fold.name]
+        sums = self.weights[fold.name]
         span = slice(*(rows or (0, fold.shape[0])))
         if self._last is None or self._last[0] != (fold.name, slot):
             base = fold.base(slot)
@@ -126,19 +126,19 @@ class MergeErrors:
         if isinstance(value, Tensor):
             v, unchanged = value.float(), w.to(value.dtype).float()
         else:
-            found.fp8 = True
+            sums.fp8 = True
             v = fp8.dequantize(value, torch.float32)
             frozen = fp8.is_frozen(fold.weight)
             unchanged = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
         w, d, unchanged = w.to(v.device), d.to(v.device), unchanged.to(v.device)
         applied = v - w
-        found.base += _square(w)
-        found.delta += _square(d)
-        found.applied += _square(applied)
-        found.inner += float((applied.double() * d).sum())
-        found.difference += _square(applied - d)
-        found.moved += int((v != unchanged).sum())
-        found.elements += v.numel()
+        sums.base += _square(w)
+        sums.delta += _square(d)
+        sums.applied += _square(applied)
+        sums.inner += float((applied.double() * d).sum())
+        sums.difference += _square(applied - d)
+        sums.moved += int((v != unchanged).sum())
+        sums.elements += v.numel()
 
     # What it comes to ------------------------------------------------------------------------------------------------
 

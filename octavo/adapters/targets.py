@@ -72,26 +72,26 @@ def targets_of(
 
 def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: Family | None) -> set[str]:
     if pattern in WITHOUT_HEAD:
-        found = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
-        if not found:
+        matched = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
+        if not matched:
             has = dict.fromkeys(row.component for row in rows if row.component in WITHOUT_HEAD)
             raise AdapterError(
                 f"targets: this {family.name if family else type(model).__name__} has no linear layers in {pattern}; "
                 f"it has {', '.join(has) or 'none in any component'}. Remove {pattern}."
             )
-        return found
+        return matched
     hit = [row for row in rows if row.component == pattern or _hits(pattern, row)]
-    found = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
-    if found:
-        return found
+    matched = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
+    if matched:
+        return matched
     names = {name: module for name, module in model.named_modules() if name}
     tables = [name for name, m in names.items() if isinstance(m, nn.Embedding) and _covers(pattern, name)]
     for name, kind in [*((row.name, row.kind) for row in hit), *((name, "embedding") for name in tables)]:
         raise AdapterError(
             f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {NEVER[kind]}. Remove it."
         )
-    there = [name for name in names if _covers(pattern, name)]
-    why = f"names {there[0]}, which holds no linear layer" if there else "matches nothing"
+    covered = [name for name in names if _covers(pattern, name)]
+    why = f"names {covered[0]}, which holds no linear layer" if covered else "matches nothing"
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     raise AdapterError(
         f"targets: {pattern!r} {why}. A target is a component ({', '.join(WITHOUT_HEAD)}) or a glob over module names."

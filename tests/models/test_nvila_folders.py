@@ -190,7 +190,7 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
     ],
 )
 def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
-    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA computes"):
+    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA supports only"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
 
 
@@ -257,6 +257,6 @@ def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> 
     edit(folder / "config.json", chat_template="mistral")
     (folder / "llm" / "chat_template.jinja").unlink()
     with pytest.raises(
-        models.ModelError, match="'mistral' of VILA's code, and Octavo has qwen2, .*chat_template.jinja"
+        models.ModelError, match="'mistral' of VILA's code, and Octavo has only qwen2, .*chat_template.jinja"
     ):
         models.load_processor(folder)

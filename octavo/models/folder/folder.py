@@ -136,13 +136,13 @@ def readable(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with ExitStack() as stack:
-        made = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
+        links = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
         try:
             for file in files:
-                (made / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
+                (links / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
         except encryption.VaultError as cause:
             raise ModelError(f"{cause}.") from cause
-        yield made
+        yield links
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
@@ -209,11 +209,11 @@ def _check_sign(file: Path, key: str, value: float) -> None:
 
 def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
     """Raises ModelError where a token takes more experts than there are: no forward would end."""
-    there = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
+    counts = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
     for key in _TAKEN:
-        if type(taken := part.get(key)) is int and taken > max(there, default=0) > 1:  # dense siblings have 0 or 1
+        if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1
             raise ModelError(
-                f"{file} gives {key}={taken}, and it must be {max(there)} at most, the number of experts. Mend the "
+                f"{file} gives {key}={taken}, and it must be {max(counts)} at most, the number of experts. Mend the "
                 "field."
             )
 
@@ -266,7 +266,7 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
     placed = weight_map(index) if indexed else {}
-    found = []
+    file_headers = []
     for name in sorted(set(placed.values())) or [SINGLE]:
         file = folder / name
         if not os.path.lexists(file):
@@ -277,14 +277,14 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
             if error.kind == "unread":
                 raise ModelError(f"{error}.") from error
             raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
-        there = {entry.name for entry in header.entries}
-        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in there):
+        present = {entry.name for entry in header.entries}
+        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in present):
             raise ModelError(
                 f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
                 "both again."
             )
-        found.append(header)
-    return found
+        file_headers.append(header)
+    return file_headers
 
 
 def _within(part: str, header: headers.Header) -> headers.Header:
@@ -361,12 +361,12 @@ def read_companion(file: Path) -> bytes:
     return raw
 
 
-def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | None = None) -> None:
+def copy_companions(source: Path, target: Path, encrypted: encryption.Folder | None = None) -> None:
     """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
     ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
     for file in companions(source):
-        copied = made / file.relative_to(source)
+        copied = target / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         raw = read_companion(file)
         encryption.put(copied, raw, encrypted)
@@ -374,7 +374,7 @@ def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | Non
 
 def write_config(
     source: Path,
-    made: Path,
+    target: Path,
     dtype: torch.dtype,
     quantization: Mapping[str, Any] | None = None,
     encrypted: encryption.Folder | None = None,
@@ -382,8 +382,8 @@ def write_config(
     """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
     the code that it names (`auto_map`), which does not go along. So in each of three folders."""
     for part in parts_of(source):
-        (made / part).mkdir(exist_ok=True)
-        write_config(source / part, made / part, dtype, encrypted=encrypted)
+        (target / part).mkdir(exist_ok=True)
+        write_config(source / part, target / part, dtype, encrypted=encrypted)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
@@ -391,15 +391,15 @@ def write_config(
     def rewrite(node: Any) -> Any:
         if not isinstance(node, dict):
             return node
-        kept = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
-        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in kept.items()}
+        fields = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in fields.items()}
 
     config = rewrite(config)
     if "torch_dtype" not in config:
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    encryption.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
+    encryption.put(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
 def summary(error: BaseException) -> str:

@@ -112,9 +112,9 @@ def read(file: Path) -> Header:
     end = 8 + length + header.size
     if size != end:
         cut = next((e.name for e in header.entries if 8 + length + e.begin + e.size > size), None)
-        more = f", so that {cut} and what follows is cut" if cut is not None else ""
+        consequence = f", so that {cut} and what follows is cut" if cut is not None else ""
         kind = "truncated" if size < end else "header"
-        raise HeaderError(f"it has {size} bytes where its header announces {end}{more}", kind)
+        raise HeaderError(f"it has {size} bytes where its header announces {end}{consequence}", kind)
     return header
 
 
@@ -130,14 +130,14 @@ def _readable() -> Iterator[None]:
 def parse(file: str, text: str) -> Header:
     """The header of this JSON. Raises HeaderError."""
     try:
-        found = safe_read.parse_json(text, "its header")
+        table = safe_read.parse_json(text, "its header")
     except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), fix="") from error
-    words = found.pop("__metadata__", None) or {}
+    words = table.pop("__metadata__", None) or {}
     if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
         raise HeaderError("its __metadata__ is no table of words, which every reader of safetensors wants")
     # An empty tensor begins where the next one does, and comes before it.
-    entries = sorted((_entry(name, info) for name, info in found.items()), key=lambda e: (e.begin, e.size))
+    entries = sorted((_entry(name, info) for name, info in table.items()), key=lambda e: (e.begin, e.size))
     end = 0
     for entry in entries:
         if entry.begin != end:

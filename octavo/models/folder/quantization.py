@@ -158,15 +158,15 @@ def read_quantization(folder: str | Path) -> Quantization | None:
     Raises ModelError for a method, a format or a layout that Octavo does not read, with the fix.
     """
     file = Path(folder) / "config.json"
-    found = quantization_block(read_json(file))
-    if found is None:
+    block = quantization_block(read_json(file))
+    if block is None:
         if (other := file.with_name("hf_quant_config.json")).exists():
             raise ModelError(
                 f"{other} tells of weights quantized by NVIDIA's ModelOpt, and {file} of none; Octavo does not read "
                 f"that format. {_FIX}"
             )
         return None
-    return parse(found, str(file))
+    return parse(block, str(file))
 
 
 def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -258,7 +258,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError(f"{where}: config_groups is missing or empty, so nothing says what is quantized. {_FIX}")
-    found: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
+    layouts: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
     activations = set()
     for name, group in groups.items():
         at = f"{where}: config_groups.{name}"
@@ -270,15 +270,15 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         if form not in _FORMATS:
             raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
         layout = _parse_weights(group["weights"], at)
-        found.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
+        layouts.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
         inputs = group.get("input_activations")
         activations.add("none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static")
-    if len(found) != 1:
+    if len(layouts) != 1:
         raise ModelError(
-            f"{where}: config_groups quantize weights in {len(found)} ways "
-            f"({', '.join(k for k, _ in found) or 'none'}); Octavo reads one a checkpoint. {_FIX}"
+            f"{where}: config_groups quantize weights in {len(layouts)} ways "
+            f"({', '.join(k for k, _ in layouts) or 'none'}); Octavo reads one a checkpoint. {_FIX}"
         )
-    ((kind, size), targets), *_ = found.items()
+    ((kind, size), targets), *_ = layouts.items()
     skipped = _names(block.get("ignore"), f"{where}: ignore")
     for pattern in (*targets, *skipped):
         _compiles(pattern, where)
@@ -293,8 +293,8 @@ def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     for key, value in wanted.items():
-        if (given := weights.get(key, defaults[key])) != value:
-            raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
+        if (stated := weights.get(key, defaults[key])) != value:
+            raise ModelError(f"{at}.weights.{key} is {stated!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
         raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_FIX}")

@@ -57,4 +57,4 @@ def hearing_of(config: PreTrainedConfig) -> Hearing:
     if config.model_type == "qwen2_audio":
         places = sound.max_source_positions
         return Hearing(sound.num_mel_bins, 2 * places, places, places // 2)
-    raise ModelError(f"how sound comes to the tower of model_type {config.model_type!r} is not known to Octavo")
+    raise ModelError(f"Octavo does not know how sound enters the tower of model_type {config.model_type!r}")

@@ -128,7 +128,7 @@ def vision_of(config: PreTrainedConfig) -> Vision:
         vision = config.vision_config
         cut = "patches" if hasattr(vision, "spatial_merge_size") else "whole" if vision.model_type == "pixtral" else ""
     if not cut:
-        raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+        raise ModelError(f"Octavo does not know how images enter the tower of model_type {config.model_type!r}")
     return _CUTS[cut](config, _pair(config.vision_config.patch_size), _channels(config.vision_config))
 
 
