@@ -283,7 +283,7 @@ def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
         held = block.experts._parameters
         for name in reversed(list(held)):
             held[name] = held.pop(name)
-        experts.in_order(block)
+        experts.sort_parameters(block)
         assert {n: p.shape for n, p in lora(adapted(block)).items()} == want, family
 
 

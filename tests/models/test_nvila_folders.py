@@ -100,9 +100,9 @@ def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_
 def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
     """Which is what servers read: its tokenizer has tokens of media, its configuration the class that they know."""
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
-    with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. makes one of it"):
+    with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. writes it as one"):
         verify(folder)
-    with pytest.raises(models.ModelError, match="octavo convert takes models of one folder alone"):
+    with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
     made = export(models.stream(folder), folder, tmp_path / "one", "bf16").directory
     assert not any(file.is_dir() for file in made.iterdir())

@@ -281,8 +281,8 @@ class Stream:
         if codes and self.keep_fp8:
             rule = ", ".join(type(op).__name__ for op in origin.converter.operations) if origin.converter else ""
             raise ModelError(
-                f"{codes[0]} holds FP8 codes, and its tensor becomes {origin.name} by {rule}, which Octavo cannot apply "
-                "to codes. Load with keep_fp8=False: the values are dequantized first."
+                f"{codes[0]} holds FP8 codes, and its tensor becomes {origin.name} by {rule}, which Octavo cannot "
+                "apply to codes. Load with keep_fp8=False: the values are dequantized first."
             )
         values = {}
         for entry in origin.stored:
