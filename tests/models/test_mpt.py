@@ -19,6 +19,7 @@ from transformers import MptConfig, MptForCausalLM
 from octavo import fp8, models
 from octavo.checkpoint import verify
 from octavo.config import load_config_text
+from octavo.fp8.blocks import grouped_attention
 from octavo.models import ModelError
 from octavo.models.custom import mpt
 from octavo.models.forward import packed
@@ -226,8 +227,8 @@ def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     wanted = grads()
-    models.use_attention(model, fp8.grouped_attention)
-    fp8.recompute(family.layers(model), "full")
+    models.use_attention(model, grouped_attention)
+    fp8.activation_checkpointing(family.layers(model), "full")
     for name, grad in grads().items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
     models.use_kernel(model, "flex", "foundation")

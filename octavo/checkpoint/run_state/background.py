@@ -32,7 +32,7 @@ class World(Ranks, Protocol):
 
     @property
     def group(self) -> Any: ...
-    def beside(self) -> World: ...
+    def with_own_group(self) -> World: ...
 
 
 class Background:
@@ -40,7 +40,7 @@ class Background:
     ranks."""
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._beside, self._device, self._encrypt = world, world.beside(), device, encrypt
+        self._world, self._beside, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -90,10 +90,10 @@ class Background:
 
     def _write(self, directory: Path, moment: Moment) -> None:
         try:
-            if accelerator.beside_host(self._device):  # a thread begins with the first device
-                accelerator.use(self._device)
+            if accelerator.has_own_memory(self._device):  # a thread begins with the first device
+                accelerator.set_current(self._device)
             if accelerator.why_no_streams(self._device) is None:  # none of the steps': DCP waits for the current one
-                accelerator.go_on_in(accelerator.stream(self._device))
+                accelerator.set_stream(accelerator.stream(self._device))
             self._path = write(directory, moment, self._beside, None, self._beside.group, self._encrypt)
         except Exception as error:  # of whatever library: `poll` raises it
             self._error = error

@@ -50,7 +50,7 @@ class Staging:
                 copied.copy_(here, non_blocking=True)
                 at += _size(here)
             found[name] = _in_place_of(name, value, copied)
-        if accelerator.beside_host(self._device):
+        if accelerator.has_own_memory(self._device):
             accelerator.current_stream(self._device).synchronize()
         return replace(moment, tensors=found)
 

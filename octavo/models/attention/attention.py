@@ -1,6 +1,6 @@
 """Custom attention functions in a Hugging Face model, through transformers' registry.
 
-    models.use_attention(model, fp8.grouped_attention)
+    models.use_attention(model, fp8.blocks.grouped_attention)
     models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
     models.use_kernel(model, "varlen", "image_encoder")  all images of a batch in one call
 

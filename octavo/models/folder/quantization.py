@@ -7,8 +7,8 @@
                         `tensor`, `block`; format `float-quantized`              `FP8_BLOCK`), vLLM's family
 
 Every scale is a dequantization multiplier, value = code * scale, with or without "inv" in its name. Experts are
-separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.FROZEN`: row (= channel), block,
-tensor.
+separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.weights.FROZEN`: row (= channel),
+block, tensor.
 
 Two lists determine which layers are in FP8, and loaders interpret them differently: by `exact`, `by_parts`,
 `by_pattern` or `by_target`. Checkpoints should therefore list full names, which all loaders understand.

@@ -68,8 +68,8 @@ def attach_dummy_image(
 
     enabled  called once in each forward: true for a batch without images (always true is correct too, and costs one
              small image)
-    guard    context around the extra forward, e.g. `octavo.fp8.uncounted`, so that it is not part of amax histories,
-             health figures and GEMM counts
+    guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it is not part of amax
+             histories, health figures and GEMM counts
 
     The tower runs whether it is frozen or not. Losses and other gradients are bit-identical to a model without the
     hook; unfrozen parameters of tower and projector get gradients of exactly zero. Returns a handle; `remove()` removes

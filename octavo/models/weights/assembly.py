@@ -21,6 +21,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from octavo import fp8
 from octavo.base import accelerator
 from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
+from octavo.fp8.policy import Row
+from octavo.fp8.weights import FROZEN
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, readable
 from octavo.models.folder.quantization import Quantization, read_quantization
@@ -36,8 +38,8 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.FROZEN`, by its name or that of its recipe: row or rowwise). A single word applies to
-    the language model, and True means `row`. Raises ModelError for unknown names."""
+    """component -> kind (of `fp8.weights.FROZEN`, by its name or that of its recipe: row or rowwise). A single word
+    applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
@@ -48,7 +50,7 @@ def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -
     for component, kind in kinds.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
-        if kind not in fp8.FROZEN:
+        if kind not in FROZEN:
             raise ModelError(f"load_in_fp8 asks for {stated[component]!r} in {component}; there are {names}.")
     return kinds
 
@@ -64,7 +66,7 @@ class Prepared:
 
     def casts(self) -> dict[str, fp8.CastSpec]:
         """Parameter -> the cast of its codes, for all parameters that become frozen FP8 weights. Reads scales."""
-        specs = {name: fp8.FROZEN[kind] for name, kind in self.stream.kinds.items()}
+        specs = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
         if self.stream.keep_fp8:
             codes = [o for o in self.sources.origins if any(e.is_codes for e in o.stored) and o.converter is None]
             specs |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
@@ -116,11 +118,11 @@ def assemble(
 
 def map_tensors(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
-) -> tuple[Paired, Sources, dict[str, fp8.Row]]:
+) -> tuple[Paired, Sources, dict[str, Row]]:
     """(codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's tensors.
     Raises ModelError if they are not those of the model."""
     paired = pair(shards.stored.values(), quantization, folder)
-    rows = fp8.topology(model, describe(model).components)
+    rows = fp8.describe_layers(model, describe(model).components)
     weights = {row.parameter: row for row in rows}
     experts = {name for name, row in weights.items() if row.kind == "experts"}
     mapping = sources(model, paired.weights, experts)
@@ -239,7 +241,7 @@ def _as_configured(
     folder: Path,
     model: PreTrainedModel,
     mapping: Sources,
-    rows: Mapping[str, fp8.Row],
+    rows: Mapping[str, Row],
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> None:
@@ -273,7 +275,7 @@ def _as_configured(
 
 def _kinds(
     folder: Path,
-    rows: Mapping[str, fp8.Row],
+    rows: Mapping[str, Row],
     mapping: Sources,
     wanted: Mapping[str, str],
     quantization: Quantization | None,
@@ -292,7 +294,7 @@ def _kinds(
                 f"{', '.join(known) or 'no component'}."
             )
         held = [name for name in mine if name in in_fp8]
-        if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
+        if held and quantization is not None and quantization.spec.block != FROZEN[kind].block:
             raise ModelError(
                 f"load_in_fp8 asks for {NAME_OF_KIND[kind]} in {component}, and {folder} holds FP8 codes of "
                 f"{quantization} ({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes "
