@@ -101,6 +101,7 @@ def _resolve_targets(
         raise AdapterError("the model has adapters already, and takes one set. Load it again, or use these.")
     names = targets_of(model, family, lora.targets, lora.exclude)
     modules, parameters = split(model, names)
+    # Errors come before `config` is changed, which `attach` passes to PEFT.
     experts.refuse(parameters, lora)
     for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
         why = experts.why_not(model.get_submodule(name))
@@ -117,7 +118,7 @@ def _resolve_targets(
         first = min(lost)
         say(
             f"LoRA leaves out {len(lost)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT reads "  # type: ignore[union-attr]
-            "their names as those of experts in older checkpoints, and would load the adapter into wrong weights"
+            "their names as names of experts in older checkpoints, and would load the adapter into wrong weights"
         )
         names = tuple(name for name in names if name not in lost)
         config.target_modules = set(modules) - lost

@@ -1,8 +1,8 @@
 """The error of an FP8 base compared with the stock model that its adapters will be loaded on.
 
 An adapter is trained with the values of FP8 codes, and PEFT loads it on the BF16 model: it may correct errors of one
-base that the other does not have. The adapter is the same for both, so the difference is that of the weights. For each
-weight W and its dequantized codes W'::
+base that the other does not have. The adapter is the same for both, so only the weights differ. For each weight W and
+its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
     sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.metrics`)
@@ -75,7 +75,7 @@ class BaseErrors:
 
 
 def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> BaseErrors:
-    """Compare each frozen FP8 weight of a model, adapted or not, with that of the stock model.
+    """Compare each frozen FP8 weight of a model, adapted or not, with the weight of the stock model.
 
     stock: the stock model, or its parameters by name, which may be produced one at a time; others are ignored.
 

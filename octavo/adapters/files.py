@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from octavo.config import LoraSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Files of a folder that may be replaced: those of PEFT, and those that its users add to an adapter.
+# Files of a folder that may be replaced: PEFT's files, and others that users commonly add to an adapter.
 _REPLACEABLE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
 
 # Fields of LoraConfig that are supported, or that do not affect the computation.
@@ -104,7 +104,7 @@ def save(
     (:mod:`octavo.base.atomic_write`). On several ranks, get ``state`` from :func:`adapter_state` on all of them, and
     call this on one. ``encrypt``: encrypt every file (:mod:`octavo.base.encryption`).
 
-    Raises AdapterError if the directory contains other files than those of an adapter, or cannot be written, and for
+    Raises AdapterError if the directory contains files that do not belong to an adapter, or cannot be written, and for
     values that are not finite.
     """
     final = Path(directory)
@@ -238,7 +238,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
 def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, dtype: str = "fp32") -> tuple[str, ...]:
     """Attach the adapter of a folder to a stock or an FP8 model. Returns the names of the adapted layers.
 
-    dtype: fp32 or bf16, the dtype of A and B. Only the adapters require gradients afterwards; dropout is that of the
+    dtype: fp32 or bf16, the dtype of A and B. Only the adapters require gradients afterwards; dropout is as in the
     configuration, in training mode.
 
     Raises AdapterError, before the model is changed, as :func:`read_config` does, for pickles, tensors that are missing
@@ -286,8 +286,9 @@ def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping
 
 
 def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
-    """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly those of the
-    targets."""
+    """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
+    targets need."""
+    # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rows = {row.name: row for row in fp8.describe_layers(model)}
@@ -360,7 +361,7 @@ def _shapes(
 
 
 def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of ``lora.adapter``. Raises AdapterError if its settings are not those of ``lora``."""
+    """The tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
     assert lora.adapter is not None
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)

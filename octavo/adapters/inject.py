@@ -35,7 +35,7 @@ def inject(
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
     experts.sort_parameters(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _with_values(device):
-        # Only the CPU's generator, on which PEFT draws: torch.manual_seed would set those of all devices.
+        # Only the CPU's generator, on which PEFT draws: torch.manual_seed would set the generators of all devices.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
@@ -122,7 +122,7 @@ def _is_of(adapter: str, name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name, without those of a second adapter."""
+    """The parameters of the adapters of a model, by name, without a second adapter's."""
     return ((name, p) for name, p in model.named_parameters() if _is_of(NAME, name))
 
 

@@ -1,7 +1,7 @@
 """The layer that PEFT puts in place of a linear layer: PEFT's LoRA linear with another forward.
 
 Parameters, names, configuration, files, DoRA's magnitudes and the switching of adapters are PEFT's. Only the arithmetic
-differs, that of :mod:`octavo.adapters.lowrank`. It is the same with an FP8 layer, a frozen FP8 weight in a stock layer
+differs (:mod:`octavo.adapters.lowrank`). It is the same with an FP8 layer, a frozen FP8 weight in a stock layer
 and a stock BF16 layer, so two runs with different bases differ in nothing else. The base layer is called with x itself,
 so that q, k and v share its codes; dropout applies only to the input of A.
 

@@ -3,8 +3,8 @@
 A pattern is one of
 
     a component   foundation, image_encoder, image_projector, audio_encoder: all its linear layers and experts
-    a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.policy.globs`); a module stands for
-                  all modules in it
+    a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.policy.globs`); a module means all
+                  modules in it
     a suffix      "q_proj", "self_attn.q_proj": PEFT's target modules
 
 The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear maps never get an
@@ -127,8 +127,8 @@ def split(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]
 def names_lost_by_peft(model: nn.Module, config: Any) -> tuple[str, ...]:
     """Modules that PEFT would not adapt although ``config`` (a LoraConfig) names them.
 
-    For some mixture-of-experts families PEFT takes the last part of a target's name for that of an older checkpoint, in
-    which experts were modules: a dense "mlp.gate_proj" of such a model becomes the experts' gate_up_proj.
+    For some mixture-of-experts families PEFT takes the last part of a target's name for a name in an older checkpoint,
+    in which experts were modules: a dense "mlp.gate_proj" of such a model becomes the experts' gate_up_proj.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

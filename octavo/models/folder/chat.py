@@ -175,7 +175,7 @@ def write_plain(
 ) -> str | None:
     """A conversation by the template of `owner`, a processor or tokenizer, and `variables`, without transformers' code
     around it: for a few words that code costs three times as much as the template, and finding the answers of a row
-    takes two renderings for each. None if that code might have an effect: for all conversations except those of roles,
+    takes two renderings for each. None if that code might have an effect: for conversations with anything but roles,
     texts, reasoning under both its names and placeholders of images.
     """
     plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}

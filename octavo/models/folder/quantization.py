@@ -7,8 +7,8 @@
                         `tensor`, `block`; format `float-quantized`              `FP8_BLOCK`), vLLM's family
 
 Every scale is a dequantization multiplier, value = code * scale, with or without "inv" in its name. Experts are
-separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.weights.FROZEN`: row (= channel),
-block, tensor.
+separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds, as in `fp8.weights.FROZEN`, are row (= channel),
+block and tensor.
 
 Two lists determine which layers are in FP8, and loaders interpret them differently: by `exact`, `by_parts`,
 `by_pattern` or `by_target`. Checkpoints should therefore list full names, which all loaders understand.
@@ -217,6 +217,7 @@ def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantizatio
 
 
 def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
+    # Every field that would change the meaning of codes or scales is refused unless it has the one known value.
     size = block.get("weight_block_size")
     if size is None:
         raise ModelError(
@@ -341,6 +342,7 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
     Raises ModelError for a Quantization that the method cannot express.
     """
     q = quantization
+    # Keys that are None are written too, as compressed-tensors itself does.
     if q.method == "fp8":
         if q.kind != "block" or q.block is None or q.activations != "dynamic" or q.targets != ("Linear",):
             raise ModelError(

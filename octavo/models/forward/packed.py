@@ -116,11 +116,11 @@ class Packed:
     @contextmanager
     def forward(self, edges: Sequence[int], positions: Tensor | None) -> Iterator[None]:
         """A context for one forward of the model on a row of samples that end at ``edges``, which begin with 0 and end
-        with T; for a shared row the forward takes this rank's tokens and their positions. ``positions``: those of the
-        whole row.
+        with T; for a shared row the forward takes this rank's tokens and their positions. ``positions``: for the whole
+        row.
 
-        Raises ModelError for positions that are not those of the samples, and after the forward if a layer of the
-        decoder did not use the segments.
+        Raises ModelError for positions that do not fit the samples, and after the forward if a layer of the decoder did
+        not use the segments.
         """
         self._check(edges, positions)
         device = next(self.model.parameters()).device
@@ -141,14 +141,14 @@ class Packed:
         if positions is None or list(positions.shape) != wanted:
             shape = "none" if positions is None else list(positions.shape)
             raise ModelError(
-                f"positions of a pack have the shape {wanted} for {self.family.name}, found {shape}: take those of "
+                f"positions of a pack have the shape {wanted} for {self.family.name}, found {shape}: compute them with "
                 "Packed.positions"
             )
         rising = list(edges) == sorted(set(edges)) and edges[0] == 0
         if not rising or not torch.equal((positions if self.axes == 1 else positions[0]).cpu(), _plain(edges)):
             raise ModelError(
                 f"positions of a pack count from 0 in each sample (in row 0, if there are four), and samples end at "
-                f"{list(edges)[:8]}: take those of Packed.positions"
+                f"{list(edges)[:8]}: compute them with Packed.positions"
             )
 
 

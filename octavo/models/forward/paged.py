@@ -48,6 +48,7 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache does
     not support: layers other than plain attention over all earlier tokens, and positions that depend on the longest
     sequence of the batch."""
+    # The engine computes a causal softmax over all cached keys and nothing else; each refusal is another computation.
     if attends_both_ways(config.model_type):
         raise ModelError(
             f"tokens of an image see later ones in model_type {config.model_type!r}, and the generation engine "

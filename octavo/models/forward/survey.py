@@ -36,7 +36,7 @@ COLUMNS = ("model type", "tower", "projector", "decoder", "blocks", "image token
 @dataclass(frozen=True)
 class Surveyed:
     """One family: its support (one of :data:`HERE`), the reason if it is limited, and the names of its parts, which are
-    empty if the family is not described. ``image_token`` is that of the default configuration."""
+    empty if the family is not described. ``image_token``: in the default configuration."""
 
     model_type: str
     here: str

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from octavo.models.errors import ModelError
-from octavo.models.structure.audio_shapes import hearing_of
+from octavo.models.structure.audio_shapes import audio_of
 from octavo.models.structure.describe import Family
 from octavo.models.structure.vision_shapes import vision_of
 
@@ -94,7 +94,7 @@ def attach_dummy_sound(
     shorter one. Raises ModelError for a family whose audio inputs Octavo does not know."""
     if not family.has_audio:
         raise ModelError(f"{family.name} takes no sound; only a model with an audio tower needs a dummy sound.")
-    hearing = hearing_of(cast(PreTrainedConfig, model.config))
+    hearing = audio_of(cast(PreTrainedConfig, model.config))
     tower = model.get_submodule(family.audio_tower)
     globs = family.components["audio_projector"]
     projectors = [model.get_submodule(glob.removesuffix(".**")) for glob in globs]

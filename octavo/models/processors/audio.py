@@ -22,7 +22,7 @@ from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioPro
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.folder import check_sizes, readable, stock
-from octavo.models.structure.audio_shapes import LEAST, hearing_of
+from octavo.models.structure.audio_shapes import LEAST, audio_of
 from octavo.models.structure.skeleton import stock_config
 
 
@@ -84,7 +84,7 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
         with readable(folder) as plain:
             extractor = WhisperFeatureExtractor.from_pretrained(plain, local_files_only=True)
         processor = Qwen2AudioTextProcessor(extractor, tokenizer, chat_template=template)
-    hearing = hearing_of(config)
+    hearing = audio_of(config)
     sizes, wanted = (extractor.feature_size, extractor.nb_max_frames), (hearing.bins, hearing.frames)
     if sizes != wanted:
         raise ModelError(

@@ -29,7 +29,7 @@ def write_companions(
     `target`, for weights of this dtype and quantization.
 
     Returns the token that ends answers in the chat template if the generation settings of `source` do not stop at it;
-    those of `target` do. Raises ModelError for files that cannot be read or copied.
+    the settings of `target` do. Raises ModelError for files that cannot be read or copied.
     """
     if not parts_of(source):
         write_config(source, target, dtype, quantization)

@@ -1,8 +1,8 @@
 """Videos of a batch as images: to a vision tower, a time step of a video is an image.
 
-In the towers of Qwen3-VL and Qwen2.5-VL a step (the frames that share a patch) attends only to itself, its rotary
-angles are those of an image, and its features replace the embeddings of its tokens, whatever their placeholder. A video
-of t steps is therefore passed as t images, and a batch of images and videos runs the tower once, like a batch of
+In the towers of Qwen3-VL and Qwen2.5-VL a step (the frames that share a patch) attends only to itself, it has an
+image's rotary angles, and its features replace the embeddings of its tokens, whatever their placeholder. A video of t
+steps is therefore passed as t images, and a batch of images and videos runs the tower once, like a batch of
 images: all ranks gather its weights equally often, each layer's GEMMs are counted once, and images and steps are dealt
 to ranks by the same code. Only the positions of tokens in time differ; they are computed before the forward
 (:func:`octavo.models.forward.paged.positions`).
@@ -35,7 +35,7 @@ def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any
     """A batch in host memory with its videos as images; the same values if it has none.
 
     merge: patches of a token, in each direction · image: the placeholder token of an image. `pixel_values`,
-    `image_grid_thw`, `input_ids` and `mm_token_type_ids` are those of images and steps, in the order of their tokens.
+    `image_grid_thw`, `input_ids` and `mm_token_type_ids` cover images and steps, in the order of their tokens.
     """
     if "video_grid_thw" not in batch:
         return dict(batch)
@@ -76,7 +76,7 @@ def positions_of_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tenso
 
 def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
     """Why transformers' own forward would place the videos of a batch [B, T] wrongly in time, or None. Its positions
-    are compared with those of :func:`positions_of_rows`, so this holds for every version."""
+    are compared with :func:`positions_of_rows`, so this holds for every version."""
     if "second_per_grid_ts" not in batch:
         return None
     stock = _stock_positions(model, batch)

@@ -82,7 +82,7 @@ def question(
     answered: bool = False,
     videos: Sequence[Any] = (),
 ) -> BatchFeature:
-    """A conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and those of images.
+    """A conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of images.
     `answered`: the conversation ends with its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)

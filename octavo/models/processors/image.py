@@ -18,7 +18,7 @@ from octavo.models.folder.folder import read_json, stock
 from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.structure.skeleton import stock_config
 
-_MOST = 1 << 16  # limit of tokens of a small image, where the decoder states no maximum of positions
+_MOST = 1 << 16  # limit of tokens of a small image, whatever the decoder's number of positions
 #: name of a size in Qwen's vision configuration -> its name in the image processor
 _SAME = {
     "patch_size": "patch_size",

@@ -87,7 +87,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
     whole = Path(path)
     check_companions(whole)
-    folder = at(whole, "tokenizer_config.json").parent  # of a model in three folders, that of the decoder
+    folder = at(whole, "tokenizer_config.json").parent  # of a model in three folders, the decoder's
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
     instead: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def load_processor(
     template_args: Mapping[str, Any] | None = None,
     video: Mapping[str, Any] | None = None,
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type: that of AutoProcessor, but with
+    """The processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
     Pillow if torchvision is missing (`pixels_by` returns which), and always with Pillow for videos.
 
     max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, rounded to whole tokens.
@@ -189,7 +189,7 @@ def _load_processor(
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(
-            f"data.video is given, and Octavo takes no videos for model_type {model_type!r}; it takes those of "
+            f"data.video is given, and Octavo takes no videos for model_type {model_type!r}, only for "
             f"{', '.join(video_families())}. Remove it, or use a model of these families."
         )
     tokenizer = load_tokenizer(folder)

@@ -112,7 +112,7 @@ class _VideoTraits:
         return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
 
     def video_inputs(self, shots: Sequence[_Shot]) -> dict[str, Any]:
-        """The arguments of a call for decoded videos; `frames` of each are those of its `indices`."""
+        """The arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
         described = [metadata(shot.total, shot.fps, shot.indices) for shot in shots]
         return {"videos": [shot.frames for shot in shots], "video_metadata": described} if shots else {}
 
@@ -268,8 +268,8 @@ class LlavaOnevisionImageTextProcessor(TraitsWithoutVideo, LlavaOnevisionProcess
         return {"image_grid_pinpoints": config.image_grid_pinpoints, "size": _square(config.vision_config.image_size)}
 
     def tiles(self, size: Sequence[int], alone: bool) -> int:
-        """Tiles of an image of (height, width), including the tile of the whole image; `alone`: it is the only image of
-        its row."""
+        """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it
+        is the only image of its row."""
         if not alone:
             return 1
         tall, wide = select_best_resolution(tuple(map(int, size)), self.image_processor.image_grid_pinpoints)

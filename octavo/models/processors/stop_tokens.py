@@ -79,8 +79,8 @@ def _tail(processor: Any) -> str:
 
 
 def stop_ids(settings: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: those of a model's generation `settings` (else the tokenizer's end token), and the
-    token with which the chat template ends answers."""
+    """The tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end token),
+    and the token with which the chat template ends answers."""
     tokenizer = getattr(processor, "tokenizer", processor)
     ids = _as_list(getattr(settings, "eos_token_id", None)) or _as_list(tokenizer.eos_token_id)
     learned = answer_end(processor, ids)

@@ -1,7 +1,7 @@
 """Videos to the tensors of a family, without torchvision: the choice of frames, their size, the order of patches.
 
-The formulas are those of transformers' video processors (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
-`InternVLVideoProcessor`) on numpy arrays; a test compares both. Frames are resized one by one as they are decoded, so
+The formulas are the same as in transformers' video processors (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
+`InternVLVideoProcessor`), on numpy arrays; a test compares both. Frames are resized one by one as they are decoded, so
 that no video is in memory at its original size. A :class:`Videos` takes the place of a stock processor's video
 processor; the text for a video is written by the stock processor.
 

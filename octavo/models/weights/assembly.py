@@ -84,8 +84,8 @@ def prepare(
     keep_fp8: bool,
     say: Callable[[str], None],
 ) -> Prepared:
-    """The model of a folder, before its weights; the arguments are those of `octavo.models.load`. Raises ModelError for
-    all errors that headers show."""
+    """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
+    errors that headers show."""
     # `build` comes first and everything that can be refused before the stream, so that errors cost no reading.
     model = build()
     paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
@@ -120,7 +120,7 @@ def map_tensors(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
 ) -> tuple[Paired, Sources, dict[str, Row]]:
     """(codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's tensors.
-    Raises ModelError if they are not those of the model."""
+    Raises ModelError if they do not fit the model."""
     paired = pair(shards.stored.values(), quantization, folder)
     rows = fp8.describe_layers(model, describe(model).components)
     weights = {row.parameter: row for row in rows}
@@ -249,6 +249,7 @@ def _as_configured(
     them: loaders that follow the configuration would misread them."""
     if quantization is None:
         return
+    # Both names are looked up: the list may have the name on disk or the name in the model.
     for origin in mapping.origins:
         row = rows.get(origin.name)
         for entry in origin.stored:
@@ -394,7 +395,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
             return
         for buffer_name, buffer in mine.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        # Hide parameters from `_init_weights`, which would initialise them again; SigLIP's also draws those of a child.
+        # Hide parameters from `_init_weights`, which would initialise them again; SigLIP's also draws a child's.
         held = [(part, dict(part._parameters)) for part in module.modules()]
         for part, parameters in held:
             for parameter, value in parameters.items():

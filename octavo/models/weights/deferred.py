@@ -88,8 +88,8 @@ def defer(
     split: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Deferred:
-    """The model of `models.load` with these arguments, or with `split` that of `models.load_split`, before its
-    parameters are read. Raises ModelError for all errors that do not depend on values."""
+    """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
+    are read. Raises ModelError for all errors that do not depend on values."""
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
     quantization, shards = open_folder(folder, say)

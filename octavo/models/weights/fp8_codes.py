@@ -37,6 +37,7 @@ class Paired:
 def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Path) -> Paired:
     """Pair codes with their scales. Raises ModelError for codes without scales, scales without codes, and codes in a
     folder without a quantization_config."""
+    # Every tensor is a code with its scale, an unused scale or a weight; what remains ambiguous is refused.
     by_name = {entry.name: entry for entry in stored}
     codes = [entry for entry in by_name.values() if entry.is_codes]
     if quantization is None:
@@ -89,7 +90,7 @@ def _not_used(unused: list[Stored]) -> tuple[str, ...]:
 
 
 def _base(name: str) -> str:
-    """The name of the weight of a scale; "" if `name` is not that of a scale."""
+    """The name of the weight of a scale; "" if `name` is no scale's."""
     return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
 
 
@@ -173,10 +174,11 @@ def check_codes(codes: Tensor, entry: Stored) -> None:
 def rows_of_a_block(
     quantization: Quantization, heights: list[int], turned: bool, scales: Iterable[list[Tensor]]
 ) -> int:
-    """The number of rows that share a scale when pieces are concatenated by rows: that of the format's blocks if every
-    piece begins with a new block, else the largest number that divides the beginnings of all; -1 for a single block.
+    """The number of rows that share a scale when pieces are concatenated by rows: the height of the format's blocks if
+    every piece begins with a new block, else the largest number that divides the beginnings of all; -1 for a single
+    block.
 
-    heights: rows of the pieces; scales: those of each slot's pieces, to recognise one scale for whole tensors.
+    heights: rows of the pieces; scales: the scales of each slot's pieces, to recognise one scale for whole tensors.
     """
     height = (
         1 if quantization.kind == "row" else -1 if quantization.kind == "tensor" else quantization.spec.block[turned]

@@ -1,7 +1,7 @@
 """The weights of a folder one by one, under the names of the modules, without a model in memory.
 
-Exports use it. Checks and rules are those of loading (`assembly`, `sources`); the model is on the meta device, and each
-parameter has values in it only until it is passed on.
+Exports use it. Checks and rules are the same as in loading (`assembly`, `sources`); the model is on the meta device,
+and each parameter has values in it only until it is passed on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The mapping from tensors on disk to parameters, by transformers' own conversion rules.
 
-Names on disk often differ from those of the modules (Qwen2.5-VL, InternVL), and experts that are one tensor in a module
+Names on disk often differ from names of modules (Qwen2.5-VL, InternVL), and experts that are one tensor in a module
 are separate tensors on disk, or transposed. transformers has rules for that (`WeightRenaming`, `WeightConverter`). Here
 they are applied only to names, so that weights can be read expert by expert; the effect of a rule on the tensors is
 described by pieces:

@@ -3,7 +3,7 @@ at a time, so that no process holds all weights.
 
 transformers initialises modules one by one, the innermost first, by the `_init_weights` of the model that contains
 them; a module may set parameters of its children. So a part is a block, or a module without blocks, and is initialised
-at once. Parts are in transformers' order: the numbers are those of `initialize_weights` on the whole model.
+at once. Parts are in transformers' order, so `initialize_weights` on the whole model draws the same numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fresh(
     std   standard deviation of normal weights, instead of the configuration's (`initializer_range`)
 
     The model is in eval mode, as from `load`; the generator of the process is not changed. Raises ModelError if the
-    configuration is that of FP8 weights, if it has no standard deviation for `std` to change, or if the family does not
+    configuration describes FP8 weights, if it has no standard deviation for `std` to change, or if the family does not
     initialise some weights.
     """
     drawn = draw(path, dtype, device, seed, std)
@@ -111,11 +111,12 @@ def draw(
     check_companions(folder)
     if read_quantization(folder) is not None:
         raise ModelError(
-            f"{folder}/config.json is that of weights in FP8 (quantization_config), and random weights are in high "
+            f"{folder}/config.json describes weights in FP8 (quantization_config), and random weights are in high "
             "precision. Remove that entry; the run's configuration decides what trains in FP8."
         )
     if std is not None:
         _spread(folder, config, std)
+    # Parameters get their dtypes on the meta device, where a change of dtype costs no memory.
     dtype = torch.bfloat16 if split else dtype
     with stock(f"{folder}: no {config.model_type!r} can be initialised"):
         model = empty(config, dtype)
@@ -146,8 +147,8 @@ def _spread(folder: Path, config: PreTrainedConfig, std: float) -> None:
 def _parts(model: PreTrainedModel, blocks: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
     """(name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
 
-    Numbers come from a generator with this seed; that of the process is not changed. Raises ModelError for a parameter
-    that the family does not initialise, and for a module that sets parameters of another part.
+    Numbers come from a generator with this seed; the process' generator is not changed. Raises ModelError for a
+    parameter that the family does not initialise, and for a module that sets parameters of another part.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)

@@ -48,7 +48,7 @@ class Stream:
     """Fills parameters. `kinds`: those that are quantized during loading; `dtype_of`: the dtype of values.
 
     window   parameter, its shape -> the needed rows of its first dimension; None: all
-    largest  the maximum of amaxes over all ranks, a collective if windows are those of ranks
+    largest  the maximum of amaxes over all ranks, a collective if each rank has a window
     place    called with a name and its value; None: the value is stored in the model
     """
 
@@ -286,6 +286,7 @@ class Stream:
                 f"{codes[0]} holds FP8 codes, and its tensor becomes {origin.name} by {rule}, which Octavo cannot "
                 "apply to codes. Load with keep_fp8=False: the values are dequantized first."
             )
+        # transformers' rule needs whole tensors; the other paths read pieces.
         values = {}
         for entry in origin.stored:
             if entry.is_codes:

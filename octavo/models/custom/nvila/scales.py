@@ -1,8 +1,7 @@
 """Dynamic S2: the features of an image at several scales, concatenated, in blocks for the projector.
 
     1  the tiles of a scale are stitched to one map of features
-    2  each map is resized to that of the largest scale, by area, in fp32, and channels are joined, the smallest scale
-       first
+    2  each map is resized to the largest scale, by area, in fp32, and channels are joined, the smallest scale first
     3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are stitched to a
        map, which is read row by row
 

@@ -5,7 +5,7 @@
     vision_tower/     config.json, weights, preprocessor_config.json
     mm_projector/     config.json, weights
 
-The parts are found by the names of their folders, because the paths in config.json are those of the author's machine.
+The parts are found by the names of their folders, because the paths in config.json are on the author's machine.
 Folders that also name Python code (`auto_map`) are read from their configuration and weights; their code never runs.
 """
 
@@ -125,7 +125,7 @@ def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
 
 
 def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
-    """The sides of dynamic S2, the smallest first; features of all are resized to those of the largest."""
+    """The sides of dynamic S2, the smallest first; features of all are resized to the largest."""
     stated = top.get("s2_scales") or _PUBLISHED
     if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
         raise ModelError(
