@@ -74,7 +74,7 @@ area(
     ),
     (
         "sounds-places-of-a-row", "train/setup/token_counts.py",
-        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        "sound = models.audio_of(models.read_config(cfg.model.path)).positions",
         'sound = counts["audio_encoder"] // rows',
         "several sounds of a row attend to each other, in figures of a plan",
         "train/test_hearing.py",
