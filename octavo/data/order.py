@@ -55,7 +55,7 @@ class Windows:
     """Shards of `sizes` rows in an order of the epoch's, the rows shuffled within windows of `window`: 8 bytes a row of
     a window, 24 a shard."""
 
-    def __init__(self, sizes: Sequence[int], window: int, seed: int, source: int) -> None:
+    def __init__(self, sizes: Sequence[int] | np.ndarray, window: int, seed: int, source: int) -> None:
         self.sizes, self.window, self.seed, self.source = np.asarray(sizes, np.int64), window, seed, source
         self.first = np.cumsum(self.sizes) - self.sizes  # row of each shard
         self.size = int(self.sizes.sum())

@@ -161,7 +161,7 @@ def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
         rows = [*pool.map(lambda store: [len(open_shard(store, shard)) for shard in found[:2]], stores)]
     assert rows == [[10, 10]] * 4 and len(asked) == 2
     shard = found[3]
-    with fetched.cache.locked(tmp_path / "store" / f".{shard.key}.lock"):
+    with fetched.cache.lock(tmp_path / "store" / f".{shard.key}.lock"):
         assert stores[0].file(shard, wait=False) is None  # somebody is at it
     assert stores[0].file(shard, wait=False) is not None
 
@@ -317,7 +317,7 @@ def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
 
 def test_windows_that_do_not_fit_are_refused_at_once(there):
     source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
-    with pytest.raises(DataError, match=r"30 rows are shuffled together, which lie in files of up to .* raise it, or"):
+    with pytest.raises(DataError, match=r"30 rows are shuffled together, which are in files of up to .* raise it, or"):
         loader(source)
 
 

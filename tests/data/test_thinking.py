@@ -200,7 +200,7 @@ def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
         ):
             made.encode(folder.read([row(answer)])[0])
     for template in ("qwen3_5", "qwen3_vl"):
-        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text behind its reasoning"):
+        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text after its reasoning"):
             encoder(template).encode(folder.read([row("<think>r1</think>\n")])[0])
 
 

@@ -11,7 +11,6 @@ import re
 import reprlib
 from collections.abc import Iterator
 from itertools import islice
-from json.decoder import scanstring
 from pathlib import Path
 
 from octavo.base import suffixes
@@ -151,6 +150,6 @@ def _end_of(text: str, at: int) -> int:
         if depth == 0 and mark in ",]}":
             return found.start()
         if mark == '"':
-            _, at = scanstring(text, at)
+            at = _SCAN(text, found.start())[1]
         depth += (mark in "[{") - (mark in "]}")
     raise json.JSONDecodeError("Nested too deeply, and never closed", text, begin)

@@ -80,7 +80,7 @@ def _next(archive: tarfile.TarFile) -> _Header | None:
         return None
     name = found.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").removeprefix("./")
     plain = found.isreg() and not found.issparse()
-    return _Header(name, found.offset_data, found.size, archive.offset, plain, found.isdir())  # type: ignore[attr-defined]
+    return _Header(name, found.offset_data, found.size, archive.offset, plain, found.isdir())
 
 
 def _problem(path: Path, header: _Header, total: int) -> str | None:

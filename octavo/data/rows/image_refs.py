@@ -60,7 +60,7 @@ def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int
     """(width, height) by the header alone, upright. Raises `ImageProblem` as `load` does."""
     with _opened(path, max_megapixels) as image:
         exif = Image.Exif()
-        exif.load(image.info.get("exif"))  # getexif() would decode a PNG to look behind its pixels
+        exif.load(image.info.get("exif") or b"")  # getexif() would decode a PNG to read data after its pixels
         width, height = image.size
         return (height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
@@ -122,12 +122,14 @@ class _Facts:
     """
 
     def __init__(self, image: Image.Image) -> None:
-        raw = image.tile[0][3] if image.tile else None  # how samples lie in the file; for some formats no string
+        tile = getattr(image, "tile", None)
+        raw = tile[0][3] if tile else None  # the layout of samples in the file; in some formats not a string
         self.key = image.info.get("transparency")
         if image.format == "PNG" and self.key is not None:
             if raw == "RGB;16B":
                 raise ImageProblem("names a transparent colour in 16 bits, of which 8 are read; save it with alpha")
-            self.key *= {"L;2": 85, "L;4": 17}.get(raw, 1)  # a sample of 2 or 4 bits was scaled to 8, its key was not
+            # Pillow scales samples of 2 and 4 bits to 8, but not the transparent key.
+            self.key *= {"L;2": 85, "L;4": 17}.get(str(raw), 1)
         tags = getattr(image, "tag_v2", {})  # of a TIFF
         if 2 in tags.get(SAMPLEFORMAT, ()):
             raise ImageProblem("is a TIFF of signed integers, which names no black and no white; save it unsigned")

@@ -143,7 +143,10 @@ def lock(file: Path, wait: bool = True) -> Iterator[bool]:
     has it."""
     file_lock = FileLock(file)
     try:
-        file_lock.acquire(**({} if wait else {"timeout": 0}))
+        if wait:
+            file_lock.acquire()
+        else:
+            file_lock.acquire(timeout=0)
     except NotImplementedError:  # nobody waits then, and the same work may be done twice
         yield True
         return

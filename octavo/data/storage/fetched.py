@@ -200,23 +200,23 @@ def open_fetched(url: str, folder: Path | None, say: cache.Say = cache.quiet, li
     folder = cache.default_folder() if folder is None else folder
     found = remote.list_files(url)
     store = Store(folder / "fetched" / sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:20], limit or BYTES)
-    counts = [shard.rows for shard in found]
-    if None in counts:
+    counts = [shard.rows for shard in found if shard.rows is not None]
+    if len(counts) < len(found):
         counts = _counts(store, url, found, say)
-    rows = Fetched(url, store, found, [int(count or 0) for count in counts])
+    rows = Fetched(url, store, found, counts)
     if len(rows) == 0:
         raise DataError(f"{url} holds no rows")
     return rows
 
 
-def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> list[int | None]:
+def _counts(store: Store, url: str, found: Sequence[Remote], say: cache.Say) -> list[int]:
     named = sha256("".join(shard.key for shard in found).encode()).hexdigest()[:20]
     beside = store.folder.with_name(f"{named}.rows")
     if beside.is_file():
         told = read_json(beside, DataError, wanted=list)
         if len(told) == len(found) and all(type(count) is int and count >= 0 for count in told):
             return list(told)
-    count_rows = format_of(found[0].url).count
+    count_rows = format_of(found[0].url).count_rows
     of_footer = count_rows is not None
     say(f"{url}: the rows of {len(found)} file(s) are counted, once" + ("" if of_footer else ", for which each comes"))
 

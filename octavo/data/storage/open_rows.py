@@ -72,14 +72,14 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
         _check_stream(path, form, stream)
         _make_indexes(form, files, folder, say)
         return Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
-    counts = None if form.count is None else [_counted(form, file) for file in files]
+    counts = None if form.count_rows is None else [_counted(form, file) for file in files]
     return Shards(path, files, open_one, counts, None if small or stream else OPEN)
 
 
 def _counted(form: Format, file: Path) -> int:
-    assert form.count is not None
+    assert form.count_rows is not None
     with open_file(file, DataError, buffering=0) as opened:
-        return form.count(file, opened)
+        return form.count_rows(file, opened)
 
 
 def _check_stream(path: Path, form: Format, stream: bool) -> None:
