@@ -1,7 +1,7 @@
 """Checks of untrusted Arrow columns: whether their structure is valid, and how large their decoded values are.
 
-Arrow trusts the offsets, lengths and indices in a file. A wrong one crashes the process or returns bytes from elsewhere,
-so a file is fully validated before a value is read. And a value may be referenced many times: by a dictionary, a run of
+Arrow trusts the offsets, lengths and indices in a file. A wrong one crashes the process or returns other bytes, so a
+file is fully validated before a value is read. And a value may be referenced many times: by a dictionary, a run of
 equal values, views. A row is decoded only if its size is bounded.
 """
 

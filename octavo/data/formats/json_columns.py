@@ -26,7 +26,7 @@ import pyarrow as pa
 from octavo.base.safe_read import Unreadable, parse_json
 
 Places = Mapping[str, Any] | list[Any] | bool
-"""Where JSON texts are: True for the value itself, a mapping for fields of a struct, [places of an entry] for a list."""
+"""Where JSON texts are: True for the value itself, a mapping for the fields of a struct, [places of an entry]."""
 
 _EXTENSION = "arrow.json"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
