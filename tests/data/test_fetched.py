@@ -261,10 +261,10 @@ def test_an_index_is_held_to_its_files(tmp_path):
     assert not rows.store.folder.exists() and rows[59]["id"] == "59"
     rows = opened([{**entries[0], "nsamples": 12}, *entries[1:]])
     assert len(rows) == 62
-    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 are said of it: it changed, was not copied"):
+    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 were expected: it changed, was not copied"):
         rows[3]
     for wrong, message in (
-        (entries[1:], r"index\.json is not of these files: part-00\.tar is there, and the index does not name it"),
+        (entries[1:], r"index\.json does not match these files: part-00\.tar is there, and the index does not name it"),
         ([*entries, {"url": "s3://x/z.tar", "nsamples": 1}], r"z\.tar is missing, and the index names it"),
         ([{"url": "z.tar"}], "lacks 'shardlist.0.nsamples'"),
     ):

@@ -220,5 +220,5 @@ def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
 def test_rows_of_tars_are_not_asked_to_stream(tmp_path):
     path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
-        with pytest.raises(DataError, match="read where they lie in any case; leave `stream` out"):
+        with pytest.raises(DataError, match="are never copied; leave `stream` out"):
             open_rows(named, stream=True)
