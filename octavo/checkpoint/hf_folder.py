@@ -29,7 +29,7 @@ from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.checkpoint.stock_model import Stock
-from octavo.fp8.weights import full, master_of
+from octavo.fp8.weights import full, is_frozen, master_of
 from octavo.models.folder.folder import (
     INDEX,
     PARTS,
@@ -84,7 +84,7 @@ def save_hf(
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
-    dead = {name for found in world.gather_objects(fp8.not_finite(state.items())) for name in found}
+    dead = {name for found in world.gather_objects(fp8.find_nonfinite(state.items())) for name in found}
     _refuse_dead([name for name in state if name in dead], state)
     parts = planned(stock, {name: t.dtype for name, t in state.items()}, world.size)
     with _aside(target, world) as made:
@@ -152,7 +152,7 @@ def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards:
 def _whole(tensor: Tensor) -> Tensor:
     """All of a tensor in high precision; a collective for a DTensor."""
     here: Tensor = full(tensor.detach())
-    return here.dequantize() if fp8.is_frozen(here) else here
+    return here.dequantize() if is_frozen(here) else here
 
 
 @contextmanager

@@ -12,7 +12,7 @@ of every checkpoint, with all else of it or not at all, and takes them out again
 
 Histories are local to a rank; after each step every rank gets the largest, as in :mod:`octavo.train.step.step`, so that
 one checkpoint serves all. A loop of one's own (Accelerate's) does the same with :func:`octavo.fp8.scaling_state`,
-:func:`octavo.fp8.load_scaling_state` and :func:`octavo.fp8.reduce_scaling_state`.
+:func:`octavo.fp8.load_scaling_state` and :func:`octavo.fp8.delayed.reduce_scaling_state`.
 
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through
 ``.data`` in between (their moving average for an evaluation, and back; a merge) leaves former codes in use. Fp8Callback
@@ -33,6 +33,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from octavo import fp8
+from octavo.fp8.delayed import reduce_scaling_state
+from octavo.fp8.proof import reference_note
+from octavo.fp8.weights import stale_codes, stale_sentence
 
 FIRST, EVERY = 2, 20
 
@@ -41,7 +44,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
     """Amax histories of delayed scaling in a Trainer's checkpoints, a word on the reference model that it holds, and a
     look at the codes of weights that may have been written past the layers (RuntimeError names the layer).
 
-    trainer  whose ``ref_model`` is looked at (:func:`octavo.fp8.reference_note`); None: no reference is
+    trainer  whose ``ref_model`` is looked at (:func:`octavo.fp8.proof.reference_note`); None: no reference is
     say      gets sentences for people, as training begins
     """
 
@@ -63,7 +66,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         model or recipe."""
         model = self._model = kwargs["model"]
         reference = getattr(self._trainer, "ref_model", None)
-        note = None if reference is None else fp8.reference_note(model, reference)
+        note = None if reference is None else reference_note(model, reference)
         if note is not None:
             self._say(note)
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("histories")
@@ -99,10 +102,10 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._checks, self._exchanged = self._checks + 1, False
         reference = getattr(self._trainer, "ref_model", None)
         for whose, one in (("", model), ("reference model: ", reference)):
-            stale = fp8.stale_codes(one, draw=state.global_step) if isinstance(one, nn.Module) else []
+            stale = stale_codes(one, draw=state.global_step) if isinstance(one, nn.Module) else []
             if stale:
-                raise RuntimeError(f"step {state.global_step}: {whose}{fp8.stale_sentence(stale)}")
+                raise RuntimeError(f"step {state.global_step}: {whose}{stale_sentence(stale)}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            fp8.reduce_scaling_state(kwargs["model"])
+            reduce_scaling_state(kwargs["model"])

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     encryption.find()
     work = _Decryption()
     encrypt_decrypt.convert(args.source, args.target, work, "decrypting")
-    print(f"{printable(args.target)}: {encrypt_decrypt.counted(work.counts)}")
+    print(f"{printable(args.target)}: {encrypt_decrypt.count_summary(work.counts)}")
     if work.plain:
         terminal.note(f"not encrypted, and copied as they are: {work.plain[0]}{_others(work.plain)}")
     return 0

@@ -136,7 +136,7 @@ def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded,
 
     wanted = step(model, both)
     models.use_attention(model, grouped_attention)
-    fp8.recompute(described.layers(model), how)
+    fp8.activation_checkpointing(described.layers(model), how)
     same(step(model, both), wanted, grads=5e-6)
 
 

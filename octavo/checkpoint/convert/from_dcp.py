@@ -95,7 +95,7 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:
         with reader.tensor(keys[entry.name]) as tensor:
-            if fp8.not_finite([(entry.name, tensor)]):
+            if fp8.find_nonfinite([(entry.name, tensor)]):
                 raise CheckpointError(
                     f"{directory}: {keys[entry.name]} holds NaN or infinity, and a model that does answers with NaN: "
                     "nothing is written of it. Convert an earlier checkpoint"

@@ -21,9 +21,10 @@ import torch
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.names import BLOCK, Matrices, Matrix
+from octavo.fp8.policy import Row
 from octavo.models.folder.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
 
-#: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
+#: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
 #: components that may be put into FP8 beside the foundation
 INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
@@ -112,7 +113,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
     if lacking := [name for name in include if name not in family.components]:
         raise CheckpointError(f"{lacking[0]!r} cannot be included: a {family.name} has no such component")
     names = Matrices(stock)
-    rows = fp8.topology(stock, family.components)
+    rows = fp8.describe_layers(stock, family.components)
     kind = FORMATS[format]
     stays, matrices = _chosen(rows, names, kind, {"foundation", *include})
     aliases = {row.module: names.aliases(row.module) for row in rows if row.name in stays}
@@ -141,7 +142,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
 
 
 def _chosen(
-    rows: Sequence[fp8.Row], names: Matrices, kind: str | None, wanted: set[str]
+    rows: Sequence[Row], names: Matrices, kind: str | None, wanted: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[Matrix, ...]]]:
     """(row -> why it stays in high precision, parameter -> its FP8 weights)."""
     stays: dict[str, str] = {}
@@ -177,7 +178,7 @@ def _halves(found: Mapping[str, tuple[Matrix, ...]], stays: Mapping[str, str], n
     }
 
 
-def _unwanted(row: fp8.Row, kind: str | None, wanted: set[str]) -> str | None:
+def _unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
     if kind is None:
         return "the format is BF16"
     if row.kind not in ("linear", "experts"):

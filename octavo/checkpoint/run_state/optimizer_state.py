@@ -182,7 +182,7 @@ def check_kinds(group: Mapping[str, Any], former: Mapping[str, Any], path: Path)
     """That a group keeps its states and master weights as they were saved. torch's AdamW keeps both in fp32.
 
     Nothing is converted on resuming: what would follow is not the run that was interrupted, and encoding fp32 states
-    loses what cannot come back. `fp8.AdamW.load_state_dict` and `fp8.copy_state` convert for who wants that.
+    loses what cannot come back. `fp8.AdamW.load_state_dict` and `fp8.AdamW.copy_state` convert for who wants that.
     """
     for key in ("states", "master"):
         was, asked = former.get(key, "fp32"), group.get(key, "fp32")

@@ -14,6 +14,7 @@ from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.fp8.weights import is_frozen
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_o
     for name, tensor in model.state_dict(keep_vars=True).items():
         if trained_only and not getattr(tensor, "requires_grad", False):
             continue
-        if id(tensor) not in seen and not fp8.is_frozen(tensor):
+        if id(tensor) not in seen and not is_frozen(tensor):
             seen.add(id(tensor))
             result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     if optimizer is not None:
@@ -53,7 +54,7 @@ def named(entry: str) -> str:
 
 def refuse_dead(state: Mapping[str, Any], path: Path, fix: str) -> None:
     """Raise CheckpointError where what was read from a checkpoint is not finite."""
-    if bad := fp8.not_finite(here(state)):
+    if bad := fp8.find_nonfinite(here(state)):
         raise CheckpointError(
             f"{path}: {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run was dead when it "
             f"was saved. {fix}"

@@ -110,7 +110,7 @@ def take(
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
     all_tensors(state)
     with shared("write", Path(f"step_{step}"), world):
-        if bad := fp8.not_finite(here(state)):
+        if bad := fp8.find_nonfinite(here(state)):
             raise CheckpointError(
                 f"after step {step} {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
                 "can go on from that, and no checkpoint is written of it. Those already there are untouched"
