@@ -1,5 +1,5 @@
-"""What the parts of a step of reinforcement learning know of each other: who takes part with the policy, and what the
-critic and the limit ask of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`)."""
+"""The interface between the parts of a step of reinforcement learning: the roles besides the policy, and the attributes
+of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`) that the critic and the mismatch limit use."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """Who takes part in a step with the policy.
+    """The participants of a step besides the policy.
 
-    engine     writes completions with the policy's weights
+    engine     generates completions with the policy's weights
     rewards    judge completions
-    reference  has the log-probabilities that the objective holds the policy to; None: the objective has no such term
-    tokenizer  gives the text of completions
+    reference  computes the log-probabilities for the objective's KL; None: the objective has no KL
+    tokenizer  decodes completions
     """
 
     engine: Engine

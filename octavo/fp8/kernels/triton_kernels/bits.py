@@ -138,7 +138,7 @@ def short_division(scale, top):
     """(whether :func:`quotient` is exact for values of 16 bits up to the amax of pattern ``top``, 1 / scale): scalars.
 
     All pairs of the 2^10 significands of fp16, which include every bf16 significand, and the 2^23 of scales were
-    tested: ``docs/lab.md``.
+    tested: ``docs/lab/kernels.md``.
 
     The bounds keep 1 / scale normal and products finite, and, where a code is not zero, the remainder
     (a multiple of 2^-47 of the value and so of 2^-64 of the scale) a multiple of 2^-149. NaN is within no bound.

@@ -8,7 +8,7 @@ transposed::
     x0, x1, x2, x3 [TR / 4, TC]  ->  row codes: four stores, of every fourth row each
                                  ->  words: int32 [TR / 4, TC], transposed, stored as [TC, TR / 4]
 
-``docs/lab.md`` has the instructions per value, before and after; a test holds them.
+``docs/lab/kernels.md`` has the instructions per value, before and after; a test holds them.
 """
 
 from __future__ import annotations
