@@ -149,7 +149,7 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         (("run.start_from={full}", *LORA), "holds a whole model, and not one of the parameters that this model trains"),
         (("run.start_from={lora}",), "holds trained parameters alone .*Continue it with the `lora` section"),
         (("run.start_from={lora}", "lora={rank: 4, alpha: 8}"), "lora.alpha was 32.0, is 8.0. Set them as they were"),
-        (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one that .* was trained beside"),
+        (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one with which .* was trained"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_begun_with(make, place, sources, over, message):

@@ -130,7 +130,7 @@ def _pieces(
 def _shown(
     likeliest: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool], most: int
 ) -> Iterator[Answer]:
-    """The first answer of each of a batch's first rows; likeliest [B, T-1]: the most likely token after each position."""
+    """The first answer of each of a batch's first rows; likeliest [B, T-1]: the most likely next tokens."""
     meta = batch["meta"]
     first = [n for n, place in enumerate(answers) if n == 0 or place.row != answers[n - 1].row]
     for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):

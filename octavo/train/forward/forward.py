@@ -49,7 +49,7 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | str:
-    """`fp8.memory.chunk_head` of a model whose head can compute only the positions with a target; else why it cannot."""
+    """`fp8.memory.chunk_head` of a model whose head can compute only positions with a target; else why it cannot."""
     return why_not_chunked(model) or chunk_head(model)
 
 
