@@ -442,7 +442,7 @@ def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatc
     from octavo import models
 
     monkeypatch.setattr(models, "why_not_trained", lambda config: "its forward takes more")
-    known = "model_type 'qwen3_vl' is planned here and not trained: its forward takes more"
+    known = "model_type 'qwen3_vl' can be planned but not trained: its forward takes more"
     assert main(["plan", "run.yaml", "--save", "alone.json"]) == 0
     out = capsys.readouterr().out
     assert "blocks.{0,1}.mlp.linear_fc1" in out and f"note: {known}; its memory is not predicted" in out

@@ -145,7 +145,7 @@ def test_a_planted_bit_is_found_named_and_stops_the_run(make, uncounted, faulty,
     said, run = str(caught.value), Path(cfg.run.dir)
     assert f"step 2 computed wrongly on rank 0 on {platform.node()}, cpu (" in said
     assert "fwd of model.language_model.layers.1.mlp.down_proj (faulty): a value of y is" in said
-    assert "by faulty once more, 1 bit apart" in said and "found nothing was at step 1" in said
+    assert "by faulty once more, 1 bit apart" in said and "without a fault was at step 1" in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_1"] and not (run / "result.json").exists()
     assert [row["step"] for row in rows(run)] == [1]
     (fault,) = rows(run, "checks.jsonl")[-1]["faults"]
