@@ -13,7 +13,7 @@ from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfi
 
 from octavo import fp8, models
 from octavo.base.model_families import tiny_families
-from octavo.data.encoding.sample import joined as stacked
+from octavo.data.encoding.sample import concatenate as stacked
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import segments

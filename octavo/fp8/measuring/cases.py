@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ class Measured:
     def high(self) -> Entry:
         return self.entries[HIGH]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The candidates for people, in milliseconds, or why they are out."""
         return {
             name: e.rejected
@@ -100,7 +100,10 @@ class Measurements:
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def __repr__(self) -> str:
+        return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
+
+    def to_json(self) -> dict[str, object]:
         """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
         return {
             "machine": self.machine.to_json(),
@@ -111,7 +114,8 @@ class Measurements:
         }
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Measurements:
+    def from_json(cls, document: Mapping[str, object]) -> Measurements:
+        given = cast(Mapping[str, Any], document)  # of a file: MeasurementCache reports what does not fit
         cases = {
             Case(**_without(item["case"], "outputs", "biases")): Measured(
                 {name: _entry(_without(entry, "layout")) for name, entry in item["entries"].items()}

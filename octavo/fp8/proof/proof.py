@@ -23,6 +23,7 @@ from octavo.fp8.arithmetic.errors import ProofError
 from octavo.fp8.observe.counts import HIGH, GemmCounts
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.planning.table import summary
 from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.topology import CONVENTIONS
 
@@ -47,6 +48,10 @@ class Proof:
         self.unused: list[str] = []
         self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
         self._flops: Counter[tuple[str, str, bool]] = Counter()  # (component, gemm, FP8)
+
+    def __repr__(self) -> str:
+        waits = f"not reached yet: {', '.join(sorted(self.pending))}" if self.pending else "every component reached"
+        return f"Proof({summary(self.plan.rows)}; {waits})"
 
     def follow(self, plan: Plan, step: int) -> None:
         """From ``step`` on another plan holds, which is to be proven anew."""

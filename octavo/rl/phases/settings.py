@@ -1,4 +1,4 @@
-"""What a run does in phase rl: its section, with the algorithm's own settings where the section says nothing."""
+"""The settings of a run in phase rl: its section, and the algorithm's defaults for what the section leaves open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.rl.objectives.registry import ALGORITHMS, Algorithm, Values
 
 @dataclass(frozen=True)
 class Settings:
-    """`section` is as written; all else follows from it and the algorithm."""
+    """`section` is as written; the other fields follow from it and the algorithm."""
 
     section: RlSection
     algorithm: Algorithm
@@ -33,7 +33,7 @@ class Settings:
     @classmethod
     def of(cls, cfg: Config) -> Settings:
         rl = cfg.rl
-        assert rl is not None, "rules see to it"
+        assert rl is not None, "octavo.config.rules checks it"
         algorithm = ALGORITHMS[rl.algorithm]
         low = algorithm.clip.low if rl.clip_low is None else rl.clip_low
         high = algorithm.clip.high if rl.clip_high is None else rl.clip_high
@@ -62,12 +62,12 @@ class Settings:
 
 
 def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
-    """Of a step's completions; `never`: tokens that stand for images."""
+    """The sampling of a step's completions; `never`: placeholder tokens of images, which are not sampled."""
     return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
 
 
 def _values(rl: RlSection, usual: Values | None, apart: bool) -> Values | None:
-    """What is asked of the critic; one with layers of its own has the whole of its loss."""
+    """The settings of the critic; None without one. With separate layers (`apart`) its loss has the weight 1."""
     if usual is None:
         return None
     written = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from octavo.train.setup.resolve_config import processor_of, random_weights, reso
 from octavo.train.setup.resume import scaling_of
 from octavo.train.step.precision_schedule import Course
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Say = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
 
@@ -54,7 +57,7 @@ HIGH = "off"
 class Opened(NamedTuple):
     """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
 
-    model: nn.Module
+    model: PreTrainedModel
     processor: Any
     notes: tuple[str, ...]
 
@@ -234,9 +237,9 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
             raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / run_dir.CONFIG).is_file():
-        found = _run(folder, base)
+        target = _run(folder, base)
     elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
-        found = _adapter(folder, base)
+        target = _adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
             f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
@@ -245,12 +248,12 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     elif (folder / MODEL).is_file():
         if base is not None:
             raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
-        found = Target(folder, "folder", folder)
+        target = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
-    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
-        check_adapter(of, found.base, TrainError)
-    return replace(found, quantization=read_quantization(found.base))
+    if (of := target.adapter or (folder / "adapter" if target.moved else None)) is not None and of.is_dir():
+        check_adapter(of, target.base, TrainError)
+    return replace(target, quantization=read_quantization(target.base))
 
 
 def _instead(path: Path) -> str | None:
@@ -275,17 +278,17 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    asked = folder / f"step_{step}"
-    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
-        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+    named = folder / f"step_{step}"
+    if step is not None and (named / "state.json").is_file():  # a link as well, since it was named
+        if bad := checkpoint.copied(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
-        return asked
+        return named
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        found = checkpoint.latest(folder, world, say)
-        assert found is not None
-        return found
+        newest = checkpoint.latest(folder, world, say)
+        assert newest is not None
+        return newest
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
@@ -317,7 +320,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
 
 
-def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
+def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[str]:
     """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
     family = models.describe(model.config)
     policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
@@ -328,7 +331,7 @@ def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     return [_about(model, plan)]
 
 
-def _ignored(model: Any) -> tuple[str, ...]:
+def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     """What of a model's generation settings is not followed: answers and evaluations are greedy."""
     note = models.ignored_settings(model)
     return () if note is None else (note,)
@@ -390,8 +393,8 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
 def _base_folder(base: str | Path, of: Path) -> Path:
     folder = Path(base)
     if not (folder / MODEL).is_file():
-        there = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+        state = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} and {state}; name a local Hugging Face folder")
     return folder
 
 
