@@ -74,6 +74,13 @@ def test_every_page_has_its_place_on_the_site() -> None:
     assert sorted(placed) == sorted(here | made)
 
 
+@pytest.mark.parametrize("folder", ["decisions", "lab"])
+def test_an_index_lists_the_pages_of_its_folder(folder: str) -> None:
+    index = (ROOT / "docs" / folder / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs" / folder).glob("*.md")} - {"index.md"}
+    assert pages and pages <= set(LINK.findall(index))
+
+
 def test_the_page_on_architecture_is_short() -> None:
     """It lists packages and trips; decisions, measurements and reference have pages of their own."""
     assert (ROOT / "docs/architecture.md").stat().st_size <= 10_000
