@@ -133,8 +133,8 @@ def load_processor(
     path: str | Path,
     max_pixels: int | None = None,
     min_pixels: int | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    video: Mapping[str, Any] | None = None,
+    template_args: Mapping[str, object] | None = None,
+    video: Mapping[str, object] | None = None,
 ) -> ProcessorMixin | TextProcessor:
     """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives; where
     torchvision is missing, with Pillow in its place (`pixels_by` says which), and always so for videos.

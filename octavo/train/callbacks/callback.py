@@ -87,7 +87,7 @@ class Callback:
     def after_step(self, run: Run, step: Step) -> None:
         """The weights are updated, or the step was skipped. Gradients are gone; the row is not written yet."""
 
-    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+    def evaluated(self, run: Run, figures: Mapping[str, object]) -> None:
         """`figures` of the held-out data after step `run.step`; they go into the row of that step."""
 
     def end_step(self, run: Run, step: Step) -> None:
