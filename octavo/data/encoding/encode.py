@@ -341,7 +341,7 @@ class Encoder:
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
         return kept
 
-    def image_tokens(self, path: Any, alone: bool = True) -> int:
+    def image_tokens(self, path: str | ImageFile, alone: bool = True) -> int:
         """How many tokens an image takes, by its header; `alone`: the only one of its row."""
         width, height = size(path, self.max_image_megapixels)
         told = getattr(self.processor, "image_tokens", None)
