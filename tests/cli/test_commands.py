@@ -346,7 +346,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
     assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in told[5]
-    at = told.index("8 runs, 0 of them trained already:")
+    at = told.index("8 runs, 0 of them already trained:")
     assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
     assert main([*asked, "--power", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -187,6 +187,6 @@ def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
 
 def test_digits_of_a_clip_are_asked_for_with_video_alone(tmp_path, capsys):
     assert main(["digits", str(tmp_path / "c"), "--frames", "2"]) != 0
-    assert "are of videos: add --video" in capsys.readouterr().err
+    assert "apply to videos: add --video" in capsys.readouterr().err
     assert main(["digits", str(tmp_path / "c"), "--video", "--digits", "2", "--train", "2", "--test", "1"]) == 0
     assert "wrote 2 training and 1 test videos" in capsys.readouterr().out

@@ -32,7 +32,7 @@ class World(Ranks, Protocol):
 
     @property
     def group(self) -> Any: ...
-    def beside(self) -> World: ...
+    def with_own_group(self) -> World: ...
 
 
 class Background:
@@ -40,7 +40,7 @@ class Background:
     ranks."""
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._beside, self._device, self._encrypt = world, world.beside(), device, encrypt
+        self._world, self._beside, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None

@@ -237,9 +237,9 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
             raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / run_dir.CONFIG).is_file():
-        found = _run(folder, base)
+        target = _run(folder, base)
     elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
-        found = _adapter(folder, base)
+        target = _adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
             f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
@@ -248,12 +248,12 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     elif (folder / MODEL).is_file():
         if base is not None:
             raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
-        found = Target(folder, "folder", folder)
+        target = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
-    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
-        check_adapter(of, found.base, TrainError)
-    return replace(found, quantization=read_quantization(found.base))
+    if (of := target.adapter or (folder / "adapter" if target.moved else None)) is not None and of.is_dir():
+        check_adapter(of, target.base, TrainError)
+    return replace(target, quantization=read_quantization(target.base))
 
 
 def _instead(path: Path) -> str | None:
@@ -278,17 +278,17 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    asked = folder / f"step_{step}"
-    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
-        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+    named = folder / f"step_{step}"
+    if step is not None and (named / "state.json").is_file():  # a link as well, since it was named
+        if bad := checkpoint.copied(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
-        return asked
+        return named
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        found = checkpoint.latest(folder, world, say)
-        assert found is not None
-        return found
+        newest = checkpoint.latest(folder, world, say)
+        assert newest is not None
+        return newest
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
@@ -393,8 +393,8 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
 def _base_folder(base: str | Path, of: Path) -> Path:
     folder = Path(base)
     if not (folder / MODEL).is_file():
-        there = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+        state = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} and {state}; name a local Hugging Face folder")
     return folder
 
 

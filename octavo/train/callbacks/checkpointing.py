@@ -65,8 +65,8 @@ class Saving(Callback):
 
 def interval(cfg: Config) -> int:
     """Steps between checkpoints (0: none on the way): as asked, else a tenth of the run and at least :data:`LEAST`."""
-    asked = cfg.run.save_every
-    return max(LEAST, -(-total_steps(cfg) // 10)) if asked is None else asked
+    every = cfg.run.save_every
+    return max(LEAST, -(-total_steps(cfg) // 10)) if every is None else every
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:

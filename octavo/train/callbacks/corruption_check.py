@@ -103,11 +103,11 @@ def _append(run: Run, line: Mapping[str, object]) -> None:
 
 def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
-    told = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
-    more = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
+    rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
     since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
     return (
-        f"step {number} computed wrongly on {' and '.join(who)}. {told}{more}. The step is not saved ({since}). "
+        f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "
         "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
         "checkpoint with run.resume=PATH if a later one is in doubt"
     )

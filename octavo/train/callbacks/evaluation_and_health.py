@@ -70,10 +70,10 @@ class Proof(Callback):
 
     def _write(self, run: Run) -> None:
         if run.world.is_main:
-            found = self.proof.report()
-            if self.before or "spans" in found:
-                found["spans"] = [*self.before, *self.proof.spans]
-            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**found, **self.more}))
+            report = self.proof.report()
+            if self.before or "spans" in report:
+                report["spans"] = [*self.before, *self.proof.spans]
+            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**report, **self.more}))
 
 
 class Figures(Callback):

@@ -48,19 +48,19 @@ class Gain:
 
     def sentence(self, emulated: bool = False) -> str:
         """The outcome for people; a warning where FP8 lost, and without a GPU that it is emulated there."""
-        found = (
+        figures = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
         )
         if self.gain > 0:
-            return found
+            return figures
         if emulated:
             return (
-                f"warning: FP8 is slower here: {found}. Without a GPU it is emulated, to check a run and not for "
+                f"warning: FP8 is slower here: {figures}. Without a GPU it is emulated, to check a run and not for "
                 "speed: this says nothing about a GPU"
             )
         return (
-            f"warning: FP8 is slower here: {found}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
+            f"warning: FP8 is slower here: {figures}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
             "shows why), raise train.micro_batch, or use recipe: off"
         )
 
@@ -93,9 +93,9 @@ class GainWindow(Callback):
             "high precision, after a turn to warm up; nothing of the run changes (run.gain_steps)"
         )
         try:
-            found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
-            row: dict[str, Any] = asdict(found)
-            message = found.sentence(emulated=not accelerator.is_gpu(run.world.device))
+            measured = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
+            row: dict[str, Any] = asdict(measured)
+            message = measured.sentence(emulated=not accelerator.is_gpu(run.world.device))
         except Left:
             run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
             return

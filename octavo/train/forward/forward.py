@@ -80,8 +80,8 @@ class Forward:
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
         self.context, self.dealt = context, dealt
         self.images = self.sounds = False
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = dtype or own
+        parameter_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = dtype or parameter_dtype
         known = inspect.signature(model.forward).parameters
         self._trims = "logits_to_keep" in known
         self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -112,11 +112,11 @@ class Forward:
 
         Raises TrainError if the model gives none.
         """
-        more: dict[str, Any] = {"output_router_logits": True}
+        options: dict[str, Any] = {"output_router_logits": True}
         tokens = real(batch) if "boundaries" in batch else None  # of a pack the loss is that of no padding
         if tokens is not None and self.context is None:
-            more["attention_mask"] = tokens.to(self.device)
-        logits, out = self._run(batch, keep, **more)
+            options["attention_mask"] = tokens.to(self.device)
+        logits, out = self._run(batch, keep, **options)
         if self.context is not None and "boundaries" in batch:
             mine = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
             return logits, balance.shared(out, self.model, mine, self.context)
@@ -128,11 +128,11 @@ class Forward:
             )
         return logits, loss
 
-    def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
+    def _run(self, batch: dict[str, Any], keep: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
         """(logits at `keep`, all that the model returned)."""
-        given, batch = batch, self._seen(batch)
-        if given is not batch and "boundaries" not in batch:
-            batch["position_ids"] = models.positions_of_rows(self.model, given)  # type: ignore[arg-type]
+        original, batch = batch, self._seen(batch)
+        if original is not batch and "boundaries" not in batch:
+            batch["position_ids"] = models.positions_of_rows(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
@@ -142,8 +142,8 @@ class Forward:
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
         computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with self._apart(given, inputs), computing:
-            out = self.model(**inputs, **more, use_cache=False)
+        with self._apart(original, inputs), computing:
+            out = self.model(**inputs, **options, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
@@ -156,8 +156,8 @@ class Forward:
         steps = iter(batch["video_grid_thw"][:, 0].tolist())
         images = [count + sum(next(steps) for _ in range(n)) for count, n in zip(meta.images, meta.videos, strict=True)]
         merge = models.vision_of(config).merge  # type: ignore[arg-type]
-        found = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
-        return {**found, "meta": replace(meta, images=tuple(images), inputs=inputs)}
+        converted = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
+        return {**converted, "meta": replace(meta, images=tuple(images), inputs=inputs)}
 
     def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
@@ -165,8 +165,8 @@ class Forward:
             return batch
         of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
         part, images = self.part(batch), {"pixel_values", "image_grid_thw"} | of_images
-        own = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
-        return own if self.dealt is None else {**own, **self.dealt.begin(batch)}
+        local = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
+        return local if self.dealt is None else {**local, **self.dealt.begin(batch)}
 
     @contextmanager
     def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
@@ -194,8 +194,8 @@ def real(batch: dict[str, Any]) -> Tensor | None:
     for no samples."""
     boundaries = batch.get("boundaries")
     if boundaries is None:
-        found: Tensor | None = batch.get("attention_mask")
-        return found
+        mask: Tensor | None = batch.get("attention_mask")
+        return mask
     if not boundaries.samples:
         return None
     return (torch.arange(boundaries.length) < boundaries.tokens).to(torch.int64)[None]
@@ -209,9 +209,9 @@ def log_probs(
     [P], and if asked for the entropy of that distribution in nats: fp32 [B, P] on the device. `head` gives them
     without full logits (None: from these)."""
     if head is not None:
-        with head.log_probs(target, temperature, entropy) as given:
-            found = given.take(forward(batch, keep))
-        return found, given.entropy
+        with head.log_probs(target, temperature, entropy) as by_head:
+            logps = by_head.take(forward(batch, keep))
+        return logps, by_head.entropy
     logits = forward(batch, keep)
     if entropy:
         return fp8.log_probs(logits, target, temperature=temperature, entropy=True)

@@ -271,8 +271,8 @@ def _step(run: Run, number: int) -> Step:
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
     """What any callback asks for."""
-    asked = [found for found in run.notify("before_step", number, batches) if found is not None]
-    wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
+    requests = [request for request in run.notify("before_step", number, batches) if request is not None]
+    wishes = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
     if run.users:  # who may answer otherwise on another rank, and observing has collectives
         wishes = [run.world.any(wish) for wish in wishes]
     observe = Observe(*wishes)

@@ -72,11 +72,14 @@ def assemble_model(
 def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
     """Weights that train are BF16 where the optimizer has what fp32 holds besides (`optimizer.master`), also those that
     a family asks for in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 all the same)."""
-    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
-    for _, parameter in kept:
+    in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    for _, parameter in in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
-    if kept:
-        say(f"note: {len(kept)} weights that this family keeps in fp32 are BF16 (optimizer.master): {kept[0][0]}, ...")
+    if in_fp32:
+        say(
+            f"note: {len(in_fp32)} weights that this family keeps in fp32 are BF16 (optimizer.master): "
+            f"{in_fp32[0][0]}, ..."
+        )
 
 
 def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
@@ -115,19 +118,21 @@ def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
 
 def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:
     """What loading is told of FP8, where there is any on disk or asked for."""
-    found, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
-    if not kinds and found is None:
+    quantization, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
+    if not kinds and quantization is None:
         return {}
     return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
 
 
 def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantization | None:
     """How the folder is quantized; `say` gets it where codes do not stay codes."""
-    found = read_quantization(cfg.model.path)
-    if found is not None and not frozen_base.keeps_codes(cfg):
+    quantization = read_quantization(cfg.model.path)
+    if quantization is not None and not frozen_base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
-        say(f"note: {cfg.model.path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
-    return found
+        say(
+            f"note: {cfg.model.path} is in FP8 ({quantization}); its weights are dequantized while they are read: {why}"
+        )
+    return quantization
 
 
 def keep_less(

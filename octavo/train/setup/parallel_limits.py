@@ -41,8 +41,8 @@ def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]
 
     def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> tuple[int, float]:
         mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
-        found = [made for recipe in mine if (made := coding(recipe, piece)) is not None]
-        return len(found), found[0].width if found else 0.0
+        codings = [coding_of_layer for recipe in mine if (coding_of_layer := coding(recipe, piece)) is not None]
+        return len(codings), codings[0].width if codings else 0.0
 
     return [
         of(".o_proj", Coding.of_x, head_dim),

@@ -104,7 +104,7 @@ def spans_told(schedule: Schedule) -> tuple[str, ...]:
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
         f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
-        + (f" ({told})" if (told := _recipes(span.plan)) else "")
+        + (f" ({recipes})" if (recipes := _recipes(span.plan)) else "")
         for span in schedule.spans
     )
 
@@ -179,11 +179,11 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
         return
     codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
     for block in plan.blocks:
-        beside = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
-        found = next((name for name in codes if name.startswith(f"{beside}.")), None)
-        if block.fused and found is not None:
+        parent = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
+        layer = next((name for name in codes if name.startswith(f"{parent}.")), None)
+        if block.fused and layer is not None:
             raise fp8.PlanError(
-                f"{block.name} is planned to be fused and train.compile is true, but the weight of {found} is FP8 "
+                f"{block.name} is planned to be fused and train.compile is true, but the weight of {layer} is FP8 "
                 "(param, or a frozen base) and finds its codes outside compiled graphs. Use fuse: off, or "
                 "train.compile: false."
             )
@@ -233,14 +233,14 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
-        return {"tokens": list(astuple(tokens)), "found": found.to_json()}
+        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.from_main(work)
     tokens = Tokens(*answer["tokens"])
-    found = fp8.Measurements.from_json(answer["found"])
-    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
-    plans = scheduled(cfg, plan, model, found)
+    measurements = fp8.Measurements.from_json(answer["found"])
+    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
+    plans = scheduled(cfg, plan, model, measurements)
     return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
 
 
@@ -254,8 +254,10 @@ def measured(
     cache: Path | None = None,
 ) -> fp8.Measurements:
     """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
-    policy, kept = policy_from(cfg), fp8.MeasurementCache(cache)
-    return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
+    policy, measurements = policy_from(cfg), fp8.MeasurementCache(cache)
+    return fp8.measure(
+        model, policy, family.components, tokens.counts, device=device, cache=measurements, progress=progress
+    )
 
 
 def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:

@@ -39,9 +39,9 @@ class Memory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with count_saved(self.model, self.family.layers(self.model)) as found:
+        with count_saved(self.model, self.family.layers(self.model)) as saved:
             yield
-        rows = [row for row in made_by_model(found.report()) if row.kind == "activation"]
+        rows = [row for row in made_by_model(saved.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
         self.activations = max(self.activations, sum(row.bytes for row in rows) - logits)
         self.logits = max(self.logits, logits)
@@ -87,20 +87,20 @@ def weight_bytes(model: nn.Module) -> int:
     return _bytes(model.parameters()) + fp8.weight_cache_bytes(model)
 
 
-def made_by_model(found: SavedBytes) -> Iterator[Row]:
+def made_by_model(saved: SavedBytes) -> Iterator[Row]:
     """Rows from the first module's on, as they were made: what comes before is the batch, on the model's device and in
     its dtype."""
-    return itertools.dropwhile(lambda row: not row.module, found.rows)
+    return itertools.dropwhile(lambda row: not row.module, saved.rows)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages on this rank, each once."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         for part in _parts(tensor):
             storage = part.untyped_storage()
-            found[str(storage.device), storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            storages[str(storage.device), storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

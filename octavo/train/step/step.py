@@ -107,9 +107,9 @@ class Stepper:
     doing: Callable[[str], None] = lambda what: None
 
     @classmethod
-    def of(cls, plain: Stepper, **more: Any) -> Self:
+    def of(cls, plain: Stepper, **own_fields: Any) -> Self:
         """The stepper of a phase: all that `plain` has, and `more`, which this class has besides."""
-        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **more)
+        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **own_fields)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -247,13 +247,13 @@ class Stepper:
         once = self.world.context_rank == 0
         counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
         mine = [*(once * count for count in counts), plan]
-        *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        *sums, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
         if float(plans) != plan * self.world.size:
             raise TrainError(
                 f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
                 "token counts in their data caches, differ. Empty data.cache on every machine and start again"
             )
-        return torch.cat(found)
+        return torch.cat(sums)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""

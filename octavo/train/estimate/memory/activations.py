@@ -116,14 +116,16 @@ def fake_forward(
     log.disabled = True  # it prints the traceback of what is told below in a sentence
     try:
         dressed = model if dressed is None else dressed
-        found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
+        counted = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
         routers = [row.name for row in plan.rows if row.kind == "router"] if routing.coefficient(cfg, model) else []
         if not routers or head_alone:
-            return found
-        more = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
+            return counted
+        with_balance = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
         _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
-        return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
+        return replace(
+            counted, logits=counted.logits + (with_balance.logits - counted.logits) * len(routers) // max(1, some)
+        )
     except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
@@ -173,10 +175,10 @@ def _counted(
             if balanced:
                 batch["output_router_logits"] = True
             loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
-        found = counted.report()
+        report = counted.report()
     del loss
     weights = set() if autocast is None else {(autocast, tuple(p.shape)) for p in small.parameters()}
-    return _scaled(found, small, family, standing, weights)
+    return _scaled(report, small, family, standing, weights)
 
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
@@ -184,8 +186,8 @@ def _of_this(cfg: Config, family: models.Family) -> Config:
     device: what is moved to the host is kept all the same, and counted by
     :mod:`octavo.train.estimate.memory.footprint`."""
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
-    there = {"offload_activations": False, "synchronize_per_layer": False}
-    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})
+    without_device = {"offload_activations": False, "synchronize_per_layer": False}
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **without_device})
     return cfg.model_copy(update={"train": train})
 
 
@@ -193,7 +195,7 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
     """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next."""
     target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    trim: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
         nothing: list[Tensor] = []
         values = critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext(nothing)
@@ -202,12 +204,12 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
         return sum((value.sum() for value in of_critic), logs)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
-        out = model(**batch, **more, use_cache=False)
+        out = model(**batch, **trim, use_cache=False)
         loss = losses.cross_entropy(out.logits if trims else out.logits[:, keep], target, **smooth).sum()
     else:
-        with head.losses(target, **smooth, chunk=target.numel()) as given:
-            out = model(**batch, **more, use_cache=False)
-            loss = given.take(out.logits).sum()
+        with head.losses(target, **smooth, chunk=target.numel()) as by_head:
+            out = model(**batch, **trim, use_cache=False)
+            loss = by_head.take(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
@@ -217,12 +219,12 @@ def _of_log_probs(
     cfg: Config,
 ) -> Tensor:  # fmt: skip
     """The same in phases that learn from log-probabilities; what their objectives keep is a few numbers a token."""
-    more: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
+    options: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
     entropy = cfg.train.phase == "rl"
     if head is not None:
-        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as given:
-            return given.take(model(**batch, **more).logits).sum()
-    logits = model(**batch, **more).logits
+        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as by_head:
+            return by_head.take(model(**batch, **options).logits).sum()
+    logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
 
@@ -322,7 +324,7 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
     """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``, adapters and a
     critic in their own; frozen FP8 weights get fake codes; ties stay."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -346,7 +348,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
+                    held[name] = fakes.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.CachesWeights):
             module.own_weights()
 
@@ -410,7 +412,7 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 def _scaled(
-    found: SavedBytes,
+    report: SavedBytes,
     small: nn.Module,
     family: models.Family,
     standing: Mapping[str, int],
@@ -419,7 +421,7 @@ def _scaled(
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
-    for row in made_by_model(found):
+    for row in made_by_model(report):
         if row.kind != ACTIVATION:
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":

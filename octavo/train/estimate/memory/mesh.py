@@ -27,10 +27,10 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
         raise TrainError(str(error)) from error
 
 
-def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
+def part(whole: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
     """What one of so many ranks keeps of a forward, and its tokens; images stay whole."""
     if context == 1:
-        return kept, tokens
+        return whole, tokens
     shared = tokens.shared(context)
 
     def shares(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -38,12 +38,12 @@ def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, 
         return {name: _share(size, *counts[name]) for name, size in sizes.items()}
 
     here = replace(  # 16-bit copies of weights and the positions are on every rank, so they are not divided
-        kept,
-        blocks=shares(kept.blocks),
-        outside=shares(kept.outside),
-        largest=shares(kept.largest),
-        recomputed=shares(kept.recomputed),
-        logits=-(-kept.logits // context),
+        whole,
+        blocks=shares(whole.blocks),
+        outside=shares(whole.outside),
+        largest=shares(whole.largest),
+        recomputed=shares(whole.recomputed),
+        logits=-(-whole.logits // context),
     )
     return here, shared
 

@@ -69,13 +69,13 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 
 
 class _Images(NamedTuple):
-    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; ``more``
-    that the tower wants."""
+    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; further
+    ``inputs`` of the tower."""
 
     each: int
     length: int
     shape: tuple[int, ...]
-    more: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 def _images(
@@ -84,12 +84,12 @@ def _images(
     """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
     vision, rows = models.vision_of(config), len(ids)
     if vision.sized:
-        found = _cut_alone(config, vision, patches, rows)
+        layout = _cut_alone(config, vision, patches, rows)
     elif vision.kind == "tiles":
-        found = _tiles(vision, patches, image, rows)
+        layout = _tiles(vision, patches, image, rows)
     else:
-        found = _whole(vision, patches, image, rows, ids.shape[1])
-    each, length, shape, more = found
+        layout = _whole(vision, patches, image, rows, ids.shape[1])
+    each, length, shape, inputs = layout
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
@@ -101,7 +101,7 @@ def _images(
         ids[:, start + 1 : start + 1 + length] = placeholder
     with mode:
         pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return {"pixel_values": pixels, **more}
+    return {"pixel_values": pixels, **inputs}
 
 
 def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
@@ -128,13 +128,13 @@ def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Image
     """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
     of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
-    frames, count, more = 1, 1, {}
+    frames, count, inputs = 1, 1, {}
     if vision.scales:
         count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
         frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
-        more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+        inputs = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
     lead = (each * rows * frames * count, *(1,) * (vision.axes - 4))
-    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), more)
+    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), inputs)
 
 
 def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _Images:
@@ -144,8 +144,8 @@ def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _
     each, alone = -(-tiles // vision.most), tiles > 1
     size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
     length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
-    more = {
+    inputs = {
         "image_sizes": torch.tensor([size]).repeat(each * rows, 1),
         "batch_num_images": torch.full((each * rows,), 1 if alone else 2),
     }
-    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), more)
+    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), inputs)
