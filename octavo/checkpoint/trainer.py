@@ -54,7 +54,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._checks = 0  # steps in which codes were looked at
         self._exchanged = False  # weights may have been, since the last look
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What the Trainer writes down with a checkpoint."""
         histories = {} if self._model is None else fp8.scaling_state(self._model)
         return {"args": {}, "attributes": {"histories": {name: rows.tolist() for name, rows in histories.items()}}}

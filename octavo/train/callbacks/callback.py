@@ -88,7 +88,7 @@ class Callback:
     def after_step(self, run: Run, step: Step) -> None:
         """Called after the update, or after a skipped step. Gradients are freed; the row is not written yet."""
 
-    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+    def evaluated(self, run: Run, figures: Mapping[str, object]) -> None:
         """Called with the `figures` of an evaluation after step `run.step`, which become part of the step's row."""
 
     def end_step(self, run: Run, step: Step) -> None:
