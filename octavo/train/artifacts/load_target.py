@@ -276,7 +276,7 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     steps = checkpoint.steps(folder)
     asked = folder / f"step_{step}"
     if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
-        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+        if bad := checkpoint.why_misplaced(asked, checkpoint.read_state(asked)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
         return asked
     if not steps:
